@@ -1,0 +1,256 @@
+"""Stage-aware loaders: inputs where the first layer is, labels where the loss is, placeholders between.
+
+A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids), (labels, loss_denominator))`; the half
+that a rank does not read is None. input_ids, position_ids and labels are int64 [B, T], padded on the right (labels
+with -100; a causal model needs no mask for that). loss_denominator is a float64 scalar: a micro-batch's loss is
+sum(token losses) / loss_denominator.
+
+In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
+takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
+loss is a sum.
+
+B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.order import GlobalOrder, micro_batch_ids
+from data.sample import IGNORE_INDEX
+from data.tokenized import TokenizedDataset
+
+PAD_MULTIPLE = 8
+
+Batch = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
+
+
+class PadTo(StrEnum):
+    """`longest`: the longest sample of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
+
+    LONGEST = "longest"
+    MAX_SEQ_LENGTH = "max_seq_length"
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """What this rank reads, and the shape of its micro-batches. A one-stage rank reads both halves."""
+
+    reads_inputs: bool  # the rank holds the first layer
+    reads_labels: bool  # the rank holds the loss
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    max_seq_length: int
+    pad_token_id: int
+    pad_to: PadTo = PadTo.LONGEST
+    num_workers: int = 0
+    pin_memory: bool = False
+
+    @property
+    def reads_nothing(self) -> bool:
+        return not (self.reads_inputs or self.reads_labels)
+
+    def compute_seq_length(self, lengths: np.ndarray) -> int:
+        """T of a step whose samples have these lengths."""
+        if PadTo(self.pad_to) is PadTo.MAX_SEQ_LENGTH:
+            return self.max_seq_length
+        rounded = -(-int(lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+        return min(rounded, self.max_seq_length)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A step's global batch in numbers; tokens are counted without padding, targets after the shift."""
+
+    num_tokens: int
+    num_targets: int
+    seq_length: int
+
+
+class TrainLoader:
+    """The micro-batches of any range of steps."""
+
+    def __init__(
+        self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
+    ) -> None:
+        self._options = options
+        self._order = order
+        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._dataset = _open_dataset(path, options, order.num_samples)
+        per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
+        if per_step != order.global_batch_size:
+            raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
+
+    def __len__(self) -> int:
+        return self._order.steps_per_epoch
+
+    def step_info(self, step: int) -> StepInfo:
+        ids = self._order.sample_ids(step)
+        lengths = self._dataset.lengths[ids]
+        return StepInfo(
+            num_tokens=int(lengths.sum(dtype=np.int64)),
+            num_targets=int(self._dataset.num_targets[ids].sum(dtype=np.int64)),
+            seq_length=self._options.compute_seq_length(lengths),
+        )
+
+    def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """gradient_accumulation_steps micro-batches for each step from `start_step` up to but not `end_step`."""
+        per_step = self._gradient_accumulation_steps
+        return _iterate(self._build_batch, range(start_step * per_step, end_step * per_step), self._options)
+
+    def _build_batch(self, index: int) -> Batch:
+        step, micro_batch = divmod(index, self._gradient_accumulation_steps)
+        info = self.step_info(step)
+        options = self._options
+        ids = micro_batch_ids(
+            self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
+        )
+        denominator = info.num_targets / (options.dp_size * self._gradient_accumulation_steps)
+        return _collate(self._dataset, ids, info.seq_length, denominator, options)
+
+
+class EvalLoader:
+    """Every sample exactly once over all data-parallel ranks, in as many micro-batches on each of them.
+
+    A batch that runs short is filled with rows whose labels are all -100: they add 0 to the sum of losses.
+    """
+
+    def __init__(self, path: str | Path, options: LoaderOptions, num_samples: int) -> None:
+        self._options = options
+        self._dataset = _open_dataset(path, options, num_samples)
+        self._seq_length = options.compute_seq_length(self._dataset.lengths)
+        self.num_targets = int(self._dataset.num_targets.sum(dtype=np.int64))
+        self.num_micro_batches = _count_eval_micro_batches(num_samples, options)
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def iterate(self) -> Iterator[Batch]:
+        """`num_micro_batches` batches whose loss is a sum; over all ranks they hold `num_targets` targets."""
+        return _iterate(self._build_batch, range(self.num_micro_batches), self._options)
+
+    def _build_batch(self, index: int) -> Batch:
+        options = self._options
+        ids = micro_batch_ids(
+            np.arange(len(self._dataset)), index, options.dp_rank, options.dp_size, options.micro_batch_size
+        )
+        return _collate(self._dataset, ids, self._seq_length, 1.0, options)
+
+
+class PlaceholderLoader:
+    """The loader of a rank between the first layer and the loss: a length for logs, and no data.
+
+    `iterate` returns the placeholder itself, which the engine of such a rank takes and never asks for a batch.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def iterate(self, start_step: int = 0, end_step: int = 0) -> "PlaceholderLoader":
+        return self
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __next__(self) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, index: int) -> NoReturn:
+        self._refuse()
+
+    def step_info(self, step: int) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here"
+        )
+
+
+def build_train_loader(
+    path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
+) -> TrainLoader | PlaceholderLoader:
+    """The training loader of this rank; `len` is the steps of an epoch."""
+    if options.reads_nothing:
+        return PlaceholderLoader(order.steps_per_epoch)
+    return TrainLoader(path, options, order, gradient_accumulation_steps)
+
+
+def build_eval_loader(path: str | Path, options: LoaderOptions, num_samples: int) -> EvalLoader | PlaceholderLoader:
+    """The evaluation loader of this rank; `len` is the number of micro-batches, the same on every rank."""
+    if options.reads_nothing:
+        return PlaceholderLoader(_count_eval_micro_batches(num_samples, options))
+    return EvalLoader(path, options, num_samples)
+
+
+def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
+    return -(-num_samples // (options.micro_batch_size * options.dp_size))
+
+
+def _open_dataset(path: str | Path, options: LoaderOptions, num_samples: int) -> TokenizedDataset:
+    dataset = TokenizedDataset(path, options.reads_inputs, options.reads_labels)
+    # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
+    if len(dataset) != num_samples:
+        raise RuntimeError(f"{path} holds {len(dataset)} samples, but the ranks agreed on {num_samples}")
+    if dataset.lengths.max() > options.max_seq_length:
+        raise RuntimeError(f"{path} holds samples longer than max_seq_length={options.max_seq_length}")
+    return dataset
+
+
+def _collate(
+    dataset: TokenizedDataset, ids: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions
+) -> Batch:
+    shape = (options.micro_batch_size, seq_length)
+    inputs = targets = None
+    if options.reads_inputs:
+        input_ids = _pad([dataset.input_ids(i) for i in ids], shape, options.pad_token_id)  # [B, T]
+        position_ids = torch.arange(seq_length).repeat(options.micro_batch_size, 1)  # [B, T]
+        inputs = (input_ids, position_ids)
+    if options.reads_labels:
+        labels = _pad([dataset.labels(i) for i in ids], shape, IGNORE_INDEX)  # [B, T]
+        targets = (labels, torch.tensor(loss_denominator, dtype=torch.float64))
+    return inputs, targets
+
+
+def _pad(rows: Sequence[np.ndarray], shape: tuple[int, int], value: int) -> Tensor:
+    padded = np.full(shape, value, dtype=np.int64)
+    for row, tokens in zip(padded, rows):
+        row[: len(tokens)] = tokens
+    return torch.from_numpy(padded)  # [B, T]
+
+
+class _MicroBatches(Dataset):
+    def __init__(self, build_batch: Callable[[int], Batch]) -> None:
+        self._build_batch = build_batch
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._build_batch(index)
+
+
+def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:
+    loader = DataLoader(
+        _MicroBatches(build_batch),
+        batch_size=None,
+        sampler=indices,
+        collate_fn=_keep,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        # An iterator draws a seed; drawn from the global generator it would shift the dropout of a resumed run.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _keep(batch: Batch) -> Batch:
+    return batch

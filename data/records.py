@@ -1,0 +1,135 @@
+"""From the value of `train_file` or `eval_file` to raw records.
+
+A source is one file (JSON lines, or a `.json` file that holds an array of objects) or `hf:NAME[:SPLIT]`, read through
+`datasets`. Records travel as `(location, json_text)`: the location is what an error message names (`train.jsonl:12`),
+and the text is parsed where it is tokenized, so that parsing is spread over the processes too. Every mistake in a file
+raises `UserError`.
+"""
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+from datasets import load_dataset
+from datasets.exceptions import DatasetsError
+
+from errors import UserError
+
+HUB_PREFIX = "hf:"
+UTF8_BOM = b"\xef\xbb\xbf"
+
+
+def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
+    """Expand a path, a glob, `hf:NAME`, or a list of these into sources; `key` is the config key that errors name."""
+    entries = [files] if isinstance(files, str) else list(files or ())
+    if not entries or not all(isinstance(entry, str) and entry for entry in entries):
+        raise UserError(f"{key} is empty; give a path, a glob, a list of these, or hf:NAME")
+    return [source for entry in entries for source in _resolve_entry(entry, key)]
+
+
+def _resolve_entry(entry: str, key: str) -> list[str]:
+    if entry.startswith(HUB_PREFIX):
+        return [entry]
+    path = os.path.expanduser(entry)
+    # A file whose name holds brackets is a file before it is a pattern.
+    matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = [match for match in matches if os.path.isfile(match)]
+    if not files:
+        raise UserError(f"{key}: {_describe_missing(path)}")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise UserError(f"{key}: no permission to read {file}; change its mode or its owner")
+    return files
+
+
+def _describe_missing(path: str) -> str:
+    if os.path.isdir(path):
+        return f"{path} is a folder; give the files in it, for instance {os.path.join(path, '*.jsonl')}"
+    what = "no file matches" if glob.has_magic(path) else "no such file:"
+    where = "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
+    return f"{what} {path}{where}; check the path"
+
+
+def read_records(source: str) -> Iterator[tuple[str, str]]:
+    """Yield `(location, json_text)` of every record of a source, in order. Blank lines are skipped."""
+    if source.startswith(HUB_PREFIX):
+        return _read_hub(source)
+    if source.endswith(".json") and _holds_array(source):
+        return _read_array(source)
+    return _read_lines(source)
+
+
+def _read_lines(path: str) -> Iterator[tuple[str, str]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            location = f"{path}:{number}"
+            text = _decode(line.removeprefix(UTF8_BOM) if number == 1 else line, location)
+            if text.strip():
+                yield location, text
+
+
+def _holds_array(path: str) -> bool:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = (line.removeprefix(UTF8_BOM) if number == 1 else line).strip()
+            if text:
+                return text.startswith(b"[")
+    return False
+
+
+def _read_array(path: str) -> Iterator[tuple[str, str]]:
+    with open(path, "rb") as file:
+        lines = file.read().removeprefix(UTF8_BOM).splitlines(keepends=True)
+    text = "".join(_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise UserError(f"{path}:{line}: not valid JSON: {_describe_json_error(error)}; mend the file") from None
+    for number, record in enumerate(records, start=1):
+        yield f"{path}: record {number}", json.dumps(record)
+
+
+def _read_hub(source: str) -> Iterator[tuple[str, str]]:
+    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    try:
+        dataset = load_dataset(name, split=split or "train")
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network"
+        ) from None
+    for number, record in enumerate(dataset, start=1):
+        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+        yield f"{source}: record {number}", json.dumps(record, default=str)
+
+
+def _decode(line: bytes, location: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise UserError(
+            f"{location}: not UTF-8 text (byte 0x{byte:02x} at position {error.start}); convert the file to UTF-8 JSON"
+        ) from None
+
+
+def parse_record(location: str, json_text: str) -> dict:
+    """The record as a dict, or a `UserError` that names where it stands and what is wrong with it."""
+    try:
+        record = json.loads(json_text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{location}: not valid JSON: {_describe_json_error(error)}; mend or remove the line (JSON lines hold one"
+            " whole object a line)"
+        ) from None
+    if not isinstance(record, dict):
+        raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; mend or remove it")
+    return record
+
+
+def _describe_json_error(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return str(error)

@@ -1,0 +1,32 @@
+"""What an encoder makes of a record: token ids, and labels aligned with them as in Hugging Face.
+
+`labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loss shifts. So the first token of
+a sample is never predicted, and targets are counted after the shift. A kind of data is a class with the shape of
+`Encoder`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypedDict
+
+from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100
+
+
+class Sample(TypedDict):
+    input_ids: list[int]  # [T]
+    labels: list[int]  # [T]
+    truncated: bool
+
+
+class Encoder(Protocol):
+    """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
+
+    def encode(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+    ) -> Sample: ...
+
+
+def count_targets(labels: Sequence[int]) -> int:
+    """The number of tokens that carry loss, after the shift."""
+    return sum(label != IGNORE_INDEX for label in labels[1:])

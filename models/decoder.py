@@ -1,0 +1,109 @@
+"""What decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`' decoder layers.
+
+The classes subclass the modules whose parameters they hold, so a layer's parameter names are the Hugging Face names without
+their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.masking_utils import create_causal_mask
+
+Activations = tuple[torch.Tensor, torch.Tensor]  # hidden_states [B, T, D], position_ids [B, T]
+
+
+class Embedding(nn.Embedding):
+    """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+
+    def forward(self, inputs: Activations) -> Activations:
+        input_ids, position_ids = inputs
+        return super().forward(input_ids), position_ids  # [B, T, D]
+
+
+class DecoderContext:
+    """What every decoder layer needs beside its input: rotary angles and the attention mask, made inside the stage.
+
+    One object is shared by all layers of a stage and remembers the last micro-batch, so they are computed once a micro-batch.
+    It is no `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to bf16
+    turn long positions into noise.
+    """
+
+    def __init__(self, config: PretrainedConfig, rotary: nn.Module) -> None:
+        self.config = config
+        self.rotary = rotary
+        self._position_ids: torch.Tensor | None = None
+        self._kwargs: dict[str, Any] = {}
+
+    def __call__(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments for the layers' `forward`.
+
+        The engine gives each micro-batch its own `position_ids` tensor and the layers hand it on untouched, so its identity
+        (kept alive here) names the micro-batch. A checkpointed layer that recomputes later simply misses and computes again.
+        """
+        if position_ids is not self._position_ids:
+            self._kwargs = self._compute(hidden_states, position_ids)
+            self._position_ids = position_ids
+        return self._kwargs
+
+    @torch.no_grad()
+    def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+        self.rotary.to(hidden_states.device)
+        return {
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary(hidden_states, position_ids=position_ids),  # cos, sin [B, T, head_dim]
+            "attention_mask": create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=None,  # right padding needs none; documents of a packed row are told apart by position_ids
+                past_key_values=None,
+                position_ids=position_ids,
+            ),
+            "use_cache": False,
+        }
+
+
+class PipelineDecoderLayer:
+    """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden states."""
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int, context: DecoderContext) -> None:
+        super().__init__(config, layer_idx)
+        self.context = context
+
+    def forward(self, inputs: Activations) -> Activations:
+        hidden_states, position_ids = inputs
+        return super().forward(hidden_states, **self.context(hidden_states, position_ids)), position_ids
+
+
+class PipelineNorm:
+    """Mixin before a final norm of `transformers`, built as `norm(hidden_size, eps)`."""
+
+    def forward(self, inputs: Activations) -> Activations:
+        hidden_states, position_ids = inputs
+        return super().forward(hidden_states), position_ids
+
+
+class LMHead(nn.Linear):
+    """The output projection. It makes no logits: the loss does, from what it is handed here."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        return hand_to_loss(self, inputs)
+
+
+def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
+
+    The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up with each
+    micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
+    """
+    hidden_states, _ = inputs
+    return hidden_states, module.weight.view_as(module.weight)

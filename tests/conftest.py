@@ -1,0 +1,28 @@
+"""Fixtures: groups of worker processes, and tiny models and tokenizers with random weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from distributed import WorkerGroup  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerGroup]]:
+    """workers(n): the group of n processes, started on first use and shared by the whole session."""
+    groups: dict[int, WorkerGroup] = {}
+    log_dir = tmp_path_factory.mktemp("workers")
+
+    def group(world_size: int) -> WorkerGroup:
+        return groups.setdefault(world_size, WorkerGroup(world_size, log_dir))
+
+    yield group
+    for started in groups.values():
+        started.close()

@@ -1,0 +1,60 @@
+"""The order of samples is a function of (seed, epoch, step) and of nothing else."""
+
+import numpy as np
+import pytest
+
+from data.order import GlobalOrder, micro_batch_ids
+from errors import UserError
+
+ORDER = GlobalOrder(num_samples=50, global_batch_size=8, seed=3)
+
+
+def test_an_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
+    assert ORDER.steps_per_epoch == 6
+    for epoch in range(3):
+        ids = np.concatenate([ORDER.sample_ids(epoch * 6 + step) for step in range(6)])
+        assert len(ids) == len(set(ids.tolist())) == 48
+        assert ids.min() >= 0 and ids.max() < 50
+    whole = GlobalOrder(num_samples=48, global_batch_size=8, seed=3)
+    assert sorted(np.concatenate([whole.sample_ids(step) for step in range(6)])) == list(range(48))
+
+
+def test_epochs_and_seeds_differ_and_calls_do_not() -> None:
+    first = ORDER.sample_ids(0).copy()
+    assert first.tolist() != list(range(8))
+    assert first.tolist() != ORDER.sample_ids(6).tolist()
+    assert first.tolist() != GlobalOrder(50, 8, seed=4).sample_ids(0).tolist()
+    assert first.tolist() == ORDER.sample_ids(0).tolist() == GlobalOrder(50, 8, seed=3).sample_ids(0).tolist()
+
+
+def test_a_batch_does_not_depend_on_the_steps_before_it() -> None:
+    in_turn = [ORDER.sample_ids(step).tolist() for step in range(20)]
+    assert [ORDER.sample_ids(step).tolist() for step in reversed(range(20))] == in_turn[::-1]
+
+
+def test_a_permutation_cannot_be_changed_by_its_reader() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        ORDER.sample_ids(0)[0] = 1
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size", "accumulation"), [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2)])
+def test_every_layout_reads_the_same_global_batch(dp_size: int, micro_batch_size: int, accumulation: int) -> None:
+    for step in (0, 7):
+        ids = ORDER.sample_ids(step)
+        read = [
+            micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size)
+            for micro_batch in range(accumulation)
+            for rank in range(dp_size)
+        ]
+        assert np.concatenate(read).tolist() == ids.tolist()
+        assert {len(part) for part in read} == {micro_batch_size}
+
+
+def test_fewer_samples_than_one_global_batch() -> None:
+    with pytest.raises(UserError, match="train_file holds 7 samples, fewer than .*global_batch_size=8.*; lower"):
+        GlobalOrder(num_samples=7, global_batch_size=8, seed=0)
+
+
+def test_a_negative_seed() -> None:
+    with pytest.raises(UserError, match="seed=-1 is negative; give 0 or more"):
+        GlobalOrder(num_samples=8, global_batch_size=8, seed=-1)

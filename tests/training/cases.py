@@ -1,0 +1,170 @@
+"""What a rank does in a distributed test: the trainer's own parts around a model and a data set. And the oracle beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.order import GlobalOrder
+from data.tokenized import TokenizedDataset
+from models.architecture import build_layers
+from models.weights import open_weights
+from training.config import RunConfig, register_schema
+from training.layout import Layout, build_layout
+from training.loop import Horizon
+from training.partition import compute_bounds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Case:
+    """A run to compare: config overrides over a base of SGD in fp32 with a large constant learning rate."""
+
+    model: Path
+    train_file: Path
+    workdir: Path
+    num_stages: int = 1
+    world_size: int = 1
+    steps: int = 5
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> RunConfig:
+        GlobalHydra.instance().clear()
+        register_schema()
+        overrides = [
+            f"model_name_or_path={self.model}", f"train_file={self.train_file}", f"output_dir={self.workdir}/out",
+            f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2", "global_batch_size=8",
+            "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5", "lr_scheduler_type=constant", "warmup_ratio=0",
+            "max_grad_norm=0", "activation_checkpoint_interval=0", f"max_steps={self.steps}",
+            *self.overrides,
+        ]  # fmt: skip
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return OmegaConf.to_object(compose("base", overrides))
+
+
+def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
+    """The engine and training loader of this rank, as training/run.py builds them."""
+    import torch.distributed as dist
+
+    from training.engine import initialize_engine
+    from training.pipeline import StageModule
+    from training.ranks import Ranks
+    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
+
+    config = case.config()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world_size, rank, world_size)
+    source = open_weights(config.model_name_or_path)
+    source.config._attn_implementation = config.attn_implementation.value
+    layers = build_layers(source.config)
+    layout = build_layout(config, world_size, len(layers), False)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    tokenizer = load_tokenizer(config, source)
+    datasets = tokenize(config, tokenizer, ranks)
+    module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval)
+    engine = initialize_engine(module, config, layout)
+    horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), case.steps, case.steps)
+    train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
+    return engine, train_loader, config, layout, bounds
+
+
+def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Hugging Face name -> weight, of the layers this stage owns."""
+    module = engine.module
+    weights = {}
+    for index in range(module._local_start, module._local_stop):
+        layer = module._layers[index]
+        if layer.owns_weights:
+            for name, tensor in module._module_of(index).state_dict().items():
+                weights[layer.hf_prefix + name] = tensor.detach().float().cpu().clone()
+    return weights
+
+
+def train_case(case: Case) -> dict[str, Any]:
+    """Losses, gradient norms and final weights of a run on this rank."""
+    from training.engine import seed_step, set_learning_rate
+    from training.schedule import learning_rate_at
+
+    engine, loader, config, layout, bounds = build_engine(case)
+    micro_batches = loader.iterate(0, case.steps)
+    losses, norms = [], []
+    for step in range(case.steps):
+        set_learning_rate(engine, learning_rate_at(step, case.steps, config))
+        seed_step(config.seed, step, engine.global_rank)
+        engine.reset_activation_shape()
+        losses.append(engine.train_batch(micro_batches).item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
+
+
+def train_run(case: Case) -> None:
+    """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
+    import torch.distributed as dist
+
+    from training.ranks import Ranks
+    from training.run import check_run, train
+    from training.run_folder import RunFolder
+
+    config = case.config()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    train(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
+
+
+def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks: they must agree on losses and norms, and on weights that several of them hold."""
+    merged = dict(results[0], weights={})
+    for result in results:
+        assert result["losses"] == merged["losses"] and result["norms"] == merged["norms"]
+        for name, tensor in result["weights"].items():
+            assert torch.equal(tensor, merged["weights"].setdefault(name, tensor)), name
+    return merged
+
+
+def train_oracle(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an attention mask."""
+    config = replace(case).config()
+    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=dtype)
+    model.train()
+    pad = AutoTokenizer.from_pretrained(config.model_name_or_path).pad_token_id
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
+    order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
+    losses, norms = [], []
+    for step in range(case.steps):
+        batch = _collate(dataset, order.sample_ids(step), pad)
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
+        losses.append(loss.item())
+        optimizer.step()
+    weights = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def _collate(dataset: TokenizedDataset, ids: Any, pad: int) -> dict[str, torch.Tensor]:
+    rows = [torch.from_numpy(dataset.input_ids(i).astype("int64")) for i in ids]
+    labels = [torch.from_numpy(dataset.labels(i).astype("int64")) for i in ids]
+    stack = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": stack(rows, batch_first=True, padding_value=pad),
+        "labels": stack(labels, batch_first=True, padding_value=-100),
+        "attention_mask": stack([torch.ones_like(row) for row in rows], batch_first=True),
+    }
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def worst_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return max((relative_difference(a[name], b[name]), name) for name in b)

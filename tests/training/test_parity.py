@@ -1,0 +1,53 @@
+"""Five steps of SGD through real pipeline stages against the plain Hugging Face model in one process.
+
+SGD, because Adam hides a gradient that is wrong by a factor; a learning rate that moves the weights by a good part of their size,
+because otherwise the weights would agree whatever the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, merge, train_case, train_oracle, worst_difference
+from distributed import WorkerGroup
+from tiny import save_llama, save_records, save_tokenizer
+
+BOUND = 1e-5
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # num_stages, world size
+CHECKPOINTED = "activation_checkpoint_interval=1"
+CLIPPED = "max_grad_norm=0.05"  # a tenth of the norms of these runs: it bites in each step
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """case(tied, ...): a model, its tokenizer and records, made once for all cases."""
+    root = tmp_path_factory.mktemp("parity")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    records = save_records(root / "train.jsonl", 40)
+
+    def case(tied: bool, layout: str, *overrides: str) -> Case:
+        num_stages, world_size = LAYOUTS[layout]
+        return Case(root / f"tied{tied}", records, root, num_stages, world_size, overrides=overrides)
+
+    return case
+
+
+def run(workers: Callable[[int], WorkerGroup], case: Case) -> dict:
+    return merge(workers(case.world_size).run(train_case, case))
+
+
+@pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,), (CLIPPED,), (CHECKPOINTED, CLIPPED)], ids=["plain", "checkpointed", "clipped", "both"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_five_sgd_steps_equal_hugging_face(workers, material, layout: str, tied: bool, overrides: tuple[str, ...]) -> None:
+    case = material(tied, layout, *overrides)
+    result = run(workers, case)
+    oracle = train_oracle(case)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)

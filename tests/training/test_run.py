@@ -1,0 +1,110 @@
+"""Whole runs, as the launcher starts them, on groups of worker processes: resume, evaluation, export, precision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, relative_difference, train_run
+from data.tokenized import TokenizedDataset
+from distributed import WorkerGroup
+from safetensors.torch import load_file
+from tiny import save_llama, save_records, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    save_records(root / "eval.jsonl", 11, seed=1)  # no multiple of any batch
+    return root
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., Path]:
+    """run(name, num_stages, world_size, *overrides): a whole run; returns its output_dir."""
+
+    def start(name: str, num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
+        defaults = (
+            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2", "max_grad_norm=1.0",
+            "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
+        )  # fmt: skip
+        case = Case(root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides))
+        workers(world_size).run(train_run, case)
+        return tmp_path / name
+
+    return start
+
+
+def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return records if timed else [{k: v for k, v in r.items() if k not in ("step_time", "tokens_per_second")} for r in records]
+
+
+def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(output_dir / "hf" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "num_stages, world_size, tied, overrides",
+    [
+        (2, 2, False, ()),
+        (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
+        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length")),
+    ],
+    ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers"],
+)
+def test_resume_continues_exactly(run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]) -> None:
+    whole = run("whole", num_stages, world_size, *overrides, tied=tied)
+    run("halves", num_stages, world_size, *overrides, "stop_after_steps=2", tied=tied)
+    halves = run("halves", num_stages, world_size, *overrides, "resume=latest", tied=tied)
+
+    resumed = [record for record in read_metrics(halves) if not (record["step"] == 2 and "eval_loss" in record)]
+    assert resumed == read_metrics(whole)
+    assert [record["step"] for record in resumed if "loss" in record] == [1, 2, 3, 4]
+    expected = export_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(halves).items())
+
+
+@pytest.mark.parametrize("num_stages, world_size", [(1, 1), (2, 2), (2, 4)], ids=["pp1", "pp2", "pp2xdp2"])
+def test_export_gives_the_reported_eval_loss_in_plain_transformers(run, root: Path, num_stages: int, world_size: int) -> None:
+    output_dir = run("run", num_stages, world_size)
+    reported = read_metrics(output_dir)[-1]
+
+    model = AutoModelForCausalLM.from_pretrained(output_dir / "hf").eval()
+    dataset = next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
+    loss_sum, num_targets = 0.0, 0
+    with torch.no_grad():
+        for i in range(len(dataset)):
+            labels = torch.from_numpy(dataset.labels(i).astype("int64"))[None]
+            targets = int((labels[:, 1:] != -100).sum())
+            loss_sum += model(torch.from_numpy(dataset.input_ids(i).astype("int64"))[None], labels=labels).loss.item() * targets
+            num_targets += targets
+    assert reported["eval_tokens"] == num_targets
+    assert abs(loss_sum / num_targets - reported["eval_loss"]) < 1e-4
+
+
+def _open(folder: Path) -> TokenizedDataset | None:
+    return TokenizedDataset(folder, True, True) if folder.is_dir() else None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: str) -> None:
+    overrides = ("precision=bf16", f"optimizer={optimizer}", "learning_rate=" + {"sgd": "0.5", "adamw": "1e-3"}[optimizer])
+    plain = run("plain", 2, 2, *overrides)
+    offloaded = run("offloaded", 2, 2, *overrides, "offload_optimizer=cpu")
+    for a, b in zip(read_metrics(offloaded), read_metrics(plain), strict=True):
+        key = "eval_loss" if "eval_loss" in a else "loss"
+        assert a[key] == pytest.approx(b[key], rel=2e-3)
+    if optimizer == "sgd":  # Adam makes a full step of a gradient's last bit
+        expected = export_of(plain)
+        for name, tensor in export_of(offloaded).items():
+            assert relative_difference(tensor.float(), expected[name].float()) < 2**-8, name  # bf16 keeps 8 bits

@@ -1,0 +1,45 @@
+"""The training command.
+
+    deepspeed --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2 [key=value ...]
+
+Hydra composes `conf/`, every mistake that can be known early is told at once, and `training/run.py` does the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from training.command_line import check_command_line, drop_launcher_arguments
+from training.config import register_schema
+from training.ranks import exit_on_user_error, read_ranks
+
+CONFIG_DIR = Path(__file__).resolve().parent / "conf"
+DEFAULT_CONFIG = "llama_tiny_pp2"
+
+
+@hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
+def run_composed(config: DictConfig) -> None:
+    from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
+
+    run(config)
+
+
+def main() -> None:
+    sys.argv = drop_launcher_arguments(sys.argv)
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    ranks = read_ranks()
+    if not ranks.is_main:
+        sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
+    register_schema()
+    with exit_on_user_error(ranks, speaks=ranks.is_main):
+        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+    run_composed()
+
+
+if __name__ == "__main__":
+    main()

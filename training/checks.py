@@ -1,0 +1,59 @@
+"""What can be known to be wrong before any process group, file of weights or GPU is touched."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+from transformers import PretrainedConfig
+
+from errors import UserError
+from training.config import Precision, RunConfig
+
+# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/test_parity.py guards the newer ones.
+MIN_DEEPSPEED = "0.19.4"
+
+
+def check_deepspeed_version(installed: str | None = None) -> None:
+    """Raises UserError for a DeepSpeed whose pipeline gradients are known to be wrong."""
+    installed = installed or version("deepspeed")
+    if Version(installed) < Version(MIN_DEEPSPEED):
+        raise UserError(
+            f"deepspeed {installed} computes wrong gradients with pipeline stages; install deepspeed>={MIN_DEEPSPEED} "
+            "(pip install -r requirements.txt)"
+        )
+
+
+def check_config(config: RunConfig, has_accelerator: bool) -> None:
+    """Raises UserError for a value out of range, or two keys that contradict each other."""
+    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "max_steps", "stop_after_steps"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps")) else ""))
+    for key in ("warmup_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(config, key) <= 1:
+            raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
+    for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
+        if getattr(config, key) < 0:
+            raise UserError(f"{key}={getattr(config, key)}: not below 0")
+    if config.num_train_epochs <= 0:
+        raise UserError(f"num_train_epochs={config.num_train_epochs}: above 0")
+    if config.precision is Precision.fp16 and not has_accelerator:
+        raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
+    if config.eval_file is None and (config.eval_steps is not None or config.eval_on_start):
+        raise UserError("eval_steps and eval_on_start need eval_file; set it, or leave both out")
+    if config.resume is not None and config.overwrite_output_dir:
+        raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
+
+
+def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:
+    """Raises UserError when a field of conf/model/ differs from the weights' own config.json."""
+    for key, value in stated.items():
+        if not hasattr(config, key):
+            raise UserError(f"model.{key} is no field of a '{config.model_type}' config")
+        if getattr(config, key) != value:
+            raise UserError(
+                f"model.{key}={value}, but {where}/config.json says {getattr(config, key)}; the weights decide: "
+                "choose the model group that describes them, or model=from_checkpoint"
+            )

@@ -1,0 +1,41 @@
+"""DeepSpeed's dict, written from the run's config by one pure function, so that nothing is stated twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from errors import UserError
+from training.config import Offload, Precision, RunConfig
+from training.layout import Layout
+
+_NEVER = 10**9  # steps_per_print takes no "off"
+
+
+def build_deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets. Extra keys come from the `deepspeed` group.
+
+    Raises UserError for an extra key that is set here from a key of the run.
+    """
+    built: dict[str, Any] = {
+        "train_batch_size": layout.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm,  # DeepSpeed clips at 1.0 when it is left out
+        "steps_per_print": _NEVER,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": config.offload_optimizer.value}},
+        "checkpoint": {"parallel_write": {"pipeline_stage": True}},
+        "bf16": {"enabled": config.precision is Precision.bf16},
+        "fp16": {"enabled": config.precision is Precision.fp16},
+    }
+    if config.offload_optimizer is Offload.none:
+        del built["zero_optimization"]["offload_optimizer"]
+    if config.precision is Precision.bf16:
+        built["data_types"] = {"grad_accum_dtype": "fp32"}
+    for key, value in config.deepspeed.items():
+        if key in built:
+            raise UserError(f"deepspeed.{key} is written from the run's own keys (batch, precision, ZeRO, clipping); set those instead")
+        built[key] = value
+    return built

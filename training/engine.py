@@ -1,0 +1,69 @@
+"""The one place that starts DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from training.config import Offload, OptimizerName, RunConfig
+from training.deepspeed_config import build_deepspeed_config
+from training.layout import Layout
+from training.pipeline import StageModule
+
+
+def initialize_engine(module: StageModule, config: RunConfig, layout: Layout) -> PipelineEngine:
+    """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters."""
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=build_optimizer(module, config), config=build_deepspeed_config(config, layout)
+    )
+    return engine
+
+
+def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """AdamW (fused; DeepSpeed's CPU AdamW when its state is offloaded) or plain SGD. Vectors (norms, biases) do not decay."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": config.learning_rate}
+    if config.optimizer.name is OptimizerName.sgd:
+        return torch.optim.SGD(groups, **options)
+    options |= {"betas": tuple(config.optimizer.betas), "eps": config.optimizer.eps}
+    if config.offload_optimizer is Offload.cpu:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles on first use
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def set_learning_rate(engine: PipelineEngine, learning_rate: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Makes the random numbers of a step (dropout) a function of (seed, step, rank): a resumed run has no state to restore."""
+    torch.manual_seed(hash((seed, step, rank)) % 2**63)
+
+
+def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_targets: int) -> float:
+    """Mean loss a target token over the evaluation set, the same on every rank.
+
+    micro_batches: of this rank's loader, whose loss is a sum of token losses; None on a rank that reads nothing.
+    num_micro_batches, num_targets: of one pipeline, of the whole set; the same on every rank.
+    """
+    engine.reset_activation_shape()  # other shapes than in training
+    outputs = engine.eval_batch(micro_batches, reduce_output=None, bcast_loss=False, num_micro_batches=num_micro_batches)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if engine.module.has_loss:
+        total += torch.stack([output.double() for output in outputs]).sum()
+    dist.all_reduce(total)
+    engine.reset_activation_shape()
+    return total.item() / num_targets

@@ -1,0 +1,97 @@
+"""The arithmetic of ranks and batches, in one pure object.
+
+Ranks are laid out as DeepSpeed's `PipeDataParallelTopology` does it: rank = stage_id * dp_size + dp_rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from errors import UserError
+from training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """world_size = num_stages * dp_size; global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size."""
+
+    world_size: int
+    num_stages: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.num_stages
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
+
+    def stage_id(self, rank: int) -> int:
+        return rank // self.dp_size
+
+    def dp_rank(self, rank: int) -> int:
+        return rank % self.dp_size
+
+    def describe(self) -> str:
+        return (
+            f"pp{self.num_stages} x dp{self.dp_size} = {self.world_size} ranks; global batch {self.global_batch_size} = micro-batch "
+            f"{self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x dp {self.dp_size}"
+        )
+
+
+def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
+    """The layout that the keys ask for.
+
+    Raises UserError, naming the key, where they contradict each other or the number of ranks.
+    """
+    stages = config.num_stages
+    if stages < 1:
+        raise UserError(f"num_stages={stages}: at least 1")
+    if stages > num_layers:
+        raise UserError(f"num_stages={stages} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less")
+    if world_size % stages:
+        raise UserError(f"num_stages={stages} does not divide the {world_size} started ranks; {_ranks_to_start(stages, world_size, has_accelerator)}")
+    micro_batch_size, accumulation = _batch_arithmetic(config, world_size // stages)
+    return Layout(world_size, stages, micro_batch_size, accumulation)
+
+
+def _ranks_to_start(num_stages: int, world_size: int, has_accelerator: bool) -> str:
+    fitting = math.ceil(world_size / num_stages) * num_stages
+    command = f"start it with `deepspeed --num_gpus {fitting} trainer_base_ds_mp.py ...`"
+    if has_accelerator:
+        return command + " or change num_stages"
+    return command + " (without GPUs the launcher starts one rank unless --num_gpus says how many processes)"
+
+
+def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
+    """(micro_batch_size, gradient_accumulation_steps) from any two of the three batch keys."""
+    micro, accumulation, total = config.micro_batch_size, config.gradient_accumulation_steps, config.global_batch_size
+    given = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": total}
+    for key, value in given.items():
+        if value is not None and value < 1:
+            raise UserError(f"{key}={value}: at least 1")
+    if sum(value is not None for value in given.values()) < 2:
+        missing = ", ".join(key for key, value in given.items() if value is None)
+        raise UserError(f"two of micro_batch_size, gradient_accumulation_steps and global_batch_size must be given; missing: {missing}")
+    if None not in given.values() and micro * accumulation * dp_size != total:
+        raise UserError(
+            f"micro_batch_size={micro} x gradient_accumulation_steps={accumulation} x dp={dp_size} is {micro * accumulation * dp_size}, "
+            f"not global_batch_size={total}; give two of them and set the third to null"
+        )
+    if micro is None:
+        micro = _divide(total, accumulation * dp_size, f"gradient_accumulation_steps={accumulation} x dp={dp_size}")
+    if accumulation is None:
+        accumulation = _divide(total, micro * dp_size, f"micro_batch_size={micro} x dp={dp_size}")
+    return micro, accumulation
+
+
+def _divide(global_batch_size: int, divisor: int, what: str) -> int:
+    if global_batch_size % divisor:
+        raise UserError(
+            f"global_batch_size={global_batch_size} is no multiple of {what} = {divisor}; "
+            f"nearest that are: {max(1, global_batch_size // divisor) * divisor}, {(global_batch_size // divisor + 1) * divisor}"
+        )
+    return global_batch_size // divisor

@@ -1,0 +1,157 @@
+"""The loop: one optimizer step after another, with evaluation, saving and reports at their steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from training.checkpoint import TrainerState, save_checkpoint
+from training.config import PadTo, RunConfig
+from training.engine import evaluate, seed_step, set_learning_rate
+from training.metrics import Record, Reporter
+from training.run_folder import RunFolder
+from training.schedule import learning_rate_at
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """The numbers that all ranks must agree on. Rank 0 computes them from the data; the others are told."""
+
+    num_samples: int
+    total_steps: int  # the schedule's length
+    last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
+    eval_samples: int = 0
+    eval_targets: int = 0
+
+
+class TrainingLoop:
+    """Drives the engine of this rank. Every rank runs the same steps; rank 0, which reads inputs, also reports."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        train_loader: Any,
+        eval_loader: Any | None,
+        config: RunConfig,
+        horizon: Horizon,
+        state: TrainerState,
+        folder: RunFolder,
+        reporters: list[Reporter],
+    ) -> None:
+        """state: where the run starts. reporters: empty on all ranks but the main one."""
+        self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
+        self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
+        self.saved_step = state.step if state.step else None
+        self.last_eval: Record | None = None
+        self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
+
+    def run(self) -> TrainerState:
+        """Trains to `horizon.last_step`, evaluates and saves there, and returns where the run stands."""
+        if self.config.eval_on_start and self.state.step == 0:
+            self._evaluate()
+        micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
+        self._interval.start()
+        while self.state.step < self.horizon.last_step:
+            self._train_step(micro_batches)
+            last = self.state.step == self.horizon.last_step
+            if self._due(self.config.logging_steps) or last:
+                self._report_interval()
+            if self.eval_loader is not None and (self._due(self.config.eval_steps) or last):
+                self._off_the_clock(self._evaluate)
+            if self._due(self.config.save_steps) or last:
+                self._off_the_clock(self._save)
+        return self.state
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _train_step(self, micro_batches: Any) -> None:
+        step, engine = self.state.step, self.engine
+        self._learning_rate = learning_rate_at(step, self.horizon.total_steps, self.config)
+        set_learning_rate(engine, self._learning_rate)
+        seed_step(self.config.seed, step, engine.global_rank)
+        if self.config.data.pad_to is PadTo.longest:
+            engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
+        loss = engine.train_batch(micro_batches)
+        num_tokens = self.state.num_tokens
+        if self.reporters:
+            info = self.train_loader.step_info(step)
+            self._interval.add(loss, info.num_targets, info.num_tokens)
+            num_tokens += info.num_tokens
+        self.state = replace(self.state, step=step + 1, num_tokens=num_tokens)
+        for reporter in self.reporters:
+            reporter.advance(step + 1)
+
+    def _report_interval(self) -> None:
+        if not self.reporters:
+            return
+        loss, tokens_per_second, step_time = self._interval.finish()
+        self._report(
+            {
+                "step": self.state.step,
+                "loss": loss,
+                "grad_norm": float(self.engine.get_global_grad_norm()),
+                "learning_rate": self._learning_rate,
+                "num_tokens": self.state.num_tokens,
+                "tokens_per_second": tokens_per_second,
+                "step_time": step_time,
+            }
+        )
+
+    def _evaluate(self) -> None:
+        loader = self.eval_loader
+        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_targets)
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, "eval_tokens": self.horizon.eval_targets}
+        self._report(self.last_eval)
+
+    def _save(self) -> None:
+        save_checkpoint(self.engine, self.folder.checkpoints, self.state)
+        self.saved_step = self.state.step
+
+    def _report(self, record: Record) -> None:
+        for reporter in self.reporters:
+            reporter.report(record)
+
+    def _off_the_clock(self, work: Callable[[], None]) -> None:
+        """Runs `work` without counting its time as training."""
+        self._interval.pause()
+        work()
+        self._interval.resume()
+
+
+class _Interval:
+    """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the step."""
+
+    def __init__(self, zero: torch.Tensor) -> None:
+        self._zero = zero
+        self.start()
+
+    def start(self) -> None:
+        self._loss_sum = self._zero.clone()  # of token losses
+        self._num_targets = self._num_tokens = self._num_steps = 0
+        self._seconds, self._since = 0.0, time.perf_counter()
+
+    def add(self, loss: torch.Tensor, num_targets: int, num_tokens: int) -> None:
+        self._loss_sum += loss.detach().double().squeeze() * num_targets
+        self._num_targets += num_targets
+        self._num_tokens += num_tokens
+        self._num_steps += 1
+
+    def pause(self) -> None:
+        self._seconds += time.perf_counter() - self._since
+
+    def resume(self) -> None:
+        self._since = time.perf_counter()
+
+    def finish(self) -> tuple[float, float, float]:
+        """(mean loss a target token, tokens a second, seconds a step) since the last call; begins a new interval."""
+        loss = self._loss_sum.item() / self._num_targets
+        self.pause()
+        result = (loss, self._num_tokens / self._seconds, self._seconds / self._num_steps)
+        self.start()
+        return result

@@ -1,0 +1,139 @@
+"""What a run says while it trains: `metrics.jsonl`, one progress bar, Weights & Biases. Main rank only.
+
+A reporter is anything with `report(record, line)` and `close()`; the run has a list of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
+
+from errors import UserError
+from training.config import LoggerConfig, LoggerName
+from training.run_folder import write_atomically
+
+Record = dict[str, float | int]
+
+
+class Reporter(Protocol):
+    def report(self, record: Record) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`, one line a report."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Cuts an existing file back to the lines of the first `first_step` steps, then appends."""
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
+            write_atomically(path, "".join(f"{line}\n" for line in kept))
+        self._file = open(path, "a", buffering=1)
+
+    def report(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that was cut off when its run died."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return math.inf
+
+
+class ProgressBar:
+    """One bar on a terminal; plain lines elsewhere."""
+
+    def __init__(self, first_step: int, total_steps: int, stream: TextIO) -> None:
+        self._stream, self._total, self._last = stream, total_steps, first_step
+        self._bar = (
+            tqdm(initial=first_step, total=total_steps, unit="step", file=stream, dynamic_ncols=True) if stream.isatty() else None
+        )
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._last)
+        self._last = step
+
+    def report(self, record: Record) -> None:
+        if "eval_loss" in record:
+            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  perplexity {perplexity(record['eval_loss']):.2f}")
+        elif self._bar is not None:
+            self._bar.set_postfix_str(
+                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
+            )
+        else:
+            seconds_left = (self._total - record["step"]) * record["step_time"]
+            self._line(
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.3f}  "
+                f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
+            )
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class WandbLogger:
+    """Weights & Biases; `logger.mode=offline` writes to `output_dir/wandb/` and needs no network."""
+
+    def __init__(self, config: LoggerConfig, output_dir: Path, run_config: dict[str, Any]) -> None:
+        import wandb  # slow to import, and off unless asked for
+
+        try:
+            self._run = wandb.init(
+                project=config.project, name=config.run_name, mode=config.mode.value, dir=str(output_dir), config=run_config
+            )
+        except wandb.errors.Error as error:
+            raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
+
+    def report(self, record: Record) -> None:
+        self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build_reporters(
+    config: LoggerConfig, output_dir: Path, run_config: dict[str, Any], first_step: int, total_steps: int
+) -> list[Reporter]:
+    reporters: list[Reporter] = [
+        MetricsFile(output_dir / "metrics.jsonl", first_step), ProgressBar(first_step, total_steps, sys.__stderr__)
+    ]
+    if config.name is LoggerName.wandb:
+        reporters.append(WandbLogger(config, output_dir, run_config))
+    return reporters
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))  # exp overflows above
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

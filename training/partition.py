@@ -1,0 +1,104 @@
+"""Which stage gets which layers: pure functions of the list of layers.
+
+A split is given by its bounds, P + 1 layer indices; stage s holds layers bounds[s] to bounds[s + 1].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from errors import UserError
+from models.architecture import Layer
+
+METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
+
+
+def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any) -> list[int]:
+    """Bounds of the split that `partition_method` names.
+
+    Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
+    """
+    if not isinstance(method, str):
+        return _bounds_of_list(method, len(layers), num_stages)
+    if method == "balanced":
+        weights = [compute_work(layer) for layer in layers]
+    elif method == "uniform":
+        weights = [1] * len(layers)
+    elif method == "parameters":
+        weights = [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
+    elif method.startswith("type:"):
+        weights = _matching_types(layers, method.removeprefix("type:"))
+    else:
+        raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
+    return balance(weights, num_stages)
+
+
+def compute_work(layer: Layer) -> int:
+    """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices.
+
+    An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own products
+    (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
+    """
+    module = layer.build_on_meta()
+    if isinstance(module, nn.Embedding) and layer.owns_weights:
+        return 0
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+
+
+def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+    """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of squares.
+
+    Exact, by dynamic programming over (stages, layers): O(P * L^2).
+    """
+    least_maximum = _best_split(weights, num_stages, lambda best, weight: max(best, weight))[0]
+    _, bounds = _best_split(
+        weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf")
+    )
+    return bounds
+
+
+def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[float, list[int]]:
+    prefix = [0]
+    for weight in weights:
+        prefix.append(prefix[-1] + weight)
+    num_layers = len(weights)
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}  # layers placed so far -> (cost, bounds)
+    for stage in range(num_stages):
+        still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
+        placed = {}
+        for stop in range(stage + 1, num_layers - still_needed + 1):
+            cost, start = min(
+                (combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop
+            )
+            placed[stop] = (cost, [*best[start][1], stop])
+        best = placed
+    return best[num_layers]
+
+
+def _bounds_of_list(sizes: Any, num_layers: int, num_stages: int) -> list[int]:
+    sizes = list(sizes)
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
+        raise UserError(
+            f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give {num_layers} layers "
+            f"(embedding, norm and head count as one each) to num_stages={num_stages}, at least one each"
+        )
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+def _num_parameters(layer: Layer) -> int:
+    return sum(parameter.numel() for parameter in layer.build_on_meta().parameters())
+
+
+def _matching_types(layers: Sequence[Layer], regex: str) -> list[int]:
+    matches = [int(bool(re.search(regex, layer.module_class.__name__, re.IGNORECASE))) for layer in layers]
+    if not any(matches):
+        known = ", ".join(sorted({layer.module_class.__name__ for layer in layers}))
+        raise UserError(f"partition_method=type:{regex} matches no layer; their types are {known}")
+    return matches

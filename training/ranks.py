@@ -1,0 +1,53 @@
+"""Who this process is among the started ones, as the launcher says it in the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from errors import UserError
+
+_SECONDS_TO_LET_ANOTHER_SPEAK = 10
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int  # ranks on this host
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def read_ranks() -> Ranks:
+    """From the variables that `deepspeed` and `torchrun` set; a process started without either is alone, and made so for torch."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(key, value)
+    environ = os.environ
+    local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ["WORLD_SIZE"]
+    return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local_size))
+
+
+@contextmanager
+def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
+    """Turns a UserError into one line on stderr and exit code 1.
+
+    speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
+    since the launcher ends all ranks as soon as one of them has ended.
+    """
+    try:
+        yield
+    except UserError as error:
+        if speaks:
+            where = f" (rank {ranks.rank})" if says_rank and ranks.world_size > 1 else ""
+            print(f"\nerror{where}: {error}\n", file=sys.__stderr__, flush=True)
+        else:
+            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+        sys.exit(1)

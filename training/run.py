@@ -1,0 +1,276 @@
+"""One training run, from a composed config to an exported model. Read this first to see the order of things."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data import loader as loaders
+from data.order import GlobalOrder
+from data.sft import SFTEncoder
+from data.tokenized import TokenizedDataset, prepare_dataset
+from errors import UserError
+from models.architecture import Layer, build_layers
+from models.conversion import export_hugging_face
+from models.weights import WeightSource, open_weights
+from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
+from training.checks import check_config, check_deepspeed_version, check_model_fields
+from training.config import AttnImplementation, Precision, RunConfig
+from training.engine import initialize_engine
+from training.layout import Layout, build_layout
+from training.loop import Horizon, TrainingLoop
+from training.metrics import Reporter, build_reporters
+from training.partition import compute_bounds
+from training.pipeline import StageModule
+from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.run_folder import RunFolder
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+# Ranks wait this long for rank 0 of their host to tokenize.
+PREPARATION_TIMEOUT = timedelta(hours=12)
+
+
+def run(composed: DictConfig) -> None:
+    """Checks everything that can be known, then trains. A UserError ends the process with one line."""
+    ranks = read_ranks()
+    with exit_on_user_error(ranks, speaks=ranks.is_main):
+        config = to_typed(composed)
+        plan = check_run(config, ranks)
+    folder = RunFolder(config.output_dir)
+    send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
+    with exit_on_user_error(ranks, says_rank=True):
+        train(config, plan, folder, ranks)
+    dist.destroy_process_group()
+
+
+def to_typed(composed: DictConfig) -> RunConfig:
+    """Typed objects, once. Raises UserError for a key without a value and for one added with `+` that nothing reads."""
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRun:
+    """What the checks have found out on the way."""
+
+    source: WeightSource
+    layers: list[Layer]
+    layout: Layout
+    bounds: list[int]
+    resume_from: Path | None
+
+
+def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
+    """Everything that can be known to be wrong before a process group exists; the same on all ranks.
+
+    Raises UserError.
+    """
+    has_accelerator = get_accelerator().device_name() != "cpu"
+    check_deepspeed_version()
+    check_config(config, has_accelerator)
+    check_attention(config.attn_implementation, has_accelerator)
+    source = open_weights(_weights_path(config), config.trust_remote_code)
+    check_model_fields(config.model, source.config, str(source.path))
+    source.config._attn_implementation = config.attn_implementation.value
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    folder = RunFolder(config.output_dir)
+    folder.check_usable(config.resume is not None, config.overwrite_output_dir)
+    return CheckedRun(source, layers, layout, bounds, find_resume(config.resume, folder.checkpoints))
+
+
+def _weights_path(config: RunConfig) -> str:
+    path = config.model_name_or_path
+    if path.startswith("outputs/demo/") and not Path(path).exists():
+        raise UserError(f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data")
+    return path
+
+
+def check_attention(implementation: AttnImplementation, has_accelerator: bool) -> None:
+    """Raises UserError for a kernel that this machine cannot run."""
+    if implementation in (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3):
+        package = "flash_attn" if implementation is AttnImplementation.flash_attention_2 else "flash_attn_interface"
+        from importlib.util import find_spec
+
+        if not has_accelerator or find_spec(package) is None:
+            raise UserError(f"attn_implementation={implementation.value} needs a GPU and the package {package}; use sdpa")
+    if implementation is AttnImplementation.flex_attention and not has_accelerator:
+        raise UserError("attn_implementation=flex_attention has no backward pass on a CPU; use sdpa")
+
+
+def send_noise_to_log(file: Path) -> None:
+    """What libraries print goes to this rank's log file; stderr stays for us, for errors, and for stack traces."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout = open(file, "a", buffering=1)
+    handler = logging.StreamHandler(sys.stdout)
+    for name in (None, "DeepSpeed", "transformers", "datasets"):
+        logging.getLogger(name).handlers = [handler]
+    for name in ("DeepSpeed", "transformers", "datasets"):
+        logging.getLogger(name).propagate = False
+    logging.captureWarnings(True)
+
+
+def say(ranks: Ranks, text: str) -> None:
+    if ranks.is_main:
+        print(text, file=sys.__stderr__, flush=True)
+
+
+def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> None:
+    """The run itself: prepare the data, join the ranks, build the stage, train, export."""
+    if ranks.is_main:
+        folder.take(config.overwrite_output_dir)
+        prepare_folder(config, plan.source, folder)
+    with exit_on_user_error(ranks, speaks=ranks.local_rank == 0):
+        tokenizer = load_tokenizer(config, plan.source)
+        datasets = tokenize(config, tokenizer, ranks)
+    if ranks.is_main:
+        tokenizer.save_pretrained(folder.checkpoints)
+
+    set_threads(ranks)
+    deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
+    horizon, start = agree_on_horizon(config, plan, datasets, ranks)
+    say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
+
+    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval)
+    engine = initialize_engine(module, config, plan.layout)
+    if plan.resume_from is not None:
+        load_checkpoint(engine, plan.resume_from)
+    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
+    reporters: list[Reporter] = []
+    if ranks.is_main:
+        run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
+
+    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters)
+    state = loop.run()
+    for reporter in reporters:
+        reporter.close()
+    if ranks.is_main:
+        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+        folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
+        say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, Hugging Face model in {folder.export}")
+    dist.barrier()
+    folder.release()
+
+
+def prepare_folder(config: RunConfig, source: WeightSource, folder: RunFolder) -> None:
+    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.checkpoints)
+    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    source.config.save_pretrained(folder.checkpoints)
+    generation_config = source.path / "generation_config.json"
+    if generation_config.is_file():
+        shutil.copyfile(generation_config, folder.checkpoints / "generation_config.json")
+
+
+def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
+    """Raises UserError when there is none, or when it has more tokens than the embedding has rows."""
+    path = config.tokenizer_name_or_path or str(source.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
+    if len(tokenizer) > source.config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, the embedding {source.config.vocab_size} rows; "
+            "grow it with convert2ckpt.py --add_special_tokens, or give the tokenizer of this model"
+        )
+    return tokenizer
+
+
+def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> dict[str, Path]:
+    """Key of the files -> folder of the tokenized samples. The first rank of each host does the work, the others find it done."""
+    data = config.data
+    encoder = SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
+    folders = {}
+    for key in ("train_file", "eval_file"):
+        if getattr(config, key) is not None:
+            folders[key] = prepare_dataset(
+                getattr(config, key), key=key, encoder=encoder, tokenizer=tokenizer, max_seq_length=config.max_seq_length,
+                cache_dir=data.cache_dir, num_proc=data.num_proc, log=lambda text: say(ranks, text),
+            )  # fmt: skip
+    return folders
+
+
+def set_threads(ranks: Ranks) -> None:
+    """Without a GPU the ranks of a host share its cores; each takes its share, or they fight over them."""
+    if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
+
+
+def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], ranks: Ranks) -> tuple[Horizon, TrainerState]:
+    """How long the run is and where it starts: computed by rank 0, told to the others."""
+    agreed: list[Any] = [None]
+    if ranks.is_main:
+        agreed = [compute_horizon(config, plan, datasets)]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
+    layout = plan.layout
+    num_samples = len(TokenizedDataset(datasets["train_file"], False, False))
+    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed).steps_per_epoch
+    total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+    start = TrainerState(
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed
+    )
+    if plan.resume_from is not None:
+        saved = read_state(plan.resume_from)
+        check_resumable(saved, start, plan.resume_from)
+        start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
+    last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
+    if start.step >= last_step:
+        raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
+    horizon = Horizon(num_samples, total_steps, last_step)
+    if "eval_file" in datasets:
+        evaluation = TokenizedDataset(datasets["eval_file"], False, False)
+        horizon = dataclasses.replace(horizon, eval_samples=len(evaluation), eval_targets=int(evaluation.num_targets.sum()))
+    return horizon, start
+
+
+def build_loaders(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: Horizon, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing."""
+    options = loaders.LoaderOptions(
+        reads_inputs=module.has_first_layer,
+        reads_labels=module.has_loss,
+        dp_rank=layout.dp_rank(ranks.rank),
+        dp_size=layout.dp_size,
+        micro_batch_size=layout.micro_batch_size,
+        max_seq_length=config.max_seq_length,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_to=loaders.PadTo(config.data.pad_to.value),
+        num_workers=config.num_workers,
+        pin_memory=get_accelerator().device_name() == "cuda",
+    )
+    order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
+    train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
+    if "eval_file" not in datasets:
+        return train_loader, None
+    return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)
+
+
+def _sizes(bounds: list[int]) -> list[int]:
+    return [stop - start for start, stop in zip(bounds, bounds[1:])]

@@ -1,0 +1,74 @@
+"""The folder of a run: who may write into it, and what lies where (see the README for the list of its files)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, TextIO
+
+from errors import UserError
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.export = self.path / "hf"
+        self.completed = self.path / "completed.json"
+        self._lock: TextIO | None = None
+
+    def check_usable(self, resuming: bool, overwrite: bool) -> None:
+        """Raises UserError for a folder whose checkpoints this run would write over."""
+        if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
+            raise UserError(
+                f"output_dir={self.path} holds checkpoints of an earlier run; go on with resume=latest, "
+                "or start afresh with overwrite_output_dir=true (deletes them), or take another output_dir"
+            )
+
+    def take(self, overwrite: bool) -> None:
+        """Makes the folder this process's own until `release`, and empties it of an earlier run when told to. Main rank only.
+
+        The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"output_dir={self.path} is in use by another run that has not ended; take another output_dir") from None
+        self.completed.unlink(missing_ok=True)
+        if overwrite:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            shutil.rmtree(self.export, ignore_errors=True)
+            self.metrics.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def write_completed(self, record: dict[str, Any]) -> None:
+        """The completion record: whoever supervises the run reads this, not the launcher's exit code."""
+        write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """A reader sees the old content or the new, never a part; it is on disk when this returns."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the folder's own entries (names) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
