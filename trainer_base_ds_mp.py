@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from training.command_line import check_command_line, drop_launcher_arguments
+from training.command_line import check_command_line, clean_arguments
 from training.config import register_schema
 from training.ranks import exit_on_user_error, read_ranks
 
@@ -24,20 +25,21 @@ DEFAULT_CONFIG = "llama_tiny_pp2"
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
-    from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed reports its accelerator when it is imported
+        from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
 
     run(config)
 
 
 def main() -> None:
-    sys.argv = drop_launcher_arguments(sys.argv)
+    sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     ranks = read_ranks()
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, ranks.world_size)
     run_composed()
 
 

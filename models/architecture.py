@@ -71,6 +71,6 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"model_type '{config.model_type}' is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
-            "docs/add_a_model.md says how to add one"
+            "README.md, 'Add a model', says how"
         )
     return importlib.import_module(ARCHITECTURES[config.model_type]).build_layers(config)

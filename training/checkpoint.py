@@ -2,7 +2,7 @@
 
     checkpoints/  latest  config.json  tokenizer files  global_stepN/
     global_stepN/ layer_XX-model_states.pt (weights, any stage count)  mp_rank_XX_model_states.pt and *optim_states.pt (this layout)
-                  trainer_state.json (where the run stands)
+                  trainer_state.json (where the run stands; the size of each file, so that one that was cut off is told)
 
 Random numbers, learning rate and sample order are functions of the step, so the step is all the state there is beside the tensors.
 """
@@ -22,6 +22,7 @@ from errors import UserError
 from training.run_folder import sync_folder, write_atomically
 
 _STATE_FILE = "trainer_state.json"
+_SIZES = "file_sizes"
 _TEMPORARY_PREFIX = "tmp-"
 
 
@@ -50,7 +51,8 @@ def save_checkpoint(engine: PipelineEngine, checkpoints: Path, state: TrainerSta
     dist.barrier()
     if dist.get_rank() == 0:
         temporary = checkpoints / (_TEMPORARY_PREFIX + tag)
-        (temporary / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        (temporary / _STATE_FILE).write_text(json.dumps({**asdict(state), _SIZES: sizes}, indent=2) + "\n")
         _sync_files(temporary)
         shutil.rmtree(checkpoints / tag, ignore_errors=True)
         os.rename(temporary, checkpoints / tag)
@@ -63,7 +65,7 @@ def save_checkpoint(engine: PipelineEngine, checkpoints: Path, state: TrainerSta
 def find_resume(resume: str | None, checkpoints: Path) -> Path | None:
     """The `global_stepN` folder that `resume` means; None when nothing is to be resumed.
 
-    Raises UserError when it is not there, or is no training checkpoint.
+    Raises UserError when it is not there, is no training checkpoint, or is not whole.
     """
     if resume is None:
         return None
@@ -72,20 +74,38 @@ def find_resume(resume: str | None, checkpoints: Path) -> Path | None:
         path = path / (path / "latest").read_text().strip()
     if not path.is_dir():
         raise UserError(f"resume={resume}: there is no checkpoint at {path}; leave resume out to start a new run")
-    if not (path / _STATE_FILE).is_file():
+    if path.name.startswith(_TEMPORARY_PREFIX) or not (path / _STATE_FILE).is_file():
         raise UserError(
-            f"resume={resume}: {path} holds no {_STATE_FILE}, so it is no training checkpoint of this project (or a half-written one); "
-            "to start a new run from its weights, give it as model_name_or_path"
+            f"resume={resume}: {path} is no training checkpoint of this project, or a save that never ended (a whole one is named "
+            f"global_stepN and holds {_STATE_FILE}); to start a new run from a folder's weights, give it as model_name_or_path"
         )
+    _check_whole(path)
     return path
 
 
 def read_state(step_dir: Path) -> TrainerState:
+    return _read_state_file(step_dir)[0]
+
+
+def _read_state_file(step_dir: Path) -> tuple[TrainerState, dict[str, int]]:
+    """The state, and the size of each other file. Raises UserError when it cannot be read."""
     file = step_dir / _STATE_FILE
     try:
-        return TrainerState(**json.loads(file.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); the checkpoint is damaged") from None
+        content = json.loads(file.read_text())
+        sizes = content.pop(_SIZES)
+        return TrainerState(**content), sizes
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); the checkpoint is damaged, resume from another one") from None
+
+
+def _check_whole(step_dir: Path) -> None:
+    """Raises UserError for a file that is missing or has another size than it was saved with."""
+    for name, size in _read_state_file(step_dir)[1].items():
+        file = step_dir / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "missing" if found is None else f"damaged: {found} bytes, {size} were saved"
+            raise UserError(f"resume: {file} is {state}; copy the checkpoint again, or resume from another one")
 
 
 def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path) -> None:

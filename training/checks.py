@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from training.config import Precision, RunConfig
 
-# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/test_parity.py guards the newer ones.
+# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
 
 
@@ -35,10 +36,19 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         if not 0 <= getattr(config, key) <= 1:
             raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
-        if getattr(config, key) < 0:
-            raise UserError(f"{key}={getattr(config, key)}: not below 0")
-    if config.num_train_epochs <= 0:
-        raise UserError(f"num_train_epochs={config.num_train_epochs}: above 0")
+        if not 0 <= getattr(config, key) < math.inf:
+            raise UserError(f"{key}={getattr(config, key)}: 0 or more")
+    if not 0 < config.num_train_epochs < math.inf:
+        raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
+    betas, eps = config.optimizer.betas, config.optimizer.eps
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
+    if not eps > 0:
+        raise UserError(f"optimizer.eps={eps}: more than 0")
+    for key in ("train_file", "eval_file"):
+        files = getattr(config, key)
+        if key == "train_file" and not files or not isinstance(files, (str, list, type(None))):
+            raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
     if config.eval_file is None and (config.eval_steps is not None or config.eval_on_start):

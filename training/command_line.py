@@ -4,79 +4,130 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
 from training.config import RunConfig
 
-_CONFIG_NAME = re.compile(r"^(?:-cn|--config-name)(?:=(.+))?$")
+# What OmegaConf says about a value of the wrong type -> what the value must be.
+_WRONG_TYPES = {
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
+    r"Value '(?P<value>.*)' is not a valid bool": "true or false",
+    r"Invalid value '(?P<value>.*)', expected one of \[(?P<options>.*)\]": "one of {options}",
+    r"Invalid value assigned: \w+ is not a ListConfig, list or tuple": "a list, such as [1,2]",
+    r"field '.*' is not Optional": "a value; null is not allowed",
+}
 
 
-def drop_launcher_arguments(argv: Sequence[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` that DeepSpeed's launcher puts there; Hydra would abort on it."""
-    return [argument for argument in argv if not re.match(r"--local[-_]rank=", argument)]
+def clean_arguments(argv: Sequence[str]) -> list[str]:
+    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra would abort, and with `key=value` after all options.
+
+    argparse takes keys from one place only: without the second, `num_stages=1 -cn NAME seed=2` ends in a usage message.
+    """
+    command, *arguments = [argument for argument in argv if not re.match(r"--local[-_]rank=", argument)]
+    return [command, *sorted(arguments, key=_is_override)]
 
 
-def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str) -> None:
+def _is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-") or argument.startswith("~")
+
+
+def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str, world_size: int = 1) -> None:
     """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
 
-    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, and
-    for `--multirun`.
+    arguments: as `clean_arguments` returns them, without the command.
+    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an
+    unknown option, and for `--multirun`.
     """
-    if {"-m", "--multirun"} & set(arguments):
-        raise UserError(_multirun_message(arguments))
-    config_name, overrides = _split_arguments(arguments, default_config)
+    options, unknown = get_args_parser().parse_known_args(list(arguments))
+    if unknown:
+        raise UserError(f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance num_stages=2")
+    if options.multirun:
+        raise UserError(_multirun_message(arguments, options.overrides, world_size))
+    for override in options.overrides:
+        _check_override(override)
+    config_name = (options.config_name or default_config).removesuffix(".yaml")
+    if options.config_dir or options.config_path:
+        return  # configs of the user's own: Hydra alone knows where to look
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
-            compose(config_name, overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, config_name, config_dir)) from None
+            compose(config_name, options.overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(_explain(error, config_name, config_dir, options.overrides)) from None
 
 
-def _split_arguments(arguments: Sequence[str], default_config: str) -> tuple[str, list[str]]:
-    config_name, overrides, waiting = default_config, [], False
-    for argument in arguments:
-        match = _CONFIG_NAME.match(argument)
-        if waiting:
-            config_name, waiting = argument, False
-        elif match:
-            config_name, waiting = match[1] or config_name, match[1] is None
-        elif not argument.startswith("-"):
-            overrides.append(argument)
-    return config_name.removesuffix(".yaml"), [override for override in overrides if "=" in override or override.startswith("~")]
+def _check_override(override: str) -> None:
+    """Raises UserError for what Hydra takes without a word: a key that nothing reads, added with `+`, and one that is taken away."""
+    if override.startswith("~"):
+        raise UserError(f"{override}: a key cannot be taken away; give it another value, or null where conf/base.yaml allows it")
+    key, equals, _ = override.partition("=")
+    if not equals:
+        raise UserError(f"'{override}' is no key=value; conf/base.yaml lists the keys")
+    key = key.lstrip("+").partition("@")[0]
+    group = key.partition(".")[0]
+    if override.startswith("+") and group not in _open_groups() and key not in _known_keys():
+        raise UserError(_unknown_key(key))
 
 
-def _explain(error: Exception, config_name: str, config_dir: Path) -> str:
+def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Sequence[str]) -> str:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     text = "\n".join(str(link) for link in chain)
-    if "Cannot find primary config" in text:
-        known = sorted(file.stem for file in config_dir.glob("*.yaml") if file.stem != "base")
-        return f"-cn {config_name}: there is no conf/{config_name}.yaml; there are {', '.join(known)}"
-    if option := re.search(r"Could not find '(\w+)/(\w+)'", text):
-        known = sorted(file.stem for file in (config_dir / option[1]).glob("*.yaml"))
-        return f"{option[1]}={option[2]}: there is no conf/{option[1]}/{option[2]}.yaml; there are {', '.join(known)}"
-    key = _first(r"Key '([^']+)' is not in struct|Key '([^']+)' not in", text)
-    if key:
-        full_key = _first(r"full_key: (\S+)", text) or key
-        near = difflib.get_close_matches(full_key, _known_keys(), n=1) or difflib.get_close_matches(key, _known_keys(), n=1)
-        return f"unknown key '{full_key}'" + (f"; did you mean '{near[0]}'?" if near else "; conf/base.yaml lists the known ones")
-    full_key = _first(r"full_key: (\S+)", text)
     reason = str(chain[-1]).splitlines()[0]
-    return f"{full_key}: {reason}" if full_key and full_key not in reason else reason
+    if isinstance(error, MissingConfigException):
+        return _missing_config(str(error.missing_cfg_file), config_name, config_dir)
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
+    if several := _first(r"Ambiguous value for argument '(.*)'", text):
+        key, _, values = several.partition("=")
+        return f"{several} is several values; write {key}=[{values}] for a list, or start one run for each value"
+    full_key = _first(r"full_key: (\S+)", text)
+    if key := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
+        return _unknown_key(full_key or key)
+    if full_key is None:
+        return f"{reason} (in: {' '.join(overrides)})"
+    for pattern, wanted in _WRONG_TYPES.items():
+        if match := re.match(pattern, reason):
+            given = match.groupdict()
+            value = f"={given['value']}" if "value" in given else ""
+            return f"{full_key}{value}: must be {wanted.format(**given)}"
+    return f"{full_key}: {reason}"
+
+
+def _missing_config(file: str, config_name: str, config_dir: Path) -> str:
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    known = sorted(option.stem for option in (config_dir / group).glob("*.yaml") if option.stem != "base")
+    asked = f"{group}={name}" if group else f"-cn {config_name}"
+    return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
+
+
+def _unknown_key(key: str) -> str:
+    group, _, rest = key.partition(".")
+    if rest and group in _open_groups():
+        return f"unknown key '{key}'; to add a key to '{group}', write +{key}=..."
+    known = list(_known_keys())
+    siblings = [name for name in known if rest and name.startswith(f"{group}.")]
+    by_last_part = {name.rpartition(".")[2]: name for name in siblings or known}
+    if near := difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1):
+        return f"unknown key '{key}'; did you mean '{by_last_part[near[0]]}'?"
+    return f"unknown key '{key}'; " + (f"known are {', '.join(siblings)}" if siblings else "conf/base.yaml lists the known ones")
 
 
 def _first(pattern: str, text: str) -> str | None:
     match = re.search(pattern, text)
-    return next((group for group in match.groups() if group), None) if match else None
+    return match[1] if match else None
 
 
 def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -87,13 +138,21 @@ def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
             yield from _known_keys(hints[item.name], f"{prefix}{item.name}.")
 
 
-def _multirun_message(arguments: Sequence[str]) -> str:
-    rest = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-    swept = next((argument for argument in rest if re.match(r"[^=]+=[^\[{]*,", argument)), "learning_rate=1e-4,3e-4")
-    key, _, values = swept.partition("=")
-    others = "".join(f"{argument} " for argument in rest if argument != swept)
+def _open_groups() -> set[str]:
+    """The groups whose keys the schema does not list, and Hydra's own."""
+    return {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict} | {"hydra"}
+
+
+def _multirun_message(arguments: Sequence[str], overrides: Sequence[str], world_size: int) -> str:
+    swept = {key: values.split(",") for key, values in (o.split("=", 1) for o in overrides if re.match(r"[^=]+=[^\[{(\"']*,", o))}
+    swept = swept or {"learning_rate": ["1e-4", "3e-4"]}
+    kept = [argument for argument in arguments if argument not in ("-m", "--multirun") and argument.partition("=")[0] not in swept]
+    variables = {key: re.sub(r"\W", "_", key) for key in swept}
+    loops = " ".join(f"for {variables[key]} in {shlex.join(values)}; do" for key, values in swept.items())
+    command = shlex.join(["deepspeed", "--num_gpus", str(world_size), "trainer_base_ds_mp.py", *kept])
+    values = " ".join(f"{key}=${variables[key]}" for key in swept)
+    folder = "-".join(f"{key}-${variables[key]}" for key in swept)
     return (
         "--multirun would start several runs inside one launch; start one launch each instead: "
-        f"for value in {values.replace(',', ' ')}; do deepspeed trainer_base_ds_mp.py {others}{key}=$value "
-        f"output_dir=outputs/{key}-$value; done"
+        f"{loops} {command} {values} output_dir=outputs/{folder}{'; done' * len(swept)}"
     )

@@ -53,7 +53,7 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
     if stages > num_layers:
         raise UserError(f"num_stages={stages} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less")
     if world_size % stages:
-        raise UserError(f"num_stages={stages} does not divide the {world_size} started ranks; {_ranks_to_start(stages, world_size, has_accelerator)}")
+        raise UserError(f"num_stages={stages} does not divide the number of started ranks, {world_size}; {_ranks_to_start(stages, world_size, has_accelerator)}")
     micro_batch_size, accumulation = _batch_arithmetic(config, world_size // stages)
     return Layout(world_size, stages, micro_batch_size, accumulation)
 
@@ -90,8 +90,7 @@ def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
 
 def _divide(global_batch_size: int, divisor: int, what: str) -> int:
     if global_batch_size % divisor:
-        raise UserError(
-            f"global_batch_size={global_batch_size} is no multiple of {what} = {divisor}; "
-            f"nearest that are: {max(1, global_batch_size // divisor) * divisor}, {(global_batch_size // divisor + 1) * divisor}"
-        )
+        below = global_batch_size // divisor * divisor
+        nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise UserError(f"global_batch_size={global_batch_size} is no multiple of {what} = {divisor}; the nearest is {nearest}")
     return global_batch_size // divisor

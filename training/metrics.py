@@ -1,6 +1,6 @@
 """What a run says while it trains: `metrics.jsonl`, one progress bar, Weights & Biases. Main rank only.
 
-A reporter is anything with `report(record, line)` and `close()`; the run has a list of them.
+A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MetricsFile:
     """`metrics.jsonl`, one line a report."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Cuts an existing file back to the lines of the first `first_step` steps, then appends."""
+        """Cuts an existing file back to the lines of the first `first_step` steps, then appends. A run from step 0 keeps nothing."""
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
+            kept = [line for line in path.read_text().splitlines() if first_step and _step_of(line) <= first_step]
             write_atomically(path, "".join(f"{line}\n" for line in kept))
         self._file = open(path, "a", buffering=1)
 
@@ -52,7 +52,7 @@ def _step_of(line: str) -> float:
     """The step of a line; infinite for one that was cut off when its run died."""
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         return math.inf
 
 

@@ -22,7 +22,7 @@ def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any) -> lis
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
-    if not isinstance(method, str):
+    if isinstance(method, list):
         return _bounds_of_list(method, len(layers), num_stages)
     if method == "balanced":
         weights = [compute_work(layer) for layer in layers]
@@ -30,7 +30,7 @@ def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any) -> lis
         weights = [1] * len(layers)
     elif method == "parameters":
         weights = [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
-    elif method.startswith("type:"):
+    elif isinstance(method, str) and method.startswith("type:"):
         weights = _matching_types(layers, method.removeprefix("type:"))
     else:
         raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
@@ -79,8 +79,9 @@ def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[
     return best[num_layers]
 
 
-def _bounds_of_list(sizes: Any, num_layers: int, num_stages: int) -> list[int]:
-    sizes = list(sizes)
+def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int) -> list[int]:
+    if not all(isinstance(size, int) for size in sizes):
+        raise UserError(f"partition_method={sizes} must list whole numbers, the layers of each stage")
     if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise UserError(
             f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give {num_layers} layers "
@@ -97,7 +98,10 @@ def _num_parameters(layer: Layer) -> int:
 
 
 def _matching_types(layers: Sequence[Layer], regex: str) -> list[int]:
-    matches = [int(bool(re.search(regex, layer.module_class.__name__, re.IGNORECASE))) for layer in layers]
+    try:
+        matches = [int(bool(re.search(regex, layer.module_class.__name__, re.IGNORECASE))) for layer in layers]
+    except re.error as error:
+        raise UserError(f"partition_method=type:{regex} is no regular expression ({error})") from None
     if not any(matches):
         known = ", ".join(sorted({layer.module_class.__name__ for layer in layers}))
         raise UserError(f"partition_method=type:{regex} matches no layer; their types are {known}")

@@ -138,14 +138,15 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     if ranks.is_main:
         folder.take(config.overwrite_output_dir)
         prepare_folder(config, plan.source, folder)
-    with exit_on_user_error(ranks, speaks=ranks.local_rank == 0):
-        tokenizer = load_tokenizer(config, plan.source)
-        datasets = tokenize(config, tokenizer, ranks)
+    tokenizer = load_tokenizer(config, plan.source)
     if ranks.is_main:
         tokenizer.save_pretrained(folder.checkpoints)
-
-    set_threads(ranks)
+    if ranks.local_rank == 0:
+        tokenize(config, tokenizer, ranks)  # the other ranks of the host wait for the process group meanwhile
+    bind_cores(ranks)
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
+    dist.barrier()
+    datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
@@ -197,8 +198,8 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
     return tokenizer
 
 
-def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> dict[str, Path]:
-    """Key of the files -> folder of the tokenized samples. The first rank of each host does the work, the others find it done."""
+def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, log: bool = True) -> dict[str, Path]:
+    """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
     data = config.data
     encoder = SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
     folders = {}
@@ -206,15 +207,20 @@ def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
         if getattr(config, key) is not None:
             folders[key] = prepare_dataset(
                 getattr(config, key), key=key, encoder=encoder, tokenizer=tokenizer, max_seq_length=config.max_seq_length,
-                cache_dir=data.cache_dir, num_proc=data.num_proc, log=lambda text: say(ranks, text),
+                cache_dir=data.cache_dir, num_proc=data.num_proc, log=lambda text: say(ranks, text) if log else None,
             )  # fmt: skip
     return folders
 
 
-def set_threads(ranks: Ranks) -> None:
+def bind_cores(ranks: Ranks) -> None:
     """Without a GPU the ranks of a host share its cores; each takes its share, or they fight over them."""
-    if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
+    if get_accelerator().device_name() != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks.local_size)
+    torch.set_num_threads(share)
+    if share * ranks.local_size <= len(cores):
+        os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
 
 
 def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], ranks: Ranks) -> tuple[Horizon, TrainerState]:

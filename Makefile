@@ -1,0 +1,26 @@
+# `make demo` and `make test` on a fresh machine: Python 3.11+, a C++ compiler, nothing else. Both install into .venv when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/.venv
+
+.PHONY: demo test test-full venv clean
+
+demo: venv
+	scripts/quickstart.sh
+
+test: venv
+	python -m pytest -m "not full"
+
+test-full: venv
+	python -m pytest
+
+venv: $(BIN)/.installed
+
+$(BIN)/.installed: requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf outputs .pytest_cache

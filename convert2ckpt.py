@@ -1,0 +1,127 @@
+"""The weight converter: a Hugging Face model into a pipeline checkpoint, and back.
+
+    python convert2ckpt.py --model_name_or_path HF_DIR --output_dir CKPT_DIR
+    python convert2ckpt.py --to_hf --model_name_or_path CKPT_DIR --output_dir HF_DIR
+
+It streams: a model of any size converts on a machine that holds one of its layers. The work is in `models/conversion.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from tqdm import tqdm
+
+from errors import UserError
+from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
+from models.folders import check_output_dir, has_tokenizer
+from models.special_tokens import SpecialTokens
+from models.weights import PipelineCheckpoint, open_weights
+
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main() -> int:
+    """Returns the exit code: 0, or 1 after one line on stderr that says what to mend."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave through the code that cleans up
+    try:
+        convert(build_parser().parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Checks what the command line alone can tell, then converts. Raises UserError."""
+    tokens = SpecialTokens(args.bos_token, args.eos_token, args.pad_token, tuple(args.add_special_tokens))
+    if args.to_hf and tokens:
+        raise UserError("special tokens are added on the way to a pipeline checkpoint; leave them away with --to_hf")
+    max_shard_size = parse_size(args.max_shard_size)
+    check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
+    source = open_weights(args.model_name_or_path, args.trust_remote_code)
+    if not args.to_hf and isinstance(source, PipelineCheckpoint):
+        raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
+    if not has_tokenizer(source.path):
+        print(f"warning: {source.path} holds no tokenizer, so {args.output_dir} will hold none", file=sys.stderr)
+    with ProgressBar() as progress:
+        if args.to_hf:
+            export_hugging_face(
+                source,
+                args.output_dir,
+                dtype=DTYPES.get(args.dtype),
+                max_shard_size=max_shard_size,
+                overwrite=args.overwrite,
+                progress=progress,
+            )
+        else:
+            convert_to_pipeline(
+                source,
+                args.output_dir,
+                dtype=DTYPES.get(args.dtype),
+                special_tokens=tokens,
+                trust_remote_code=args.trust_remote_code,
+                overwrite=args.overwrite,
+                progress=progress,
+            )
+    print(f"wrote {args.output_dir}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model_name_or_path", required=True, metavar="DIR", help="folder or hub id; with --to_hf a converted or trained one"
+    )
+    parser.add_argument("--output_dir", required=True, type=Path, metavar="DIR", help="made new; appears when it is whole")
+    parser.add_argument("--to_hf", action="store_true", help="from a pipeline checkpoint to a Hugging Face folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the written weights; by default each tensor keeps its own")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="with --to_hf: of a safetensors file (default: %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
+    parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
+    tokens = parser.add_argument_group(
+        "special tokens",
+        "Added where the tokenizer does not know them. Where the embedding has no spare rows it grows, and the head\n"
+        "too; a new row is the mean of the old ones, computed in fp32. config.json and generation_config.json get\n"
+        "the new vocabulary size and ids.",
+    )
+    tokens.add_argument("--add_special_tokens", nargs="+", default=[], metavar="TOKEN", help="further special tokens")
+    for name in ("bos", "eos", "pad"):
+        tokens.add_argument(f"--{name}_token", metavar="TOKEN", help=f"becomes the model's {name} token")
+    return parser
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB", "2GiB" or a plain number. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
+    if match is None or match[2] not in SIZE_UNITS or float(match[1]) * SIZE_UNITS[match[2]] < 1:
+        raise UserError(f"--max_shard_size '{text}' is no size; write for instance 5GB or 500MB")
+    return int(float(match[1]) * SIZE_UNITS[match[2]])
+
+
+class ProgressBar:
+    """A bar in bytes on stderr, shown on a terminal only."""
+
+    def __enter__(self) -> ProgressBar:
+        self._bar = tqdm(unit="B", unit_scale=True, disable=None)
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Hugging Face folder <-> pipeline checkpoint, streaming.
+
+    convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
+    export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
+
+Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written. Then one
+tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one layer, and nothing at
+all where neither dtype nor rows change. The values are the source's bits. The new folder appears at once, when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from errors import UserError
+from models.architecture import build_layers
+from models.folders import (
+    StagedFolder,
+    check_disk_space,
+    check_output_dir,
+    copy_tokenizer_files,
+    find_custom_tokenizer,
+    staged_folder,
+)
+from models.safetensors_writer import (
+    INDEX_NAME,
+    TensorInfo,
+    build_index,
+    get_bytes,
+    name_shards,
+    plan_shards,
+    write_safetensors,
+)
+from models.special_tokens import SpecialTokens, count_rows, grow_rows, load_extended_tokenizer, update_token_ids
+from models.weights import WeightSource, layer_file, load_json, parse_config
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
+STEP_NAME = "global_step0"
+SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
+# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
+# whatever the number of stages.
+ENGINE_STATE: dict[str, Any] = {
+    "module": None,
+    "optimizer": None,
+    "lr_scheduler": None,
+    "dp_world_size": 1,
+    "mp_world_size": 1,
+    "global_steps": 0,
+    "global_samples": 0,
+    "skipped_steps": 0,
+}
+
+Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
+
+
+def convert_to_pipeline(
+    source: WeightSource,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    special_tokens: SpecialTokens | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer and `global_step0/` with one file a layer.
+
+    dtype: that of the floating tensors; None keeps each tensor's own. config.json follows what was written.
+    special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
+    Raises UserError for whatever is wrong with the source, the output folder or the disk.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
+        file = source.path / "tokenizer_config.json"
+        raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
+    tokens = special_tokens or SpecialTokens()
+    tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
+    config = _grow_vocabulary(source, tokenizer) if tokenizer else source.config
+    weights = _Weights(source, config, dtype, progress)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        step_dir = folder.path / STEP_NAME
+        step_dir.mkdir()
+        for index, infos in enumerate(weights.infos):
+            if infos:
+                file = layer_file(step_dir, index)
+                _save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
+                weights.report(sum(info.nbytes for info in infos.values()))
+                folder.flush(file)
+        _save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
+        _write_model_files(folder, weights, tokenizer, tokens)
+        (folder.path / "latest").write_text(STEP_NAME)
+
+
+def export_hugging_face(
+    source: WeightSource,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
+
+    `dtype` and UserError as in `convert_to_pipeline`.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    weights = _Weights(source, source.config, dtype, progress)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+    places = {info.name: (index, name) for index, infos in enumerate(weights.infos) for name, info in infos.items()}
+    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
+    ordered = sorted((info for infos in weights.infos for info in infos.values()), key=lambda info: -info.dtype.itemsize)
+    shards = plan_shards(ordered, max_shard_size)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        for file_name, shard in zip(name_shards(len(shards)), shards, strict=True):
+            file = folder.path / file_name
+            write_safetensors(file, shard, read=lambda info: weights.read(*places[info.name]), written=weights.report)
+            folder.flush(file)
+        if len(shards) > 1:
+            _write_json(build_index(shards), folder.path / INDEX_NAME)
+        _write_model_files(folder, weights)
+
+
+class _Weights:
+    """The source's tensors as they will be written: planned from their shapes, then read one by one."""
+
+    def __init__(
+        self, source: WeightSource, config: PretrainedConfig, dtype: torch.dtype | None, progress: Progress | None
+    ) -> None:
+        self.source = source
+        self.config = config
+        self._layers = build_layers(source.config)
+        source.check_complete(self._layers)
+        self._dtype = dtype
+        self._current: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        targets = build_layers(config)
+        self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
+        self.nbytes = sum(info.nbytes for infos in self.infos for info in infos.values())
+        self._progress = progress
+        self._done = 0
+        self.report(0)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {info.dtype for infos in self.infos for info in infos.values() if info.dtype.is_floating_point}
+
+    def read(self, index: int, name: str) -> torch.Tensor:
+        """A tensor of layer `index`: mapped from the source, or new where its dtype or its rows change."""
+        info = self.infos[index][name]
+        tensor = self._read_layer(index)[name]
+        if tensor.shape != info.shape:
+            tensor = grow_rows(tensor, info.shape[0])
+        converted = tensor.to(info.dtype)
+        if info.dtype == torch.float16 and tensor.dtype != torch.float16:
+            _check_fp16(converted, tensor, info.name)
+        return converted
+
+    def report(self, nbytes: int) -> None:
+        """Tells the listener that `nbytes` more are written."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self.nbytes)
+
+    def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
+        if self._current[0] != index:
+            self._current = (-1, {})  # let go of the old one first: a source that cannot be mapped is in memory
+            self._current = (index, self.source.read_layer(index, self._layers[index]))
+        return self._current[1]
+
+    def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
+        infos = {}
+        for name, tensor in self._read_layer(index).items():
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
+        return infos
+
+
+def _grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The config with a row for every id of the tokenizer. Many models have rows to spare; then nothing changes."""
+    rows = count_rows(tokenizer)
+    if rows <= source.config.vocab_size:
+        return source.config
+    file = source.path / "config.json"
+    return parse_config({**load_json(file), "vocab_size": rows}, file)
+
+
+def _write_model_files(
+    folder: StagedFolder, weights: _Weights, tokenizer: PreTrainedTokenizerBase | None = None, tokens: SpecialTokens | None = None
+) -> None:
+    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a folder is
+    no model, so it comes last."""
+    source_dir = weights.source.path
+    fields = load_json(source_dir / "config.json")
+    fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
+    _set_dtype(fields, weights.dtypes)
+    generation_file = source_dir / "generation_config.json"
+    generation_fields = load_json(generation_file) if generation_file.is_file() else None
+    if tokenizer is not None and tokens is not None:
+        fields["vocab_size"] = weights.config.vocab_size
+        update_token_ids(fields, tokenizer, tokens)
+        if generation_fields is not None:
+            update_token_ids(generation_fields, tokenizer, tokens)
+        tokenizer.save_pretrained(folder.path)
+    else:
+        copy_tokenizer_files(source_dir, folder.path)
+    if generation_fields is not None:
+        _write_json(generation_fields, folder.path / generation_file.name)
+    _write_json(fields, folder.path / "config.json")
+
+
+def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
+    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, under either key."""
+    if len(dtypes) != 1:
+        return
+    for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:
+        fields[key] = str(next(iter(dtypes))).removeprefix("torch.")
+
+
+def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
+    if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
+        raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file along."""
+    tensor = tensor.detach().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
+        return tensor
+    return torch.frombuffer(get_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _save_torch(content: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's writer hides the errno
+        raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+
+
+def _write_json(fields: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Special tokens that a conversion adds: to the tokenizer, and as rows of the embedding and the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from errors import UserError
+from models.folders import has_tokenizer
+
+COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens to add where the tokenizer does not know them. bos, eos and pad also become the model's."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.named or self.extra)
+
+    @property
+    def named(self) -> dict[str, str]:
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        return {name: token for name, token in named.items() if token is not None}
+
+
+def load_extended_tokenizer(path: Path, tokens: SpecialTokens, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be read."""
+    if not has_tokenizer(path):
+        raise UserError(f"{path} holds no tokenizer to add special tokens to; put one there, or leave the token options away")
+    if "" in (*tokens.named.values(), *tokens.extra):
+        raise UserError("a special token is empty; give it at least one character")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers and transformers raise many types
+        raise UserError(f"{path}: the tokenizer cannot be read ({' '.join(str(error).split())[:200]})") from None
+    tokenizer.add_special_tokens(dict(tokens.named))
+    if tokens.extra:
+        tokenizer.add_special_tokens({"extra_special_tokens": list(tokens.extra)}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+def count_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The rows an embedding needs. Not `len(tokenizer)`: ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def update_token_ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
+    """Makes config.json's or generation_config.json's ids those of the tokens that were named."""
+    for name, token in tokens.named.items():
+        fields[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
+
+
+def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
+
+    The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
+    """
+    old_rows = weight.shape[0]
+    grown = torch.empty((rows, *weight.shape[1:]), dtype=weight.dtype)
+    grown[:old_rows] = weight
+    if weight.dim() == 1:
+        grown[old_rows:] = weight.float().mean()
+        return grown
+    for old, new in zip(weight.split(COLUMNS_AT_A_TIME, dim=1), grown.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
+        new[old_rows:] = old.float().mean(dim=0)
+    return grown

@@ -1,0 +1,263 @@
+"""Reading weights, one layer at a time, from either form they come in.
+
+*Hugging Face folder*: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, whole names
+("model.layers.3.mlp..."). *Pipeline checkpoint*: a folder with `latest`, `config.json` and
+`global_stepN/layer_XX-model_states.pt`, names without the layer's prefix. Converted folders and training checkpoints have the
+same shape.
+
+Both are opened memory-mapped: a tensor's bytes are read when they are used, and nothing ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from errors import UserError
+from models.architecture import ARCHITECTURES, Layer
+
+# Tensors that old exports carry and no layer needs: rotary frequencies are computed.
+IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
+
+
+class WeightSource(Protocol):
+    """Where weights come from. `path` is the folder with config.json (and the tokenizer, if there is one)."""
+
+    path: Path
+    config: PretrainedConfig
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        """The tensors of `layer`, named as in its module, checked against its shapes. Empty for a layer that owns none."""
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        """Raises UserError when something is missing, or is there and belongs to no layer."""
+
+
+def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
+    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`.
+
+    Raises UserError for what is none of these.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        path = _download(name_or_path)
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the folder it is in")
+    if re.fullmatch(r"global_step\d+", path.name):
+        return PipelineCheckpoint(path.parent, path.name)
+    if (path / "latest").is_file():
+        return PipelineCheckpoint(path, (path / "latest").read_text().strip())
+    return HuggingFaceFolder(path, trust_remote_code)
+
+
+def layer_file(step_dir: Path, index: int) -> Path:
+    """DeepSpeed's name for a layer's weights."""
+    return step_dir / f"layer_{index:02d}-model_states.pt"
+
+
+def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config.json as `transformers` reads it. Custom code is never run: the layers come from `models/`.
+
+    Raises UserError when it is missing, unreadable, or points to custom code without `trust_remote_code`.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"{path} holds no config.json; it is neither a Hugging Face folder nor a pipeline checkpoint")
+    fields = load_json(file)
+    if "auto_map" in fields and not trust_remote_code:
+        raise UserError(
+            f"{file} points to custom code ({', '.join(sorted(fields['auto_map']))}); "
+            "check that it only repackages a known architecture, then pass --trust_remote_code"
+        )
+    return parse_config(fields, file)
+
+
+def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
+    """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad value."""
+    model_type = fields.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise UserError(
+            f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
+            "docs/add_a_model.md says how to add one"
+        )
+    try:
+        return AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
+    except Exception as error:  # transformers validates with types of its own
+        raise UserError(f"{file}: {' '.join(str(error).split())}") from None
+
+
+def load_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError when the file is something else or half-written."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file} is not valid JSON (line {error.lineno}: {error.msg}); it may be half-written") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error})") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{file} holds a JSON {type(fields).__name__} where an object belongs")
+    return fields
+
+
+class PipelineCheckpoint:
+    """Layer files, from the converter or from training."""
+
+    def __init__(self, path: Path, tag: str) -> None:
+        self.path = path
+        self.step_dir = path / tag
+        if not tag or not self.step_dir.is_dir():
+            raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
+        self.config = load_config(path)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        file = layer_file(self.step_dir, index)
+        tensors = _load_torch_file(file)
+        _check_tensors(tensors, layer, str(file))
+        return tensors
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        expected = {layer_file(self.step_dir, i).name for i, layer in enumerate(layers) if layer.owns_weights}
+        present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
+        if missing := sorted(expected - present):
+            raise UserError(
+                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, first {missing[0]}; "
+                "convert or save it again"
+            )
+        if extra := sorted(present - expected):
+            raise UserError(
+                f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
+                f"first extra one {extra[0]}; is the config.json beside it another model's?"
+            )
+
+
+class HuggingFaceFolder:
+    """`model*.safetensors` or `pytorch_model*.bin`, with or without an index."""
+
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        self.path = path
+        self.config = load_config(path, trust_remote_code)
+        self._files = _find_tensors(path)
+        self._open: dict[Path, object] = {}
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        tensors = {name: self._read(layer.hf_prefix + name) for name in layer.shapes()}
+        _check_tensors(tensors, layer, str(self.path))
+        return tensors
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        expected = {layer.hf_prefix + name for layer in layers if layer.owns_weights for name in layer.shapes()}
+        if missing := sorted(expected - self._files.keys()):
+            raise UserError(f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?")
+        extra = {name for name in self._files.keys() - expected if not IGNORED_TENSORS.search(name)}
+        if self.config.tie_word_embeddings and "lm_head.weight" in extra:
+            self._check_tied(layers[0], "lm_head.weight")
+            extra.discard("lm_head.weight")
+        if extra:
+            raise UserError(
+                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', first '{min(extra)}'; "
+                "the weights are of another architecture than config.json says"
+            )
+
+    def _check_tied(self, embedding: Layer, head: str) -> None:
+        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what differs."""
+        name = embedding.hf_prefix + "weight"
+        if not torch.equal(self._read(name), self._read(head)):
+            raise UserError(
+                f"{self.path}: config.json ties the head to the embedding, but '{head}' differs from '{name}'; "
+                'set "tie_word_embeddings" to false in config.json, or remove the tensor'
+            )
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
+        file = self._files[name]
+        if file not in self._open:
+            self._open = {file: _open_tensors(file)}  # one shard mapped at a time
+        opened = self._open[file]
+        try:
+            return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
+        except (KeyError, SafetensorError):
+            raise UserError(f"{file} holds no tensor '{name}', though the index says so; is the download complete?") from None
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -> None:
+    shapes = layer.shapes()
+    if tensors.keys() != shapes.keys():
+        wrong = sorted(tensors.keys() ^ shapes.keys())[0]
+        state = "missing" if wrong in shapes else "unknown"
+        raise UserError(
+            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
+        )
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise UserError(
+                f"{where}: '{layer.hf_prefix}{name}' has shape {list(tensors[name].shape)}, config.json makes it {list(shape)}"
+            )
+
+
+def _find_tensors(path: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index where there is one."""
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (path / index_name).is_file():
+            weight_map = load_json(path / index_name).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{path / index_name} holds no 'weight_map'; it is no index of weights")
+            if missing := sorted({file for file in weight_map.values() if not (path / file).is_file()}):
+                raise UserError(f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)")
+            return {name: path / file for name, file in weight_map.items()}
+    whole = path / "model.safetensors"  # beside it lie adapters or a second copy in another format
+    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise UserError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin), nor a file 'latest'")
+    return {name: file for file in files for name in _open_tensors(file).keys()}
+
+
+def _open_tensors(file: Path) -> object:
+    """A mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
+    if file.suffix != ".safetensors":
+        return _load_torch_file(file)
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
+
+
+def _load_torch_file(file: Path) -> dict[str, torch.Tensor]:
+    """A .pt or .bin file, memory-mapped where its format allows, never unpickling anything but tensors."""
+    if not file.is_file():
+        raise UserError(f"{file} is missing; the checkpoint is incomplete")
+    try:
+        try:
+            tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):  # files older than torch 1.6 are no zip archives
+                raise
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen types for a damaged file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file} cannot be read ({reason}); it is half-written or no checkpoint") from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise UserError(f"{file} holds something else than tensors by name; it is no file of weights")
+    return tensors
+
+
+def _download(hub_id: str) -> Path:
+    """The hub's snapshot of `hub_id` in the local cache, weights and tokenizer only."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
+        raise UserError(
+            f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__})"
+        ) from None

@@ -1,0 +1,88 @@
+"""Every config that ships: it composes, its first line starts it, it fits on a screen, and nothing is left unsaid."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+from configs import CONF, REQUIRED, compose_config
+from omegaconf import OmegaConf
+
+from training.checks import check_config
+from training.command_line import check_command_line
+from training.config import RunConfig
+from training.layout import build_layout
+
+PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+SCREEN = 60  # lines
+COMMAND = re.compile(r"# (deepspeed .*trainer_base_ds_mp\.py -cn (\S+).*)")
+GIVEN_BY_THE_USER = {"model_name_or_path", "train_file", "output_dir"}
+
+
+def first_line(name: str) -> str:
+    return (CONF / f"{name}.yaml").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("name", PRIMARY)
+def test_a_primary_config_composes_and_passes_the_checks(name: str) -> None:
+    config = OmegaConf.to_object(compose_config(name))
+    assert isinstance(config, RunConfig)
+    check_config(config, has_accelerator=True)
+
+
+@pytest.mark.parametrize("name", PRIMARY)
+def test_its_first_line_is_its_command_line(name: str) -> None:
+    match = COMMAND.fullmatch(first_line(name))
+    assert match is not None and match[2] == name, first_line(name)
+    launcher, _, arguments = match[1].partition("trainer_base_ds_mp.py")
+    check_command_line(shlex.split(arguments), CONF, "no default")
+    if started := re.search(r"--num_(?:gpus|nodes) (\d+)(?:.*--num_gpus (\d+))?", launcher):
+        world_size = int(started[1]) * int(started[2] or 1)
+        build_layout(OmegaConf.to_object(compose_config(name)), world_size, num_layers=1000, has_accelerator=True)
+
+
+@pytest.mark.parametrize("name", PRIMARY)
+def test_it_fits_on_a_screen(name: str) -> None:
+    lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert len(lines) <= SCREEN and max(map(len, lines)) <= 160
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes(option: str) -> None:
+    assert isinstance(OmegaConf.to_object(compose_config("base", *REQUIRED, option)), RunConfig)
+
+
+def test_base_states_every_key_and_no_other() -> None:
+    stated = OmegaConf.load(CONF / "base.yaml")
+    chosen = {next(iter(entry)) for entry in stated.defaults if not isinstance(entry, str)}
+    assert chosen == set(GROUPS)
+    assert set(stated) - {"defaults", "hydra"} == {field.name for field in fields(RunConfig)} - chosen
+
+
+def test_only_the_users_own_keys_are_left_open() -> None:
+    for option in ("optimizer=adamw", *OPTIONS):
+        assert OmegaConf.missing_keys(compose_config("base", option)) == GIVEN_BY_THE_USER, option
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_a_key_of_the_schema(group: str) -> None:
+    assert group in get_type_hints(RunConfig)
+
+
+@pytest.mark.parametrize("name", [option.partition("=")[2] for option in OPTIONS if option.startswith("model=")])
+def test_a_size_is_a_config_of_transformers(name: str) -> None:
+    """What `conf/model/` says, `transformers` takes: a model that the layers can be built of."""
+    from models.architecture import build_layers
+    from models.weights import parse_config
+
+    stated = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    if not stated:
+        return
+    config = parse_config(stated, CONF / "model" / f"{name}.yaml")
+    assert all(getattr(config, key) == value for key, value in stated.items())
+    assert len(build_layers(config)) == config.num_hidden_layers + 3

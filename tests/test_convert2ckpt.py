@@ -1,0 +1,124 @@
+"""The command line of the converter: what it hands on, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import VOCAB_SIZE, save_llama, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import convert2ckpt
+from errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["convert2ckpt.py", *map(str, arguments)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its handlers
+    return convert2ckpt.main()
+
+
+def test_the_real_command_there_and_back(tmp_path: Path) -> None:
+    """From another folder, as a user may: nothing depends on the working directory."""
+    expected = save_llama(tmp_path / "hf").state_dict()
+    save_tokenizer(tmp_path / "hf")
+    command = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path"]
+    there = subprocess.run([*command, "hf", "--output_dir", "new/ckpt"], cwd=tmp_path, capture_output=True, text=True)
+    assert (there.returncode, there.stdout, there.stderr) == (0, "wrote new/ckpt\n", "")
+    back = subprocess.run([*command, "new/ckpt", "--output_dir", "back", "--to_hf"], cwd=tmp_path, capture_output=True, text=True)
+    assert (back.returncode, back.stdout, back.stderr) == (0, "wrote back\n", "")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
+    ids = [AutoTokenizer.from_pretrained(tmp_path / name)("some text").input_ids for name in ("hf", "back")]
+    assert ids[0] == ids[1]
+
+
+def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, pipeline, back = tmp_path / "hf", tmp_path / "pipeline", tmp_path / "back"
+    save_llama(hf)
+    save_tokenizer(hf)
+    fields = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
+    assert run(monkeypatch, "--model_name_or_path", hf, "--output_dir", pipeline) == 1
+    tokens = ["--bos_token", "<begin>", "--eos_token", "<end>", "--pad_token", "<none>", "--add_special_tokens", "<a>", "<b>"]
+    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16"]
+    assert run(monkeypatch, *there, *tokens) == 0
+    assert run(monkeypatch, *there, *tokens) == 1
+    assert run(monkeypatch, *there, *tokens, "--overwrite") == 0
+    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB"]
+    assert run(monkeypatch, *to_hf) == 0
+    assert run(monkeypatch, *to_hf) == 1
+    assert run(monkeypatch, *to_hf, "--overwrite") == 0
+
+    assert "auto_map" not in json.loads((pipeline / "config.json").read_text())
+    config = json.loads((back / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2]
+    assert config["vocab_size"] == VOCAB_SIZE + 5 and config["dtype"] == "float16"
+    assert AutoTokenizer.from_pretrained(back)("<a><b>").input_ids == [VOCAB_SIZE + 3, VOCAB_SIZE + 4]
+    shards = list(back.glob("*.safetensors"))
+    assert len(shards) > 5 and all(tensor.dtype == torch.float16 for shard in shards for tensor in load_file(shard).values())
+    assert torch.load(pipeline / "global_step0/layer_00-model_states.pt")["weight"].dtype == torch.bfloat16
+
+
+def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, pipeline, out = tmp_path / "hf", tmp_path / "pipeline", tmp_path / "out"
+    save_llama(hf)
+    capsys.readouterr()
+    assert run(monkeypatch, "--model_name_or_path", hf, "--output_dir", pipeline) == 0
+    assert capsys.readouterr().err == f"warning: {hf} holds no tokenizer, so {pipeline} will hold none\n"
+    for arguments, message in (
+        (["--model_name_or_path", hf, "--output_dir", pipeline], "exists; pass --overwrite"),
+        (["--model_name_or_path", "no/such: id", "--output_dir", pipeline], "exists; pass --overwrite"),  # before any download
+        (["--model_name_or_path", pipeline, "--output_dir", out], "pass --to_hf"),
+        (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
+        (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"], "--max_shard_size 'big'"),
+        (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--pad_token", "<p>"], "with --to_hf"),
+    ):
+        capsys.readouterr()
+        assert run(monkeypatch, *arguments) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+        assert line.startswith("error: ") and message in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "pipeline"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_cleans_up(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path / "hf")
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        class Killer(convert2ckpt.ProgressBar):
+            def __call__(self, done: int, total: int) -> None:
+                if done:
+                    os.kill(os.getpid(), number)
+
+        convert2ckpt.ProgressBar = Killer
+        sys.argv = ["convert2ckpt.py", "--model_name_or_path", str(tmp_path / "hf"), "--output_dir", str(tmp_path / "pipeline")]
+        exit_code = 1
+        try:
+            exit_code = convert2ckpt.main()
+        except SystemExit as end:
+            exit_code = end.code
+        finally:
+            os._exit(exit_code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_sizes() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5MB": 1_500_000, "2GiB": 2**31, "70000": 70_000, " 3 kb": 3_000}
+    assert {text: convert2ckpt.parse_size(text) for text in sizes} == sizes
+    for text in ("", "GB", "0GB", "-1MB", "5XB", "5IB"):
+        with pytest.raises(UserError, match="is no size"):
+            convert2ckpt.parse_size(text)

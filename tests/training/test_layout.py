@@ -1,0 +1,77 @@
+"""The arithmetic of ranks and batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from configs import build_config
+
+from errors import UserError
+from training.layout import Layout, build_layout
+
+
+def build(*overrides: str, world_size: int = 1, num_layers: int = 8, has_accelerator: bool = False) -> Layout:
+    return build_layout(build_config(*overrides), world_size, num_layers, has_accelerator)
+
+
+@pytest.mark.parametrize("given", list(itertools.combinations({"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 16}.items(), 2)))
+def test_the_third_batch_size_follows_from_any_two(given: tuple[tuple[str, int], ...]) -> None:
+    layout = build("num_stages=2", *(f"{key}={value}" for key, value in given), world_size=4)
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size, layout.dp_size) == (2, 4, 16, 2)
+
+
+def test_all_three_batch_sizes_may_be_given_when_they_agree() -> None:
+    layout = build("micro_batch_size=2", "gradient_accumulation_steps=4", "global_batch_size=16", world_size=2)
+    assert layout == Layout(world_size=2, num_stages=1, micro_batch_size=2, gradient_accumulation_steps=4)
+
+
+def test_a_global_batch_means_the_same_at_every_layout() -> None:
+    for num_stages, world_size in [(1, 1), (2, 2), (4, 4), (2, 4), (1, 4)]:
+        assert build(f"num_stages={num_stages}", "micro_batch_size=2", "global_batch_size=16", world_size=world_size).global_batch_size == 16
+
+
+def test_ranks_lie_as_deepspeed_lays_them() -> None:
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    layout = Layout(world_size=6, num_stages=3, micro_batch_size=1, gradient_accumulation_steps=1)
+    topology = PipeDataParallelTopology(num_pp=3, num_dp=2)
+    for rank in range(6):
+        coordinate = topology.get_coord(rank)
+        assert (layout.stage_id(rank), layout.dp_rank(rank)) == (coordinate.pipe, coordinate.data)
+
+
+TWO = ("micro_batch_size=2", "global_batch_size=8")
+MISTAKES = {
+    "no stage": (("num_stages=0", *TWO), {}, "num_stages=0: at least 1"),
+    "more stages than layers": (("num_stages=9", *TWO), {"world_size": 9}, "num_stages=9 exceeds the model's 8 layers; set num_stages to 8 or less"),
+    "stages do not divide": (
+        ("num_stages=2", *TWO), {"world_size": 3},
+        "num_stages=2 does not divide the number of started ranks, 3; start it with `deepspeed --num_gpus 4 trainer_base_ds_mp.py ...` "
+        "(without GPUs the launcher starts one rank unless --num_gpus says how many processes)",
+    ),
+    "stages do not divide, with GPUs": (
+        ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
+    ),
+    "one batch size": (("micro_batch_size=2",), {}, "must be given; missing: gradient_accumulation_steps, global_batch_size"),
+    "batch size of zero": (("micro_batch_size=0", "global_batch_size=8"), {}, "micro_batch_size=0: at least 1"),
+    "three that disagree": (
+        ("gradient_accumulation_steps=3", *TWO), {"world_size": 2},
+        "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=2 is 12, not global_batch_size=8; give two of them and set the third to null",
+    ),
+    "no multiple of the micro-batch": (
+        ("micro_batch_size=3", "global_batch_size=8"), {}, "global_batch_size=8 is no multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
+    ),
+    "no multiple of the accumulation": (
+        ("gradient_accumulation_steps=5", "global_batch_size=8"), {"world_size": 2},
+        "no multiple of gradient_accumulation_steps=5 x dp=2 = 10; the nearest is 10",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
+    overrides, options, message = MISTAKES[name]
+    with pytest.raises(UserError) as caught:
+        build(*overrides, **options)
+    assert message in str(caught.value)

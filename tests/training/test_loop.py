@@ -1,0 +1,129 @@
+"""The loop around an engine that only counts: what is reported, when, and what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from configs import build_config
+
+from training import loop
+from training.checkpoint import TrainerState
+from training.loop import Horizon, TrainingLoop
+from training.run_folder import RunFolder
+
+LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
+TARGETS = [10, 30, 20, 5, 5]
+TOKENS = [100, 200, 300, 400, 500]
+
+
+class Engine:
+    device, global_rank = torch.device("cpu"), 0
+
+    def __init__(self) -> None:
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}])
+        self.rates: list[float] = []
+
+    def train_batch(self, micro_batches: Any) -> torch.Tensor:
+        step = next(micro_batches)
+        assert len({group["lr"] for group in self.optimizer.param_groups}) == 1
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        return torch.tensor(LOSSES[step])
+
+    def get_global_grad_norm(self) -> torch.Tensor:
+        return torch.tensor(0.25)
+
+    def reset_activation_shape(self) -> None:
+        pass
+
+
+class Loader:
+    def iterate(self, start_step: int = 0, end_step: int = 0) -> Any:
+        return iter(range(start_step, end_step))
+
+    def step_info(self, step: int) -> SimpleNamespace:
+        return SimpleNamespace(num_targets=TARGETS[step], num_tokens=TOKENS[step])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Reporter:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def report(self, record: dict[str, Any]) -> None:
+        self.events.append(dict(record))
+
+    def advance(self, step: int) -> None:
+        pass
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """run(*overrides, start=..., last=...): (events in order, the engine, the final state)."""
+
+    def start(*overrides: str, start: int = 0, last: int = 5, evaluates: bool = False) -> tuple[list[Any], Engine, TrainerState]:
+        events: list[Any] = []
+        monkeypatch.setattr(loop, "save_checkpoint", lambda engine, folder, state: events.append(f"save {state.step}"))
+        monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
+        state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
+        eval_loader = Loader() if evaluates else None
+        horizon = Horizon(40, 5, last, eval_samples=3, eval_targets=12)
+        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)]).run()
+        return events, engine, final
+
+    return start
+
+
+def test_a_line_holds_the_fields_of_the_contract(run) -> None:
+    events, _, final = run("logging_steps=2")
+    lines = [event for event in events if isinstance(event, dict)]
+    fields = ["step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time"]
+    assert [list(line) for line in lines] == [fields] * 3
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    # the mean over tokens since the last line, not over steps
+    assert [line["loss"] for line in lines] == pytest.approx([(4 * 10 + 3 * 30) / 40, (2 * 20 + 1 * 5) / 25, 0.5])
+    assert [line["num_tokens"] for line in lines] == [300, 1000, 1500]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.75, 0.25, 0.0])
+    assert all(line["grad_norm"] == 0.25 and line["step_time"] > 0 for line in lines)
+    for line, tokens, steps in zip(lines, (300, 700, 500), (2, 2, 1)):
+        assert line["tokens_per_second"] * line["step_time"] * steps == pytest.approx(tokens)
+    assert (final.step, final.num_tokens) == (5, 1500)
+
+
+def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
+    events, _, _ = run("logging_steps=5", "eval_file=e", "eval_steps=2", "save_steps=3", "eval_on_start=true", evaluates=True)
+    assert [e if isinstance(e, str) else (e["step"], e.get("eval_loss")) for e in events] == [
+        (0, 7.0), (2, 7.0), "save 3", (4, 7.0), (5, None), (5, 7.0), "save 5",
+    ]  # fmt: skip
+    assert events[0] == {"step": 0, "eval_loss": 7.0, "eval_tokens": 12}
+
+
+def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))  # a second passes between two looks
+    events, _, _ = run("logging_steps=5", "save_steps=1")
+    (line,) = (event for event in events if isinstance(event, dict))
+    assert line["step_time"] == 1.0  # start to the first save, and from the end of each save to the next look
+
+
+def test_a_resumed_run_goes_on_in_schedule_and_counts(run) -> None:
+    whole, first, _ = run("logging_steps=1")
+    events, second, final = run("logging_steps=1", start=3)
+    assert first.rates[3:] == second.rates
+    timed = ("tokens_per_second", "step_time")
+    strip = [[{k: v for k, v in e.items() if k not in timed} for e in es if isinstance(e, dict)] for es in (whole, events)]
+    assert strip[0][3:] == strip[1]
+    assert final.step == 5 and events[-1] == "save 5"
+
+
+def test_stopping_early_leaves_the_schedule(run) -> None:
+    _, whole, _ = run()
+    events, stopped, final = run("logging_steps=10", last=2)
+    assert stopped.rates == whole.rates[:2] and final.step == 2
+    assert events[-1] == "save 2" and events[0]["step"] == 2
