@@ -14,6 +14,7 @@ from errors import UserError
 from models.architecture import Layer
 from models.loss import causal_lm_loss
 from models.weights import WeightSource
+from training.ranks import raise_together
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -60,14 +61,22 @@ class StageModule(PipelineModule):
     def _build(self) -> None:
         with torch.device("meta"):
             super()._build()
+        mistake = None
+        try:
+            self._load_layers()
+        except UserError as error:  # in a file that no other rank may have opened
+            mistake = error
+        raise_together(mistake)
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
+
+    def _load_layers(self) -> None:
         loaded: set[int] = set()
         for index in range(self._local_start, self._local_stop):
             module = self._module_of(index)
             if id(module) not in loaded:
                 self._load(module, self._owner_of(index))
                 loaded.add(id(module))
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]

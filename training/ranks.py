@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from errors import UserError
 
 _SECONDS_TO_LET_ANOTHER_SPEAK = 10
+# What gloo and torch's store say when the process at the other end is gone.
+_LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def read_ranks() -> Ranks:
 
 @contextmanager
 def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
-    """Turns a UserError into one line on stderr and exit code 1.
+    """Turns a UserError into one line on stderr and exit code 1. A rank whose peer is gone waits to be ended by the launcher.
 
     speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
     since the launcher ends all ranks as soon as one of them has ended.
@@ -51,3 +54,24 @@ def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = Fals
         else:
             time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
         sys.exit(1)
+    except RuntimeError as error:
+        if _LOST_PEER.search(str(error)):  # the rank that is gone has said why; our stack trace would only bury it
+            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+        raise
+
+
+def raise_together(error: UserError | None) -> None:
+    """Ends all ranks when any of them has an error; the lowest that has one raises it, the others go quietly.
+
+    All ranks call it, in a process group. For mistakes that several ranks may find, and should not all tell.
+    """
+    import torch.distributed as dist  # not above: a mistyped key need not wait for torch
+
+    failed: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(failed, error is not None)
+    if not any(failed):
+        return
+    if error is not None and failed.index(True) == dist.get_rank():
+        raise error
+    time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+    sys.exit(1)

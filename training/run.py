@@ -85,16 +85,19 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_deepspeed_version()
     check_config(config, has_accelerator)
     check_attention(config.attn_implementation, has_accelerator)
-    source = open_weights(_weights_path(config), config.trust_remote_code)
+    folder = RunFolder(config.output_dir)
+    folder.check_usable(config.resume is not None, config.overwrite_output_dir)
+    resume_from = find_resume(config.resume, folder.checkpoints)
+    source = open_weights(str(resume_from or _weights_path(config)), config.trust_remote_code)
+    if config.overwrite_output_dir:
+        folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
     source.config._attn_implementation = config.attn_implementation.value
     layers = build_layers(source.config)
     source.check_complete(layers)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    folder = RunFolder(config.output_dir)
-    folder.check_usable(config.resume is not None, config.overwrite_output_dir)
-    return CheckedRun(source, layers, layout, bounds, find_resume(config.resume, folder.checkpoints))
+    return CheckedRun(source, layers, layout, bounds, resume_from)
 
 
 def _weights_path(config: RunConfig) -> str:
@@ -177,6 +180,8 @@ def prepare_folder(config: RunConfig, source: WeightSource, folder: RunFolder) -
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
+        return
     source.config.save_pretrained(folder.checkpoints)
     generation_config = source.path / "generation_config.json"
     if generation_config.is_file():

@@ -32,6 +32,15 @@ class RunFolder:
                 "or start afresh with overwrite_output_dir=true (deletes them), or take another output_dir"
             )
 
+    def check_keeps(self, source: Path) -> None:
+        """Raises UserError when starting afresh would delete the weights to start from."""
+        for doomed in (self.checkpoints, self.export):
+            if source.resolve().is_relative_to(doomed.resolve()):
+                raise UserError(
+                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another output_dir, "
+                    "or move the weights"
+                )
+
     def take(self, overwrite: bool) -> None:
         """Makes the folder this process's own until `release`, and empties it of an earlier run when told to. Main rank only.
 

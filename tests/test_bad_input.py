@@ -1,0 +1,217 @@
+"""Bad input as a user meets it: one line that names the key or the file and the way out, and no rank left behind.
+
+Most of it in this process, through the same functions in the same order as a run; a few through the real launcher, where it matters which
+rank finds the mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from configs import CONF, compose_config
+from launching import Ended, run_alone, run_deepspeed
+from tiny import save_llama, save_records, save_tokenizer
+
+from errors import UserError
+from models.conversion import convert_to_pipeline
+from models.weights import open_weights
+from training.command_line import check_command_line, clean_arguments
+from training.config import register_schema
+from training.ranks import Ranks
+from training.run import check_run, compute_horizon, load_tokenizer, to_typed, tokenize
+from training.run_folder import RunFolder
+
+SECONDS = 60  # a mistake is told by then, start of the processes included
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, converted, and records. Nothing in it is changed by a test."""
+    root = tmp_path_factory.mktemp("bad_input")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    convert_to_pipeline(open_weights(str(root / "hf")), root / "checkpoint")
+    save_records(root / "train.jsonl", 10)
+    return root
+
+
+def arguments(root: Path, out: Path, *overrides: str) -> list[str]:
+    given = {
+        "model_name_or_path": f"{root}/checkpoint", "train_file": f"{root}/train.jsonl", "output_dir": f"{out}/run", "data.cache_dir": f"{out}/cache",
+        "eval_file": "null", "eval_steps": "null", "eval_on_start": "false", "micro_batch_size": "2", "global_batch_size": "4", "max_steps": "2",
+    }  # fmt: skip
+    for override in overrides:
+        given.pop(override.partition("=")[0], None)
+    return ["-cn", "llama_tiny_pp2", *(f"{key}={value}" for key, value in given.items()), *overrides]
+
+
+def prepare_run(line: list[str], world_size: int) -> None:
+    """What a run does before its first step, but for the process group and the weights."""
+    register_schema()
+    cleaned = clean_arguments(["trainer_base_ds_mp.py", *line])[1:]
+    check_command_line(cleaned, CONF, "llama_tiny_pp2", world_size)
+    config = to_typed(compose_config("llama_tiny_pp2", *cleaned[2:]))
+    ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
+    plan = check_run(config, ranks)
+    tokenizer = load_tokenizer(config, plan.source)
+    compute_horizon(config, plan, tokenize(config, tokenizer, ranks))
+
+
+@pytest.fixture
+def message_of(root: Path, tmp_path: Path) -> Callable[..., str]:
+    """message_of(override, ..., world_size=2): the one line that a run with these overrides ends with."""
+
+    def message(*overrides: str, world_size: int = 2) -> str:
+        with pytest.raises(UserError) as caught:
+            prepare_run(arguments(root, tmp_path, *overrides), world_size)
+        text = str(caught.value)
+        assert "\n" not in text and "???" not in text and "Error" not in text.replace("HFValidationError", ""), text
+        return text
+
+    return message
+
+
+def test_without_a_mistake_there_is_no_message(root: Path, tmp_path: Path) -> None:
+    prepare_run(arguments(root, tmp_path), world_size=2)
+
+
+KEYS = {
+    "unknown key": (("learning_rte=1",), "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
+    "wrong type": (("num_stages=two",), "num_stages=two: must be a whole number"),
+    "no value": (("train_file=???",), "train_file"),
+    "three batch sizes": (
+        ("gradient_accumulation_steps=3",),
+        "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=1 is 6, not global_batch_size=4; give two of them",
+    ),
+    "stages beyond the layers": (("num_stages=6",), "num_stages=6 exceeds the model's 5 layers; set num_stages to 5 or less"),
+    "fp16 without a GPU": (("precision=fp16",), "precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32"),
+    "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
+    "another size": (("model=llama_7b",), "config.json says"),
+    "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
+    "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
+    "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key(name: str, message_of: Callable[..., str], root: Path) -> None:
+    overrides, expected = KEYS[name]
+    assert expected in message_of(*(override.format(root=root) for override in overrides))
+
+
+def test_stages_that_do_not_divide_the_ranks(message_of: Callable[..., str]) -> None:
+    message = message_of(world_size=1)
+    assert message.startswith("num_stages=2 does not divide the number of started ranks, 1; start it with `deepspeed --num_gpus 2 trainer_base_ds_mp.py")
+    assert "without GPUs" in message
+    assert "--num_gpus 4" in message_of(world_size=3)
+
+
+def test_an_older_deepspeed(message_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.checks.version", lambda name: "0.18.9")
+    assert message_of().startswith("deepspeed 0.18.9 computes wrong gradients with pipeline stages; install deepspeed>=")
+
+
+def test_a_run_on_top_of_another(message_of: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").touch()
+    message = message_of()
+    assert message.startswith(f"output_dir={tmp_path}/run holds checkpoints") and "resume=latest" in message and "overwrite_output_dir=true" in message
+
+
+def edit_json(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "missing": (shutil.rmtree, ("model_name_or_path '{folder}' is no folder here",)),
+    "no checkpoint": (lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()], ("{folder} holds no config.json",)),
+    "half-copied": (lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(), ("{folder}/global_step0 is incomplete", "layer_03-model_states.pt")),
+    "without its step": (lambda d: shutil.rmtree(d / "global_step0"), ("{folder}/latest names 'global_step0'", "incomplete")),
+    "of another architecture": (lambda d: edit_json(d / "config.json", model_type="gpt2"), ("{folder}/config.json: model_type 'gpt2'", "known: llama")),
+    "of another depth": (lambda d: edit_json(d / "config.json", num_hidden_layers=3), ("layer_05-model_states.pt",)),
+    "without a tokenizer": (lambda d: [f.unlink() for f in d.glob("tokenizer*")], ("no tokenizer in {folder}", "set tokenizer_name_or_path")),
+    "of a smaller vocabulary": (lambda d: edit_json(d / "config.json", vocab_size=300), ("has 320 tokens, the embedding 300 rows", "--add_special_tokens")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name: str, message_of: Callable[..., str], root: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
+    damage, expected = WEIGHTS[name]
+    damage(folder)
+    message = message_of(f"model_name_or_path={folder}")
+    assert all(part.format(folder=folder) in message for part in expected), message
+
+
+RECORD = {"prompt": "a question", "completion": "an answer"}
+DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "malformed line": (json.dumps(RECORD) + '\n{"prompt": "a"\n', (), "{file}:2: not valid JSON"),
+    "empty": ("\n\n", (), "train_file holds no records ({file}); give a file that does"),
+    "too few": (json.dumps(RECORD) + "\n", (), "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size"),
+    "other fields": ('{"question": "a", "answer": "b"}\n', (), "{file}:1: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field"),
+    "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
+    "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data(name: str, message_of: Callable[..., str], tmp_path: Path) -> None:
+    text, overrides, expected = DATA[name]
+    file = tmp_path / "records.jsonl"
+    file.write_text(text)
+    assert message_of(f"train_file={file}", "max_seq_length=64", *overrides).startswith(expected.format(file=file))
+
+
+def test_a_file_that_is_not_there(message_of: Callable[..., str], tmp_path: Path) -> None:
+    assert message_of(f"train_file={tmp_path}/no.jsonl").startswith(f"train_file: no such file: {tmp_path}/no.jsonl")
+    message = message_of(f"eval_file={tmp_path}/no.jsonl")
+    assert message.startswith(f"eval_file: no such file: {tmp_path}/no.jsonl"), message
+
+
+def assert_one_message(ended: Ended, *parts: str) -> None:
+    assert ended.code not in (0, None) and ended.left_alive == [], ended.output
+    assert ended.seconds < SECONDS
+    (line,) = ended.errors()
+    assert all(part in line for part in parts), line
+    assert "Traceback" not in ended.output, ended.output
+
+
+def test_a_mistyped_key_alone(root: Path, tmp_path: Path) -> None:
+    ended = run_alone(arguments(root, tmp_path, "learning_rte=1"), tmp_path)
+    assert_one_message(ended, "error: unknown key 'learning_rte'; did you mean 'learning_rate'?")
+    assert ended.output.strip() == ended.errors()[0] and ended.code == 1
+
+
+def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Path) -> None:
+    ended = run_deepspeed(arguments(root, tmp_path, "num_stages=3"), tmp_path)
+    assert_one_message(ended, "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 trainer")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> None:
+    """Only the first rank reads the file; the other one waits for it."""
+    file = tmp_path / "train.jsonl"
+    file.write_text((root / "train.jsonl").read_text() + '{"prompt": "a", "completion": \n')
+    assert_one_message(run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path), "error", f"{file}:11: not valid JSON", "mend or remove the line")
+
+
+def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -> None:
+    """Only the rank that loads the layer finds out; the other one is about to talk to it."""
+    folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
+    layer = folder / "global_step0" / "layer_04-model_states.pt"
+    with open(layer, "rb+") as stream:
+        stream.truncate(layer.stat().st_size // 2)
+    ended = run_deepspeed(arguments(root, tmp_path, f"model_name_or_path={folder}"), tmp_path)
+    assert_one_message(ended, f"error (rank 1): {layer} cannot be read", "it is half-written")
+
+
+def test_a_folder_in_use_through_the_launcher(root: Path, tmp_path: Path) -> None:
+    """Only the first rank takes the lock."""
+    other = RunFolder(tmp_path / "run")
+    other.take(overwrite=False)
+    assert_one_message(run_deepspeed(arguments(root, tmp_path), tmp_path), f"output_dir={tmp_path}/run is in use by another run")
+    other.release()

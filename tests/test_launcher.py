@@ -1,0 +1,98 @@
+"""A few whole runs through the real launchers, two ranks each: what lies in the folder afterwards, and that nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, Launch, run_deepspeed, run_torchrun
+from omegaconf import OmegaConf
+from tiny import save_llama, save_records, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FIELDS = ["step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model converted by the real command, and records."""
+    root = tmp_path_factory.mktemp("launcher")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 24)
+    save_records(root / "eval.jsonl", 5, seed=1)
+    convert = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path", root / "hf", "--output_dir", root / "checkpoint"]
+    subprocess.run(convert, check=True, capture_output=True)
+    return root
+
+
+def arguments(root: Path, output_dir: Path, *overrides: str) -> list[str]:
+    return [
+        "-cn", "llama_tiny_pp2", f"model_name_or_path={root}/checkpoint", f"train_file={root}/train.jsonl", f"eval_file={root}/eval.jsonl",
+        f"output_dir={output_dir}", f"data.cache_dir={root}/cache", "micro_batch_size=2", "global_batch_size=8", "max_steps=3",
+        "logging_steps=1", "eval_on_start=false", "eval_steps=null", *overrides,
+    ]  # fmt: skip
+
+
+def read_metrics(output_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run_deepspeed(arguments(root, out), tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    assert "pp2 x dp1 = 2 ranks; global batch 8 = micro-batch 2 x accumulation 4 x dp 1" in ended.output
+
+    lines = read_metrics(out)
+    assert [list(line) for line in lines[:3]] == [FIELDS] * 3 and [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert list(lines[3]) == ["step", "eval_loss", "eval_tokens"]
+    completed = json.loads((out / "completed.json").read_text())
+    assert completed == {"step": 3, "num_tokens": lines[2]["num_tokens"], "eval_loss": lines[3]["eval_loss"], "eval_tokens": lines[3]["eval_tokens"]}
+    config = OmegaConf.load(out / "config.yaml")
+    assert (config.num_stages, config.max_steps, config.precision) == (2, 3, "fp32")
+    assert [(out / "logs" / f"rank_{rank}.log").is_file() for rank in range(3)] == [True, True, False]
+    assert (out / "checkpoints" / "latest").read_text() == "global_step3"
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")
+    before = AutoModelForCausalLM.from_pretrained(root / "hf")
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
+    with torch.no_grad():
+        assert model(torch.tensor([tokenizer("def f")["input_ids"]])).logits.isfinite().all()
+
+
+def test_torchrun_gives_the_same_and_its_exit_code(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run_torchrun(arguments(root, out, "stop_after_steps=1", "eval_file=null"), tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    (line,) = read_metrics(out)
+    assert list(line) == FIELDS and line["step"] == 1
+    assert json.loads((out / "completed.json").read_text())["step"] == 1
+    assert (out / "hf" / "config.json").is_file() and (out / "logs" / "rank_1.log").is_file()
+
+
+def test_cfg_job_under_the_launcher_prints_the_config_once(root: Path, tmp_path: Path) -> None:
+    ended = run_deepspeed(["-cn", "llama_tiny_pp2", "seed=7", "--cfg", "job"], tmp_path)
+    assert (ended.code, ended.left_alive) == (0, [])
+    assert ended.output.count("seed: 7\n") == 1 and "learning_rate: " in ended.output
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_rank_that_is_killed_ends_the_run(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def kill_rank_1(launch: Launch) -> None:
+        launch.wait_for("step 1/")
+        os.kill(launch.rank(1), signal.SIGKILL)
+
+    ended = run_deepspeed(arguments(root, out, "max_steps=100000"), tmp_path, while_running=kill_rank_1)
+    assert ended.code != 0 and ended.left_alive == []
+    assert not (out / "completed.json").exists() and not (out / "hf").exists()
+    assert len(read_metrics(out)) >= 1
