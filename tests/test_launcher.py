@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, Launch, run_deepspeed, run_torchrun
+from launching import Launch, run_deepspeed, run_torchrun
 from omegaconf import OmegaConf
 from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.conversion import convert_to_pipeline
+from models.weights import open_weights
 
 FIELDS = ["step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time"]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model converted by the real command, and records."""
+    """A converted model, and records."""
     root = tmp_path_factory.mktemp("launcher")
     save_llama(root / "hf", num_hidden_layers=2)
     save_tokenizer(root / "hf")
     save_records(root / "train.jsonl", 24)
     save_records(root / "eval.jsonl", 5, seed=1)
-    convert = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path", root / "hf", "--output_dir", root / "checkpoint"]
-    subprocess.run(convert, check=True, capture_output=True)
+    convert_to_pipeline(open_weights(str(root / "hf")), root / "checkpoint")  # as convert2ckpt.py does
     return root
 
 

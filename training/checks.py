@@ -51,8 +51,6 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
-    if config.eval_file is None and (config.eval_steps is not None or config.eval_on_start):
-        raise UserError("eval_steps and eval_on_start need eval_file; set it, or leave both out")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
 

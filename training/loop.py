@@ -46,13 +46,12 @@ class TrainingLoop:
         """state: where the run starts. reporters: empty on all ranks but the main one."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
-        self.saved_step = state.step if state.step else None
         self.last_eval: Record | None = None
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
 
     def run(self) -> TrainerState:
         """Trains to `horizon.last_step`, evaluates and saves there, and returns where the run stands."""
-        if self.config.eval_on_start and self.state.step == 0:
+        if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
         self._interval.start()
@@ -111,7 +110,6 @@ class TrainingLoop:
 
     def _save(self) -> None:
         save_checkpoint(self.engine, self.folder.checkpoints, self.state)
-        self.saved_step = self.state.step
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

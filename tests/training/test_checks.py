@@ -66,8 +66,6 @@ def test_the_defaults_pass() -> None:
         ("train_file=[]", "train_file=[]: give a path"),
         ("train_file=3", "train_file=3: give a path"),
         ("eval_file={a:1}", "eval_file={'a': 1}: give a path"),
-        ("eval_steps=5", "need eval_file"),
-        ("eval_on_start=true", "need eval_file"),
     ],
 )
 def test_a_value_out_of_range(override: str, message: str) -> None:

@@ -1,0 +1,88 @@
+"""Who a process is, and how a mistake on one rank ends all of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from errors import UserError
+from training import ranks as ranks_module
+from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+
+MAIN, OTHER = Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that were slept, which took no time."""
+    slept: list[float] = []
+    monkeypatch.setattr(ranks_module.time, "sleep", slept.append)
+    return slept
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Ranks(0, 1, 0, 1)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
+    ],
+)
+def test_ranks_come_from_the_launchers_variables(environ: dict[str, str], expected: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(environ))
+    assert read_ranks() == expected
+    assert os.environ["WORLD_SIZE"] == str(expected.world_size)  # torch reads it there
+
+
+def fail(error: BaseException, ranks: Ranks, **options: bool) -> int:
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(ranks, **options):
+        raise error
+    return caught.value.code
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(UserError("seed=-1: at least 0"), MAIN) == 1
+    assert capfd.readouterr() == ("", "\nerror: seed=-1: at least 0\n\n")
+    assert fail(UserError("x"), OTHER, says_rank=True) == 1
+    assert capfd.readouterr() == ("", "\nerror (rank 1): x\n\n")
+    assert naps == []
+
+
+def test_a_rank_that_finds_the_same_lets_the_other_speak(naps: list[float], monkeypatch, capfd) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(UserError("x"), OTHER, speaks=False) == 1
+    assert capfd.readouterr() == ("", "") and naps == [10]
+
+
+LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize("error, seconds", [(RuntimeError(LOST), [10]), (RuntimeError("shape mismatch"), []), (KeyError("x"), [])])
+def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(naps: list[float], error: Exception, seconds: list[int]) -> None:
+    with pytest.raises(type(error)), exit_on_user_error(OTHER):
+        raise error
+    assert naps == seconds
+
+
+def agree(failing: tuple[int, ...]) -> str:
+    import torch.distributed as dist
+
+    ranks_module.time.sleep, sleep = lambda seconds: None, ranks_module.time.sleep
+    try:
+        raise_together(UserError("mistake") if dist.get_rank() in failing else None)
+    except UserError:
+        return "speaks"
+    except SystemExit as end:
+        return f"ends with {end.code}"
+    finally:
+        ranks_module.time.sleep = sleep
+    return "goes on"
+
+
+def test_of_several_ranks_with_a_mistake_one_speaks(workers) -> None:
+    group = workers(2)
+    assert group.run(agree, ()) == ["goes on", "goes on"]
+    assert group.run(agree, (1,)) == ["ends with 1", "speaks"]
+    assert group.run(agree, (0, 1)) == ["speaks", "ends with 1"]
