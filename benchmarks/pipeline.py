@@ -99,9 +99,9 @@ def work(rank: int, port: int, folder: Path, arguments: argparse.Namespace) -> N
     import torch.distributed as dist
 
     from training.ranks import read_ranks
-    from training.run import bind_cores
+    from training.run import take_device
 
-    bind_cores(read_ranks())
+    take_device(read_ranks())
     deepspeed.init_distributed()
     runners = build_runners(folder, arguments)
     rates: dict[str, list[float]] = {name: [] for name in runners}

@@ -28,9 +28,14 @@ def first_line(name: str) -> str:
     return (CONF / f"{name}.yaml").read_text().splitlines()[0]
 
 
+def overrides_of(name: str) -> list[str]:
+    """What the config's own command line gives beside its name (the user's data)."""
+    return [argument for argument in shlex.split(first_line(name)) if "=" in argument]
+
+
 @pytest.mark.parametrize("name", PRIMARY)
 def test_a_primary_config_composes_and_passes_the_checks(name: str) -> None:
-    config = OmegaConf.to_object(compose_config(name))
+    config = OmegaConf.to_object(compose_config(name, *overrides_of(name)))
     assert isinstance(config, RunConfig)
     check_config(config, has_accelerator=True)
 
@@ -43,7 +48,7 @@ def test_its_first_line_is_its_command_line(name: str) -> None:
     check_command_line(shlex.split(arguments), CONF, "no default")
     if started := re.search(r"--num_(?:gpus|nodes) (\d+)(?:.*--num_gpus (\d+))?", launcher):
         world_size = int(started[1]) * int(started[2] or 1)
-        build_layout(OmegaConf.to_object(compose_config(name)), world_size, num_layers=1000, has_accelerator=True)
+        build_layout(OmegaConf.to_object(compose_config(name, *overrides_of(name))), world_size, num_layers=1000, has_accelerator=True)
 
 
 @pytest.mark.parametrize("name", PRIMARY)

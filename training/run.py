@@ -139,14 +139,11 @@ def say(ranks: Ranks, text: str) -> None:
 def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> None:
     """The run itself: prepare the data, join the ranks, build the stage, train, export."""
     if ranks.is_main:
-        folder.take(config.overwrite_output_dir)
-        prepare_folder(config, plan.source, folder)
+        folder.take()
     tokenizer = load_tokenizer(config, plan.source)
-    if ranks.is_main:
-        tokenizer.save_pretrained(folder.checkpoints)
     if ranks.local_rank == 0:
         tokenize(config, tokenizer, ranks)  # the other ranks of the host wait for the process group meanwhile
-    bind_cores(ranks)
+    take_device(ranks)
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
@@ -160,6 +157,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
     reporters: list[Reporter] = []
     if ranks.is_main:
+        if config.overwrite_output_dir:
+            folder.clear()  # only now: a run that could not start has deleted nothing
+        prepare_folder(config, plan.source, tokenizer, folder)
         run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
 
@@ -175,10 +175,11 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     folder.release()
 
 
-def prepare_folder(config: RunConfig, source: WeightSource, folder: RunFolder) -> None:
+def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
     """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
+    tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
@@ -217,9 +218,12 @@ def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
     return folders
 
 
-def bind_cores(ranks: Ranks) -> None:
-    """Without a GPU the ranks of a host share its cores; each takes its share, or they fight over them."""
-    if get_accelerator().device_name() != "cpu" or "OMP_NUM_THREADS" in os.environ:
+def take_device(ranks: Ranks) -> None:
+    """This rank's GPU; without one, its share of the host's cores, or the ranks fight over them."""
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(ranks.local_rank)
+        return
+    if "OMP_NUM_THREADS" in os.environ:
         return
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // ranks.local_size)

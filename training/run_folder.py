@@ -41,8 +41,8 @@ class RunFolder:
                     "or move the weights"
                 )
 
-    def take(self, overwrite: bool) -> None:
-        """Makes the folder this process's own until `release`, and empties it of an earlier run when told to. Main rank only.
+    def take(self) -> None:
+        """Makes the folder this process's own until `release`, and no longer a completed run's. Main rank only.
 
         The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run holds it.
         """
@@ -53,10 +53,12 @@ class RunFolder:
         except BlockingIOError:
             raise UserError(f"output_dir={self.path} is in use by another run that has not ended; take another output_dir") from None
         self.completed.unlink(missing_ok=True)
-        if overwrite:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            shutil.rmtree(self.export, ignore_errors=True)
-            self.metrics.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Deletes what an earlier run has left."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.export, ignore_errors=True)
+        self.metrics.unlink(missing_ok=True)
 
     def release(self) -> None:
         if self._lock is not None:

@@ -21,7 +21,7 @@ HOLD = """
 import sys, time
 from training.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
-folder.take(overwrite=False)
+folder.take()
 print("taken", flush=True)
 time.sleep(60)
 """
@@ -43,22 +43,22 @@ def test_a_folder_in_use_is_refused_until_its_run_is_killed(tmp_path: Path) -> N
     with another_run(folder.path) as process:
         folder.write_completed({"step": 1})
         with pytest.raises(UserError, match=f"output_dir={folder.path} is in use by another run .*; take another output_dir"):
-            folder.take(overwrite=True)
+            folder.take()
         assert folder.completed.exists()  # nothing of the other run was touched
         process.send_signal(signal.SIGKILL)
         process.wait()
-        folder.take(overwrite=False)
+        folder.take()
     assert not folder.completed.exists()  # this run has not ended
     folder.release()
 
 
 def test_a_released_folder_can_be_taken_again(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    first.take(False)
+    first.take()
     with pytest.raises(UserError):
-        second.take(False)
+        second.take()
     first.release()
-    second.take(False)
+    second.take()
     second.release()
 
 
@@ -82,7 +82,8 @@ def test_checkpoints_are_not_written_over_unasked(tmp_path: Path) -> None:
 def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     fill(folder)
-    folder.take(overwrite=True)
+    folder.take()
+    folder.clear()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
     folder.release()
 
