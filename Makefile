@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
+# DeepSpeed compiles small ops on first use. Kept with the environment they are compiled for: in the user's shared cache two environments
+# would rebuild them in turns.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 .PHONY: demo test test-full venv clean
 
@@ -10,10 +13,10 @@ demo: venv
 	scripts/quickstart.sh
 
 test: venv
-	python -m pytest -m "not full"
+	python -m pytest -m "not full" --durations=10
 
 test-full: venv
-	python -m pytest
+	python -m pytest --durations=20
 
 venv: $(BIN)/.installed
 

@@ -108,3 +108,9 @@ def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: 
         expected = export_of(plain)
         for name, tensor in export_of(offloaded).items():
             assert relative_difference(tensor.float(), expected[name].float()) < 2**-8, name  # bf16 keeps 8 bits
+
+
+def test_weights_and_biases_offline_writes_a_run_folder(run) -> None:
+    output_dir = run("run", 1, 1, "logger=wandb", "logger.mode=offline", "max_steps=1")
+    written = list((output_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(written) == 1 and written[0].stat().st_size > 0
