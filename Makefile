@@ -20,9 +20,10 @@ test-full: venv
 
 venv: $(BIN)/.installed
 
-$(BIN)/.installed: requirements.txt
+$(BIN)/.installed: requirements.txt scripts/build_ops.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python scripts/build_ops.py
 	touch $@
 
 clean:

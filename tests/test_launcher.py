@@ -57,7 +57,8 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert completed == {"step": 3, "num_tokens": lines[2]["num_tokens"], "eval_loss": lines[3]["eval_loss"], "eval_tokens": lines[3]["eval_tokens"]}
     config = OmegaConf.load(out / "config.yaml")
     assert (config.num_stages, config.max_steps, config.precision) == (2, 3, "fp32")
-    assert [(out / "logs" / f"rank_{rank}.log").is_file() for rank in range(3)] == [True, True, False]
+    assert sorted(file.name for file in (out / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert "built successfully" not in (out / "logs" / "rank_1.log").read_text()  # no op is compiled: see training/engine.py
     assert (out / "checkpoints" / "latest").read_text() == "global_step3"
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")

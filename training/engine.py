@@ -15,6 +15,11 @@ from training.deepspeed_config import build_deepspeed_config
 from training.layout import Layout
 from training.pipeline import StageModule
 
+# A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here calls: 25 s of
+# compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves a lock on which every later
+# run hangs without a word (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as compatible, so none is built.
+deepspeed.ops.__compatible_ops__ = {}
+
 
 def initialize_engine(module: StageModule, config: RunConfig, layout: Layout) -> PipelineEngine:
     """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters."""
