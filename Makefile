@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
-# DeepSpeed compiles small ops on first use. Kept with the environment they are compiled for: in the user's shared cache two environments
-# would rebuild them in turns.
+# DeepSpeed compiles an op on first use. Kept with the environment it is compiled for: in the user's shared cache two environments would
+# rebuild it in turns.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 .PHONY: demo test test-full venv clean

@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.config import Offload, OptimizerName, RunConfig
+from training.config import OptimizerName, RunConfig
 from training.deepspeed_config import build_deepspeed_config
 from training.layout import Layout
 from training.pipeline import StageModule
@@ -30,7 +30,8 @@ def initialize_engine(module: StageModule, config: RunConfig, layout: Layout) ->
 
 
 def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW (fused; DeepSpeed's CPU AdamW when its state is offloaded) or plain SGD. Vectors (norms, biases) do not decay."""
+    """AdamW or plain SGD, torch's own: the fused kernels run on a GPU and, when the state is offloaded, on the host, and nothing is
+    compiled on first use. Vectors (norms, biases) do not decay."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -41,10 +42,6 @@ def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.O
     if config.optimizer.name is OptimizerName.sgd:
         return torch.optim.SGD(groups, **options)
     options |= {"betas": tuple(config.optimizer.betas), "eps": config.optimizer.eps}
-    if config.offload_optimizer is Offload.cpu:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles on first use
-
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
