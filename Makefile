@@ -3,9 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
-# DeepSpeed compiles an op on first use. Kept with the environment it is compiled for: in the user's shared cache two environments would
-# rebuild it in turns.
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 .PHONY: demo test test-full venv clean
 
@@ -20,10 +17,9 @@ test-full: venv
 
 venv: $(BIN)/.installed
 
-$(BIN)/.installed: requirements.txt scripts/build_ops.py
+$(BIN)/.installed: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -r requirements.txt
-	$(BIN)/python scripts/build_ops.py
 	touch $@
 
 clean:

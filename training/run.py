@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import loader as loaders
@@ -62,6 +62,8 @@ def to_typed(composed: DictConfig) -> RunConfig:
     try:
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
+        if isinstance(error, MissingMandatoryValue):
+            raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
@@ -140,7 +142,8 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     """The run itself: prepare the data, join the ranks, build the stage, train, export."""
     if ranks.is_main:
         folder.take()
-    tokenizer = load_tokenizer(config, plan.source)
+    with exit_on_user_error(ranks, speaks=ranks.is_main):
+        tokenizer = load_tokenizer(config, plan.source)
     if ranks.local_rank == 0:
         tokenize(config, tokenizer, ranks)  # the other ranks of the host wait for the process group meanwhile
     take_device(ranks)
