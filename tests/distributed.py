@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
-_SECONDS_A_CASE = 240
+_SECONDS_A_CASE = 600
 
 
 class WorkerError(AssertionError):

@@ -18,7 +18,7 @@ from distributed import free_port
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 MARK = "PIPELINE_TEST_LAUNCH"  # in the environment of each process of a launch
-SECONDS = 240  # after which a launch counts as hanging: 15 on two idle cores, many times that on busy ones
+SECONDS = 600  # after which a launch counts as hanging: 15 on two idle cores, many times that on busy ones
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from training.config import register_schema
 from training.ranks import Ranks
 from training.run import check_run, compute_horizon, load_tokenizer, to_typed, tokenize
 
-SECONDS = 20  # from the message to the end of all ranks
+SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is no test of speed
 OUR_FRAMES = 'trainer_base_ds_mp.py", line'  # in a stack trace; torchrun prints one of its own
 
 

@@ -163,7 +163,7 @@ def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
     processes = [context.Process(target=work) for _ in range(2)]
     for process in processes:
         process.start()
-    answers = [results.get(timeout=20) for _ in processes]
+    answers = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
     assert answers[0][0] == answers[1][0]
