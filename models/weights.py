@@ -256,7 +256,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
-        raise UserError(f"model_name_or_path '{hub_id}': there is no such folder")
+        raise UserError(f"model_name_or_path '{hub_id}' is no folder here, nor could it be a hub id; check the path")
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
