@@ -16,6 +16,7 @@ medians over the rounds of the ratios within a round, since the machine's speed 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +122,28 @@ def work(rank: int, port: int, folder: Path, arguments: argparse.Namespace) -> N
     dist.destroy_process_group()
 
 
-def build_runners(folder: Path, arguments: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    import torch
-    import torch.distributed as dist
-    from deepspeed.pipe import PipelineModule
+@dataclass(frozen=True)
+class Shared:
+    """What the three runners have in common."""
+
+    config: Any
+    source: Any
+    layers: list[Any]
+    layout: Any
+    bounds: list[int]
+    micro_batches: int
+
+
+def build_runners(folder: Path, arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Name -> a function that takes one optimizer step."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from data.tokenized import TokenizedDataset
     from models.architecture import build_layers
-    from models.loss import causal_lm_loss
     from models.weights import open_weights
-    from training.config import PadTo, register_schema
-    from training.engine import build_optimizer, initialize_engine, seed_step, set_learning_rate
+    from training.config import register_schema
     from training.layout import build_layout
-    from training.loop import Horizon
     from training.partition import compute_bounds
-    from training.pipeline import StageModule, build_layer_specs
-    from training.ranks import read_ranks
-    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
 
     register_schema()
     overrides = [
@@ -148,90 +153,96 @@ def build_runners(folder: Path, arguments: argparse.Namespace) -> dict[str, Call
     ]  # fmt: skip
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = OmegaConf.to_object(compose("base", overrides))
-    ranks = read_ranks()
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = "sdpa"
     layers = build_layers(source.config)
     layout = build_layout(config, NUM_STAGES, len(layers), False)
     bounds = compute_bounds(layers, NUM_STAGES, config.partition_method)
-    if ranks.is_main:
-        print(f"split: {bounds}", file=sys.stderr)
-    tokenizer = load_tokenizer(config, source)
+    shared = Shared(config, source, layers, layout, bounds, arguments.micro_batches)
+    return {"copies": build_copies(shared), "ours": build_ours(shared), "bare": build_bare(shared)}
+
+
+def build_copies(shared: Shared) -> Callable[[], object]:
+    import torch
+
+    from models.loss import causal_lm_loss
+    from training.run import DTYPES
+
+    modules = []
+    for index, layer in enumerate(shared.layers):
+        module = layer.module_class(*layer.args)
+        module.load_state_dict(shared.source.read_layer(index, layer))
+        modules.append(module.to(DTYPES[shared.config.precision]))
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    batches = repeat_batch()
+
+    def run() -> None:
+        for _ in range(shared.micro_batches):
+            activations, targets = next(batches)
+            for module in modules:
+                activations = module(activations)
+            (causal_lm_loss(activations, targets) / shared.micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def build_ours(shared: Shared) -> Callable[[], object]:
+    from data.tokenized import TokenizedDataset
+    from training.engine import initialize_engine, train_step
+    from training.loop import Horizon
+    from training.pipeline import StageModule
+    from training.ranks import read_ranks
+    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
+
+    config, ranks, horizon_steps = shared.config, read_ranks(), 10**5
+    tokenizer = load_tokenizer(config, shared.source)
     datasets = tokenize(config, tokenizer, ranks)
-    dtype = DTYPES[config.precision]
+    module = StageModule(shared.layers, shared.bounds, shared.source, DTYPES[config.precision], 0)
+    engine = initialize_engine(module, config, shared.layout)
+    horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)
+    loader, _ = build_loaders(config, shared.layout, datasets, horizon, module, tokenizer, ranks)
+    micro_batches, steps = loader.iterate(0, horizon_steps), itertools.count()
+    return lambda: train_step(engine, micro_batches, config, next(steps), horizon_steps)
 
-    def ours() -> Callable[[], None]:
-        module = StageModule(layers, bounds, source, dtype, 0)
-        engine = initialize_engine(module, config, layout)
-        num_samples = len(TokenizedDataset(datasets["train_file"], False, False))
-        loader, _ = build_loaders(config, layout, datasets, Horizon(num_samples, 10**6, 10**6), module, tokenizer, ranks)
-        micro_batches, step = loader.iterate(0, 10**5), 0
 
-        def run() -> None:
-            nonlocal step
-            set_learning_rate(engine, config.learning_rate)
-            seed_step(config.seed, step, ranks.rank)
-            if config.data.pad_to is PadTo.longest:
-                engine.reset_activation_shape()
-            engine.train_batch(micro_batches)
-            step += 1
+def build_bare(shared: Shared) -> Callable[[], object]:
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
 
-        return run
+    from models.loss import causal_lm_loss
+    from training.pipeline import build_layer_specs
 
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(3, MODEL["vocab_size"], (MICRO_BATCH_SIZE, SEQ_LENGTH), generator=generator)
-    position_ids = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH_SIZE, -1).contiguous()
-    denominator = torch.tensor(float(MICRO_BATCH_SIZE * (SEQ_LENGTH - 1)), dtype=torch.float64)
+    class SplitModule(PipelineModule):
+        def _partition_layers(self, method: str = "") -> None:
+            self.parts = shared.bounds
+            self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def forever() -> Iterator[Any]:
-        while True:
-            yield (input_ids, position_ids), (input_ids, denominator)
+    module = SplitModule(build_layer_specs(shared.layers), num_stages=NUM_STAGES, loss_fn=causal_lm_loss)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    bf16 = shared.config.precision.value == "bf16"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE, "gradient_accumulation_steps": shared.micro_batches,
+        "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9, "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    batches = repeat_batch()
+    return lambda: engine.train_batch(batches)
 
-    def bare() -> Callable[[], None]:
-        class SplitModule(PipelineModule):
-            def _partition_layers(self, method: str = "") -> None:
-                self.parts = bounds
-                self._set_bounds(bounds[self.stage_id], bounds[self.stage_id + 1])
 
-        module = SplitModule(build_layer_specs(layers), num_stages=NUM_STAGES, loss_fn=causal_lm_loss)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-        engine_config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE, "gradient_accumulation_steps": arguments.micro_batches,
-            "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-            "bf16": {"enabled": arguments.precision == "bf16"},
-        }  # fmt: skip
-        if arguments.precision == "bf16":
-            engine_config["data_types"] = {"grad_accum_dtype": "fp32"}
-        import deepspeed
+def repeat_batch() -> Iterator[Any]:
+    """The same micro-batch for ever, in which every token is a target."""
+    import torch
 
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config)
-        batches = forever()
-        return lambda: engine.train_batch(batches)
-
-    def copies() -> Callable[[], None]:
-        modules = []
-        for index, layer in enumerate(layers):
-            module = layer.module_class(*layer.args)
-            module.load_state_dict(source.read_layer(index, layer))
-            modules.append(module.to(dtype))
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        batches = forever()
-
-        def run() -> None:
-            for _ in range(arguments.micro_batches):
-                activations, targets = next(batches)
-                for module in modules:
-                    activations = module(activations)
-                (causal_lm_loss(activations, targets) / arguments.micro_batches).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return run
-
-    dist.barrier()
-    return {"copies": copies(), "ours": ours(), "bare": bare()}
+    input_ids = torch.randint(3, MODEL["vocab_size"], (MICRO_BATCH_SIZE, SEQ_LENGTH), generator=torch.Generator().manual_seed(0))  # [B, T]
+    position_ids = torch.arange(SEQ_LENGTH).repeat(MICRO_BATCH_SIZE, 1)  # [B, T]
+    denominator = torch.tensor(float(MICRO_BATCH_SIZE * (SEQ_LENGTH - 1)))
+    return itertools.repeat(((input_ids, position_ids), (input_ids, denominator)))
 
 
 def report(rates: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:

@@ -10,10 +10,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.config import OptimizerName, RunConfig
+from training.config import OptimizerName, PadTo, RunConfig
 from training.deepspeed_config import build_deepspeed_config
 from training.layout import Layout
 from training.pipeline import StageModule
+from training.schedule import learning_rate_at
 
 # A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here calls: 25 s of
 # compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves a lock on which every later
@@ -45,14 +46,18 @@ def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.O
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def set_learning_rate(engine: PipelineEngine, learning_rate: float) -> None:
+def train_step(engine: PipelineEngine, micro_batches: Iterator[Any], config: RunConfig, step: int, total_steps: int) -> tuple[torch.Tensor, float]:
+    """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning rate.
+
+    Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
+    """
+    learning_rate = learning_rate_at(step, total_steps, config)
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Makes the random numbers of a step (dropout) a function of (seed, step, rank): a resumed run has no state to restore."""
-    torch.manual_seed(hash((seed, step, rank)) % 2**63)
+    torch.manual_seed(hash((config.seed, step, engine.global_rank)) % 2**63)
+    if config.data.pad_to is PadTo.longest:
+        engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
+    return engine.train_batch(micro_batches), learning_rate
 
 
 def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_targets: int) -> float:

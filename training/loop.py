@@ -11,11 +11,10 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.checkpoint import TrainerState, save_checkpoint
-from training.config import PadTo, RunConfig
-from training.engine import evaluate, seed_step, set_learning_rate
+from training.config import RunConfig
+from training.engine import evaluate, train_step
 from training.metrics import Record, Reporter
 from training.run_folder import RunFolder
-from training.schedule import learning_rate_at
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,8 @@ class TrainingLoop:
         return every is not None and self.state.step % every == 0
 
     def _train_step(self, micro_batches: Any) -> None:
-        step, engine = self.state.step, self.engine
-        self._learning_rate = learning_rate_at(step, self.horizon.total_steps, self.config)
-        set_learning_rate(engine, self._learning_rate)
-        seed_step(self.config.seed, step, engine.global_rank)
-        if self.config.data.pad_to is PadTo.longest:
-            engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
-        loss = engine.train_batch(micro_batches)
+        step = self.state.step
+        loss, self._learning_rate = train_step(self.engine, micro_batches, self.config, step, self.horizon.total_steps)
         num_tokens = self.state.num_tokens
         if self.reporters:
             info = self.train_loader.step_info(step)

@@ -90,17 +90,13 @@ def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank."""
-    from training.engine import seed_step, set_learning_rate
-    from training.schedule import learning_rate_at
+    from training.engine import train_step
 
     engine, loader, config, layout, bounds = build_engine(case)
     micro_batches = loader.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
-        set_learning_rate(engine, learning_rate_at(step, case.steps, config))
-        seed_step(config.seed, step, engine.global_rank)
-        engine.reset_activation_shape()
-        losses.append(engine.train_batch(micro_batches).item())
+        losses.append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
         norms.append(float(engine.get_global_grad_norm()))
     return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
 
