@@ -52,7 +52,7 @@ class StagedFolder:
 
     def flush(self, file: Path) -> None:
         """Starts to write `file`, complete now, to the disk."""
-        self._pending.append(self._flusher.submit(_fsync, file))
+        self._pending.append(self._flusher.submit(sync_to_disk, file))
 
     def flush_all(self) -> None:
         """Waits until everything in the folder is on the disk."""
@@ -60,8 +60,8 @@ class StagedFolder:
             future.result()
         for directory, _, names in os.walk(self.path):
             for name in names:
-                _fsync(Path(directory, name))
-            _fsync(Path(directory))
+                sync_to_disk(Path(directory, name))
+            sync_to_disk(Path(directory))
 
 
 @contextmanager
@@ -196,8 +196,8 @@ def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
     else:
         raise UserError(f"output_dir {output_dir} appeared while it was being written; another conversion was faster")
     (output_dir / LOCK_NAME).unlink(missing_ok=True)
-    _fsync(output_dir)
-    _fsync(output_dir.parent)
+    sync_to_disk(output_dir)
+    sync_to_disk(output_dir.parent)
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -211,7 +211,8 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(aside, new)
 
 
-def _fsync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's own entries (names), are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

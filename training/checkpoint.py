@@ -19,7 +19,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from errors import UserError
-from training.run_folder import sync_folder, write_atomically
+from models.folders import sync_to_disk
+from training.run_folder import write_atomically
 
 _STATE_FILE = "trainer_state.json"
 _SIZES = "file_sizes"
@@ -56,7 +57,7 @@ def save_checkpoint(engine: PipelineEngine, checkpoints: Path, state: TrainerSta
         _sync_files(temporary)
         shutil.rmtree(checkpoints / tag, ignore_errors=True)
         os.rename(temporary, checkpoints / tag)
-        sync_folder(checkpoints)
+        sync_to_disk(checkpoints)
         write_atomically(checkpoints / "latest", tag)
     dist.barrier()
     return checkpoints / tag
@@ -135,7 +136,5 @@ def remove_leftovers(checkpoints: Path) -> None:
 
 
 def _sync_files(folder: Path) -> None:
-    for file in folder.iterdir():
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(folder)
+    for path in (*folder.iterdir(), folder):
+        sync_to_disk(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from errors import UserError
+from models.folders import sync_to_disk
 
 
 class RunFolder:
@@ -77,13 +78,4 @@ def write_atomically(file: Path, text: str) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, file)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the folder's own entries (names) to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_to_disk(file.parent)
