@@ -241,10 +241,16 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _save_torch(content: dict[str, Any], file: Path) -> None:
+    """Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
+    complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it."""
+    with_crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
     try:
         torch.save(content, file)
     except RuntimeError as error:  # torch's writer hides the errno
         raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+    finally:
+        torch.serialization.set_crc32_options(with_crc32)
 
 
 def _write_json(fields: dict[str, Any], file: Path) -> None:
