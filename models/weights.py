@@ -20,10 +20,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.architecture import ARCHITECTURES, Layer
-
-# Tensors that old exports carry and no layer needs: rotary frequencies are computed.
-IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
+from models.architecture import ARCHITECTURES, Layer, is_ignored
 
 
 class WeightSource(Protocol):
@@ -86,6 +83,9 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
             f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
             "docs/add_a_model.md says how to add one"
         )
+    if "quantization_config" in fields:
+        method = fields["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"{file}: the weights are quantized ({method}), which the layers do not carry; convert them to bf16 first")
     try:
         return AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
     except Exception as error:  # transformers validates with types of its own
@@ -145,20 +145,22 @@ class HuggingFaceFolder:
         self.path = path
         self.config = load_config(path, trust_remote_code)
         self._files = _find_tensors(path)
+        self._prefix = ""  # what the names in the files lack
         self._open: dict[Path, object] = {}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
             return {}
-        tensors = {name: self._read(layer.hf_prefix + name) for name in layer.shapes()}
+        tensors = {name: self._read_tensor(layer, name, shape) for name, shape in layer.shapes().items()}
         _check_tensors(tensors, layer, str(self.path))
         return tensors
 
     def check_complete(self, layers: list[Layer]) -> None:
-        expected = {layer.hf_prefix + name for layer in layers if layer.owns_weights for name in layer.shapes()}
+        self._add_prefix(layers[0].hf_prefix)
+        expected = {piece.hf_name for layer in layers if layer.owns_weights for name in layer.shapes() for piece in layer.get_pieces(name)}
         if missing := sorted(expected - self._files.keys()):
             raise UserError(f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?")
-        extra = {name for name in self._files.keys() - expected if not IGNORED_TENSORS.search(name)}
+        extra = {name for name in self._files.keys() - expected if not is_ignored(self.config, name)}
         if self.config.tie_word_embeddings and "lm_head.weight" in extra:
             self._check_tied(layers[0], "lm_head.weight")
             extra.discard("lm_head.weight")
@@ -167,6 +169,13 @@ class HuggingFaceFolder:
                 f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', first '{min(extra)}'; "
                 "the weights are of another architecture than config.json says"
             )
+
+    def _add_prefix(self, first: str) -> None:
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with."""
+        prefix = first.split(".")[0] + "."
+        if not any(name.startswith(prefix) for name in self._files):
+            self._prefix = prefix
+            self._files = {prefix + name: file for name, file in self._files.items()}
 
     def _check_tied(self, embedding: Layer, head: str) -> None:
         """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what differs."""
@@ -177,13 +186,26 @@ class HuggingFaceFolder:
                 'set "tie_word_embeddings" to false in config.json, or remove the tensor'
             )
 
+    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the layer's module, mapped from its file, or put together from several."""
+        pieces = layer.get_pieces(name)
+        if not pieces[0].index:
+            return self._read(pieces[0].hf_name)
+        first = self._read(pieces[0].hf_name)
+        tensor = torch.empty(shape, dtype=first.dtype)
+        for piece in pieces:
+            part, place = self._read(piece.hf_name), tensor[piece.index]
+            _check_shape(part, place.shape, piece.hf_name, str(self.path))
+            place.copy_(part)
+        return tensor
+
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
         file = self._files[name]
         if file not in self._open:
             self._open = {file: _open_tensors(file)}  # one shard mapped at a time
-        opened = self._open[file]
+        opened, name = self._open[file], name.removeprefix(self._prefix)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         except (KeyError, SafetensorError):
@@ -199,10 +221,12 @@ def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -
             f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
         )
     for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise UserError(
-                f"{where}: '{layer.hf_prefix}{name}' has shape {list(tensors[name].shape)}, config.json makes it {list(shape)}"
-            )
+        _check_shape(tensors[name], shape, layer.hf_prefix + name, where)
+
+
+def _check_shape(tensor: torch.Tensor, shape: torch.Size, name: str, where: str) -> None:
+    if tensor.shape != shape:
+        raise UserError(f"{where}: '{name}' has shape {list(tensor.shape)}, config.json makes it {list(shape)}")
 
 
 def _find_tensors(path: Path) -> dict[str, Path]:

@@ -131,7 +131,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no checkpoint": (lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()], ("{folder} holds no config.json",)),
     "half-copied": (lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(), ("{folder}/global_step0 is incomplete", "layer_03-model_states.pt")),
     "without its step": (lambda d: shutil.rmtree(d / "global_step0"), ("{folder}/latest names 'global_step0'", "incomplete")),
-    "of another architecture": (lambda d: edit_json(d / "config.json", model_type="gpt2"), ("{folder}/config.json: model_type 'gpt2'", "known: llama")),
+    "of another architecture": (lambda d: edit_json(d / "config.json", model_type="bert"), ("{folder}/config.json: model_type 'bert'", "known: ", "llama")),
     "of another depth": (lambda d: edit_json(d / "config.json", num_hidden_layers=3), ("layer_05-model_states.pt",)),
     "without a tokenizer": (lambda d: [f.unlink() for f in d.glob("tokenizer*")], ("no tokenizer in {folder}", "set tokenizer_name_or_path")),
     "of a smaller vocabulary": (lambda d: edit_json(d / "config.json", vocab_size=300), ("has 320 tokens, the embedding 300 rows", "--add_special_tokens")),

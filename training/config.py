@@ -32,6 +32,7 @@ class SchedulerType(Enum):
 
 
 class AttnImplementation(Enum):
+    auto = "auto"
     sdpa = "sdpa"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"

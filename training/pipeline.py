@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
 from models.architecture import Layer
-from models.loss import causal_lm_loss
+from models.loss import build_loss
 from models.weights import WeightSource
 from training.ranks import raise_together
 
@@ -46,7 +46,7 @@ class StageModule(PipelineModule):
         super().__init__(
             layers=build_layer_specs(layers),
             num_stages=len(bounds) - 1,
-            loss_fn=causal_lm_loss,
+            loss_fn=build_loss(source.config),
             partition_method=list(bounds),
             activation_checkpoint_interval=activation_checkpoint_interval,
             # torch's own, non-reentrant: it takes integer inputs and restores the random state for dropout
@@ -92,7 +92,10 @@ class StageModule(PipelineModule):
     def _load(self, module: torch.nn.Module, index: int) -> None:
         device = get_accelerator().device_name(self.local_rank)
         tensors = self._source.read_layer(index, self._layers[index])
-        copies = {name: tensor.to(device=device, dtype=self._dtype, copy=True) for name, tensor in tensors.items()}
+        kept = self._layers[index].buffer_names()
+        copies = {
+            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True) for name, tensor in tensors.items()
+        }
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")

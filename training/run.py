@@ -24,7 +24,7 @@ from data.order import GlobalOrder
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset, prepare_dataset
 from errors import UserError
-from models.architecture import Layer, build_layers
+from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
 from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
@@ -94,7 +94,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
-    source.config._attn_implementation = config.attn_implementation.value
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
+    check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config)
     source.check_complete(layers)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)

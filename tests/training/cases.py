@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
 from data.tokenized import TokenizedDataset
-from models.architecture import build_layers
+from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
 from training.config import RunConfig, register_schema
 from training.layout import Layout, build_layout
@@ -63,7 +63,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = Ranks(rank, world_size, rank, world_size)
     source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = config.attn_implementation.value
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = build_layers(source.config)
     layout = build_layout(config, world_size, len(layers), False)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
@@ -129,7 +129,7 @@ def train_oracle(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, An
     config = replace(case).config()
     model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=dtype)
     model.train()
-    pad = AutoTokenizer.from_pretrained(config.model_name_or_path).pad_token_id
+    pad = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path or config.model_name_or_path).pad_token_id
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
     order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
@@ -142,7 +142,8 @@ def train_oracle(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, An
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
         losses.append(loss.item())
         optimizer.step()
-    weights = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
+    tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+    weights = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
