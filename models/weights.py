@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from errors import UserError
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, to_peft_name
 from models.architecture import ARCHITECTURES, Layer, is_ignored
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
@@ -37,7 +44,8 @@ class WeightSource(Protocol):
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
-    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`.
+    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft folder, or
+    the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
 
     Raises UserError for what is none of these.
     """
@@ -47,10 +55,57 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSo
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder it is in")
     if re.fullmatch(r"global_step\d+", path.name):
-        return PipelineCheckpoint(path.parent, path.name)
+        return _open_checkpoint(path.parent, path.name, trust_remote_code)
     if (path / "latest").is_file():
-        return PipelineCheckpoint(path, (path / "latest").read_text().strip())
+        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code)
+    if (path / ADAPTER_CONFIG).is_file():
+        return _open_adapted(path, read_adapter_folder(path), trust_remote_code)
     return HuggingFaceFolder(path, trust_remote_code)
+
+
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSource:
+    checkpoint = PipelineCheckpoint(path, tag)
+    return _open_adapted(path, checkpoint.read_adapter, trust_remote_code) if checkpoint.is_adapter else checkpoint
+
+
+def _open_adapted(path: Path, read_adapter: ReadAdapter, trust_remote_code: bool) -> AdaptedWeights:
+    config = load_lora_config(path)
+    if not config.base_model_name_or_path:
+        raise UserError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to")
+    try:
+        base = open_weights(config.base_model_name_or_path, trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}") from None
+    return AdaptedWeights(base, path, config, read_adapter)
+
+
+def load_lora_config(path: Path) -> LoraConfig:
+    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is no LoRA."""
+    from peft import LoraConfig
+
+    fields = load_json(path / ADAPTER_CONFIG)
+    if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
+        what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
+        raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
+    try:
+        return LoraConfig.from_pretrained(str(path))
+    except Exception as error:  # peft validates with types of its own
+        raise UserError(f"{path / ADAPTER_CONFIG}: {' '.join(str(error).split())}") from None
+
+
+def read_adapter_folder(path: Path) -> ReadAdapter:
+    """How a peft folder's tensors are read, by their names in a layer's module."""
+    tensors = load_adapter_tensors(path)
+    return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
+
+
+def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or damaged."""
+    file = path / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
+    opened = _open_tensors(file)
+    return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
 def layer_file(step_dir: Path, index: int) -> Path:
@@ -114,6 +169,19 @@ class PipelineCheckpoint:
         if not tag or not self.step_dir.is_dir():
             raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
         self.config = load_config(path)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the layer files hold an adapter's parameters only."""
+        return (self.path / ADAPTER_CONFIG).is_file()
+
+    def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
+        """What the file of layer `index` holds, unchecked."""
+        return _load_torch_file(layer_file(self.step_dir, index))
+
+    def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = self.read_parameters(index)
+        return {name: tensors[name] for name in names if name in tensors}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:

@@ -42,13 +42,13 @@ class TrainerState:
     seed: int
 
 
-def save_checkpoint(engine: PipelineEngine, checkpoints: Path, state: TrainerState) -> Path:
+def save_checkpoint(engine: PipelineEngine, checkpoints: Path, state: TrainerState, adapter_only: bool = False) -> Path:
     """Writes `global_step{state.step}` under a temporary name and renames it when every rank is done; `latest` moves last.
 
-    All ranks call it. Returns the folder.
+    adapter_only: leaves out what is frozen. All ranks call it. Returns the folder.
     """
     tag = f"global_step{state.step}"
-    engine.save_checkpoint(str(checkpoints), tag=_TEMPORARY_PREFIX + tag, save_latest=False)
+    engine.save_checkpoint(str(checkpoints), tag=_TEMPORARY_PREFIX + tag, save_latest=False, exclude_frozen_parameters=adapter_only)
     dist.barrier()
     if dist.get_rank() == 0:
         temporary = checkpoints / (_TEMPORARY_PREFIX + tag)
@@ -123,9 +123,9 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path) -> N
         )
 
 
-def load_checkpoint(engine: PipelineEngine, step_dir: Path) -> None:
-    """Restores weights, optimizer and counters into an engine of the same layout."""
-    loaded, _ = engine.load_checkpoint(str(step_dir.parent), tag=step_dir.name)
+def load_checkpoint(engine: PipelineEngine, step_dir: Path, adapter_only: bool = False) -> None:
+    """Restores weights, optimizer and counters into an engine of the same layout; `adapter_only` as in saving."""
+    loaded, _ = engine.load_checkpoint(str(step_dir.parent), tag=step_dir.name, load_module_strict=not adapter_only)
     assert loaded is not None, f"DeepSpeed found nothing to load in {step_dir}"
 
 

@@ -45,6 +45,11 @@ class PadTo(Enum):
     max_seq_length = "max_seq_length"
 
 
+class AdapterName(Enum):
+    none = "none"
+    lora = "lora"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -79,6 +84,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class AdapterConfig:
+    name: AdapterName = AdapterName.none
+    r: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.0
+    target_modules: Any = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+    name_or_path: str | None = None
+
+
+@dataclass
 class LoggerConfig:
     name: LoggerName = LoggerName.none
     project: str = "llm-pipeline"
@@ -93,6 +110,7 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
@@ -104,6 +122,8 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+
+    freeze: list[str] = MISSING
 
     num_stages: int = MISSING
     partition_method: Any = MISSING

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.checkpoint import TrainerState, save_checkpoint
-from training.config import RunConfig
+from training.config import AdapterName, RunConfig
 from training.engine import evaluate, train_step
 from training.metrics import Record, Reporter
 from training.run_folder import RunFolder
@@ -103,7 +103,7 @@ class TrainingLoop:
         self._report(self.last_eval)
 
     def _save(self) -> None:
-        save_checkpoint(self.engine, self.folder.checkpoints, self.state)
+        save_checkpoint(self.engine, self.folder.checkpoints, self.state, self.config.adapter.name is AdapterName.lora)
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -11,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
+from models.adapters import Adapter
 from models.architecture import Layer
 from models.loss import build_loss
 from models.weights import WeightSource
@@ -36,13 +39,21 @@ class StageModule(PipelineModule):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], bounds: Sequence[int], source: WeightSource, dtype: torch.dtype, activation_checkpoint_interval: int
+        self,
+        layers: Sequence[Layer],
+        bounds: Sequence[int],
+        source: WeightSource,
+        dtype: torch.dtype,
+        activation_checkpoint_interval: int,
+        adapter: Adapter | None = None,
+        freeze: Sequence[str] = (),
     ) -> None:
-        """bounds: see `training.partition`. Needs an initialised process group.
+        """bounds: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
+        names that are not trained. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
-        self._layers, self._source, self._dtype = list(layers), source, dtype
+        self._layers, self._source, self._dtype, self._adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
         super().__init__(
             layers=build_layer_specs(layers),
             num_stages=len(bounds) - 1,
@@ -67,6 +78,9 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            # An optimizer wants something to hold, also on a stage where all is frozen. In no layer, so in no file.
+            self.placeholder = torch.nn.Parameter(torch.zeros(1, dtype=self._dtype, device=get_accelerator().device_name(self.local_rank)))
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
@@ -99,6 +113,23 @@ class StageModule(PipelineModule):
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
+        layer = self._layers[index]
+        if self._adapter is not None:
+            self._adapter.attach(module, index, layer)
+        for name, parameter in module.named_parameters():
+            if any(re.search(pattern, layer.hf_prefix + name) for pattern in self._freeze):
+                parameter.requires_grad_(False)
+
+    def forward(self, forward_input: Any) -> Any:
+        """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
+        outputs = super().forward(forward_input)
+        if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
+            return (outputs[0].requires_grad_(), *outputs[1:])
+        return outputs
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """Those whose gradients the stages that share them must sum: frozen ones have none."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
     @property
     def has_first_layer(self) -> bool:

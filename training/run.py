@@ -24,12 +24,13 @@ from data.order import GlobalOrder
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset, prepare_dataset
 from errors import UserError
+from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
 from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AttnImplementation, Precision, RunConfig
+from training.config import AdapterName, AttnImplementation, Precision, RunConfig
 from training.engine import initialize_engine
 from training.layout import Layout, build_layout
 from training.loop import Horizon, TrainingLoop
@@ -38,6 +39,7 @@ from training.partition import compute_bounds
 from training.pipeline import StageModule
 from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.run_folder import RunFolder
+from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, save_adapter_config
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -75,6 +77,7 @@ class CheckedRun:
     layers: list[Layer]
     layout: Layout
     bounds: list[int]
+    adapter: Adapter | None
     resume_from: Path | None
 
 
@@ -90,7 +93,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
     resume_from = find_resume(config.resume, folder.checkpoints)
-    source = open_weights(str(resume_from or _weights_path(config)), config.trust_remote_code)
+    resumes_weights = resume_from is not None and config.adapter.name is AdapterName.none  # an adapter's checkpoint holds itself alone
+    source = open_weights(str(resume_from) if resumes_weights else _weights_path(config), config.trust_remote_code)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
@@ -98,9 +102,12 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config)
     source.check_complete(layers)
+    check_freeze(config, layers)
+    adapter = build_adapter(config, layers)
+    check_same_adapter(config, adapter, resume_from)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, resume_from)
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from)
 
 
 def _weights_path(config: RunConfig) -> str:
@@ -154,16 +161,18 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
-    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval)
+    module = StageModule(
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
+    )
     engine = initialize_engine(module, config, plan.layout)
     if plan.resume_from is not None:
-        load_checkpoint(engine, plan.resume_from)
+        load_checkpoint(engine, plan.resume_from, adapter_only=plan.adapter is not None)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
-        prepare_folder(config, plan.source, tokenizer, folder)
+        prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
         run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
 
@@ -172,19 +181,32 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     for reporter in reporters:
         reporter.close()
     if ranks.is_main:
-        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+        export(plan, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-        say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, Hugging Face model in {folder.export}")
+        exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
+        say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
     dist.barrier()
     folder.release()
 
 
-def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def export(plan: CheckedRun, folder: RunFolder) -> None:
+    """What was trained, for others to load: a Hugging Face model, or a peft folder."""
+    if plan.adapter is not None:
+        export_adapter(folder.checkpoints, plan.layers, folder.export)
+    else:
+        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+
+
+def prepare_folder(
+    config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, adapter: Adapter | None
+) -> None:
     """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
     tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    if adapter is not None:
+        save_adapter_config(adapter, folder.checkpoints)
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     source.config.save_pretrained(folder.checkpoints)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, relative_difference, train_run
+from cases import Case, mean_loss, relative_difference, train_run
 from data.tokenized import TokenizedDataset
 from distributed import WorkerGroup
 from safetensors.torch import load_file
@@ -79,17 +79,13 @@ def test_export_gives_the_reported_eval_loss_in_plain_transformers(run, root: Pa
     output_dir = run("run", num_stages, world_size)
     reported = read_metrics(output_dir)[-1]
 
-    model = AutoModelForCausalLM.from_pretrained(output_dir / "hf").eval()
-    dataset = next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
-    loss_sum, num_targets = 0.0, 0
-    with torch.no_grad():
-        for i in range(len(dataset)):
-            labels = torch.from_numpy(dataset.labels(i).astype("int64"))[None]
-            targets = int((labels[:, 1:] != -100).sum())
-            loss_sum += model(torch.from_numpy(dataset.input_ids(i).astype("int64"))[None], labels=labels).loss.item() * targets
-            num_targets += targets
+    loss, num_targets = mean_loss(AutoModelForCausalLM.from_pretrained(output_dir / "hf"), eval_dataset(root))
     assert reported["eval_tokens"] == num_targets
-    assert abs(loss_sum / num_targets - reported["eval_loss"]) < 1e-4
+    assert abs(loss - reported["eval_loss"]) < 1e-4
+
+
+def eval_dataset(root: Path) -> TokenizedDataset:
+    return next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
 
 
 def _open(folder: Path) -> TokenizedDataset | None:
