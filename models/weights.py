@@ -59,7 +59,7 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSo
     if (path / "latest").is_file():
         return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code)
     if (path / ADAPTER_CONFIG).is_file():
-        return _open_adapted(path, read_adapter_folder(path), trust_remote_code)
+        return _open_adapted(path, None, trust_remote_code)
     return HuggingFaceFolder(path, trust_remote_code)
 
 
@@ -68,10 +68,12 @@ def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSou
     return _open_adapted(path, checkpoint.read_adapter, trust_remote_code) if checkpoint.is_adapter else checkpoint
 
 
-def _open_adapted(path: Path, read_adapter: ReadAdapter, trust_remote_code: bool) -> AdaptedWeights:
+def _open_adapted(path: Path, read_adapter: ReadAdapter | None, trust_remote_code: bool) -> AdaptedWeights:
+    """read_adapter: of a checkpoint's layer files; None for a peft folder."""
     config = load_lora_config(path)
     if not config.base_model_name_or_path:
         raise UserError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to")
+    read_adapter = read_adapter or read_adapter_folder(path)
     try:
         base = open_weights(config.base_model_name_or_path, trust_remote_code)
     except UserError as error:

@@ -38,7 +38,6 @@ def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.O
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.learning_rate}
     if config.optimizer.name is OptimizerName.sgd:
         return torch.optim.SGD(groups, **options)

@@ -78,9 +78,7 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            # An optimizer wants something to hold, also on a stage where all is frozen. In no layer, so in no file.
-            self.placeholder = torch.nn.Parameter(torch.zeros(1, dtype=self._dtype, device=get_accelerator().device_name(self.local_rank)))
+        self._fill_groups()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
@@ -91,6 +89,17 @@ class StageModule(PipelineModule):
             if id(module) not in loaded:
                 self._load(module, self._owner_of(index))
                 loaded.add(id(module))
+
+    def _fill_groups(self) -> None:
+        """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
+
+        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves that waiting
+        for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen). In no layer, so in no file.
+        """
+        device = get_accelerator().device_name(self.local_rank)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
+        self.placeholders = torch.nn.ParameterList(torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]
