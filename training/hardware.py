@@ -11,11 +11,11 @@ import torch
 
 from errors import UserError
 from training.config import HardwareConfig, Precision
+from training.plan_cost import DTYPES
 
 GIB = 2**30
 GB = 10**9
 _MATRIX, _ROUNDS = 1024, 5
-_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> HardwareConfig:
@@ -37,7 +37,7 @@ def _measure(hardware: HardwareConfig, precision: Precision, world_size: int) ->
     torch.set_num_threads(max(1, cores // world_size))
     share = min(1.0, cores / world_size)  # more ranks than cores take turns
     try:
-        flops, copied = measure_matmul(_DTYPES[precision]) * share, measure_copy() * share
+        flops, copied = measure_matmul(DTYPES[precision]) * share, measure_copy() * share
     finally:
         torch.set_num_threads(threads)
     stated = {name: value for name, value in vars(hardware).items() if value is not None}

@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from models.architecture import Layer
+from training.config import Precision
 
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 POSITION_BYTES = 8  # position_ids are int64
 
 

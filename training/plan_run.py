@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer, build_layers
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
-from training.config import NOT_GIVEN, HardwareConfig, Precision, RunConfig, to_typed
+from training.config import NOT_GIVEN, HardwareConfig, RunConfig, to_typed
 from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import count_layers
+from training.plan_cost import DTYPES, count_layers
 from training.plan_report import render_plan
+from training.plan_search import render_search, search_plans
 from training.ranks import Ranks, exit_on_user_error
+from training.run_folder import RunFolder
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 
 
@@ -38,8 +38,23 @@ def plan_run(config: RunConfig) -> str:
     architecture = load_architecture(config)
     layers = build_layers(architecture)
     hardware = complete_hardware(config.hardware, config.precision, config.world_size)
+    if config.plan == "search":
+        return render_search(search_plans(config, architecture, layers, hardware), config, hardware)
     plan = build_plan(config, architecture, layers, hardware)
-    return render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
+    report = render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
+    return f"{report}\npicture of the schedule: {save_picture(plan, config)}"
+
+
+def save_picture(plan: Plan, config: RunConfig) -> Path:
+    """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
+    from training.plan_picture import draw_schedule  # matplotlib takes as long to import as all else here
+
+    folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
+    folder.check_writable()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    file = folder.path / "schedule.png"
+    draw_schedule(plan.passes, f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
+    return file
 
 
 def check_world_size(config: RunConfig) -> None:

@@ -51,19 +51,20 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 @pytest.mark.parametrize("name", PRIMARY)
-def test_every_shipped_config_fits_the_cards_that_it_names(name: str) -> None:
-    config = of_shipped_size(build(name, *planned_arguments(name)))
+def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: Path) -> None:
+    config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = plan_run(config)
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
-    assert all(line.isascii() for line in report.splitlines())
+    assert report.isascii() and (tmp_path / "schedule.png").is_file()
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
-    """No launcher, no weights, no training data; nothing is left behind."""
+    """No launcher, no weights, no training data; the picture is all that it leaves."""
     ended = run_alone(["-cn", "llama_65b_pp8", *planned_arguments("llama_65b_pp8")], tmp_path)
     assert ended.code == 0 and "\nFITS: stage" in ended.output, ended.output
-    assert [file.name for file in tmp_path.iterdir()] == ["launch.log"]
+    left = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
+    assert sorted(left) == ["launch.log", "outputs/llama_65b_pp8/schedule.png"]
 
 
 def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None:
@@ -72,14 +73,14 @@ def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None
     assert sum(stage.num_parameters for stage in plan.stages) == 6_738_415_616
 
 
-def test_too_much_is_said_by_how_much_and_on_which_stage() -> None:
-    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g"))
+def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None:
+    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}"))
     assert re.search(r"DOES NOT FIT: stage \d needs [\d.]+ of 38\.0 GiB, at the optimizer step, [\d.]+ GiB too much; most of it is the optimizer step's copies", report)
     assert "change: twice the world_size" in report
 
 
-def test_a_host_that_is_too_small() -> None:
-    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500"))
+def test_a_host_that_is_too_small(tmp_path: Path) -> None:
+    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500", f"output_dir={tmp_path}"))
     assert re.search(r"DOES NOT FIT the host: a node needs 1,\d+ GiB, \d+ too much; more nodes share it", report)
 
 
