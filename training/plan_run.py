@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,23 @@ _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 def run_plan(composed: Any) -> None:
     """Prints the plan of a composed config. A UserError ends the process with one line."""
     with exit_on_user_error(_ALONE):
-        print(plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))))
+        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))):
+            print(text, flush=True)
 
 
-def plan_run(config: RunConfig) -> str:
-    """The printed plan. Raises UserError."""
+def plan_run(config: RunConfig) -> Iterator[str]:
+    """What is printed, each text as soon as it is known. Raises UserError."""
     check_config(config, has_accelerator=True)
     check_world_size(config)
     architecture = load_architecture(config)
     layers = build_layers(architecture)
     hardware = complete_hardware(config.hardware, config.precision, config.world_size)
     if config.plan == "search":
-        return render_search(search_plans(config, architecture, layers, hardware), config, hardware)
+        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware)
+        return
     plan = build_plan(config, architecture, layers, hardware)
-    report = render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
-    return f"{report}\npicture of the schedule: {save_picture(plan, config)}"
+    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
+    yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:

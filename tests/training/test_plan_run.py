@@ -53,7 +53,7 @@ def plan_of(config: RunConfig) -> Plan:
 @pytest.mark.parametrize("name", PRIMARY)
 def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: Path) -> None:
     config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
-    report = plan_run(config)
+    report = "\n".join(plan_run(config))
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
     assert report.isascii() and (tmp_path / "schedule.png").is_file()
@@ -74,13 +74,13 @@ def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None
 
 
 def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None:
-    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}"))
+    report = "\n".join(plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}")))
     assert re.search(r"DOES NOT FIT: stage \d needs [\d.]+ of 38\.0 GiB, at the optimizer step, [\d.]+ GiB too much; most of it is the optimizer step's copies", report)
     assert "change: twice the world_size" in report
 
 
 def test_a_host_that_is_too_small(tmp_path: Path) -> None:
-    report = plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500", f"output_dir={tmp_path}"))
+    report = "\n".join(plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500", f"output_dir={tmp_path}")))
     assert re.search(r"DOES NOT FIT the host: a node needs 1,\d+ GiB, \d+ too much; more nodes share it", report)
 
 
@@ -89,7 +89,7 @@ def test_weights_that_are_there_decide(tmp_path: Path) -> None:
     arguments = ("plan=true", "world_size=2", f"model_name_or_path={tmp_path}/hf", "precision=fp32")
     assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].last_layer == 3 + 2
     with pytest.raises(UserError, match=r"model.vocab_size=32000, but .*config.json says 320"):
-        plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf"))
+        list(plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf")))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_weights_that_are_there_decide(tmp_path: Path) -> None:
 )
 def test_a_plan_that_cannot_be_made(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        plan_run(build("llama_7b_pp4", "plan=true", *overrides))
+        list(plan_run(build("llama_7b_pp4", "plan=true", *overrides)))
     assert message in str(caught.value)
 
 

@@ -45,7 +45,7 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
 def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     config = build("world_size=8", "hardware=a100_40g")
     best = search(config)[0]
-    report = plan_run(config)
+    report = "\n".join(plan_run(config))
     used = shlex.split(report.splitlines()[-1].removeprefix("use: "))
     assert tuple(used) == best.overrides
     again = build("world_size=8", "hardware=a100_40g", *used)
@@ -61,7 +61,7 @@ def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:
 def test_nothing_fits_and_by_how_much() -> None:
     config = build("world_size=1", "hardware=rtx4090")
     with pytest.raises(UserError) as caught:
-        plan_run(config)
+        "\n".join(plan_run(config))
     nearest = search(config)[0].plan
     assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a card (stage 0; most of it is " in str(caught.value)
     assert str(caught.value).startswith("no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 ")
