@@ -25,6 +25,11 @@ DEFAULT_CONFIG = "llama_tiny_pp2"
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
+    if config.plan is not False:
+        from training.plan_run import run_plan  # without DeepSpeed: a plan is there before that is imported
+
+        run_plan(config)
+        return
     with redirect_stdout(open(os.devnull, "w")):  # DeepSpeed reports its accelerator when it is imported, and keeps the stream
         from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
 

@@ -51,6 +51,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
+    if config.plan not in (False, True, "search"):
+        raise UserError(f"plan={config.plan}: one of false, true, search")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
 

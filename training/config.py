@@ -6,12 +6,19 @@ between its options. Every key is described once, in `conf/base.yaml`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from errors import UserError
+
+
+NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
 
 
 class Precision(Enum):
@@ -65,6 +72,11 @@ class WandbMode(Enum):
     offline = "offline"
 
 
+class Device(Enum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
 @dataclass
 class DataConfig:
     prompt_field: str = MISSING
@@ -104,6 +116,25 @@ class LoggerConfig:
 
 
 @dataclass
+class HardwareConfig:
+    """What the plan knows of the machines. GiB, GB/s and FLOP/s; null is measured on the spot (`hardware=here`)."""
+
+    name: str = MISSING
+    device: Device = MISSING
+    cards_per_node: int | None = MISSING
+    memory: float | None = MISSING
+    usable_memory: float = MISSING
+    peak_flops: dict[str, float] | None = MISSING
+    efficiency: float = MISSING
+    memory_bandwidth: float | None = MISSING
+    intra_node_bandwidth: float | None = MISSING
+    inter_node_bandwidth: float | None = MISSING
+    host_memory: float | None = MISSING
+    host_memory_bandwidth: float | None = MISSING
+    host_link_bandwidth: float | None = MISSING
+
+
+@dataclass
 class RunConfig:
     """One run. The defaults live in `conf/base.yaml`."""
 
@@ -113,6 +144,7 @@ class RunConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     model_name_or_path: str = MISSING
     tokenizer_name_or_path: str | None = MISSING
@@ -154,7 +186,26 @@ class RunConfig:
     activation_checkpoint_interval: int = MISSING
     attn_implementation: AttnImplementation = MISSING
 
+    plan: Any = MISSING
+    world_size: int | None = MISSING
+
 
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
+    """Typed objects, once. A key of `unread` that is left open becomes NOT_GIVEN.
+
+    Raises UserError for another key without a value, and for one added with `+` that nothing reads.
+    """
+    for key in unread:
+        if OmegaConf.is_missing(composed, key):
+            composed[key] = NOT_GIVEN
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        if isinstance(error, MissingMandatoryValue):
+            raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None

@@ -16,7 +16,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import loader as loaders
@@ -30,7 +29,7 @@ from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
 from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AdapterName, AttnImplementation, Precision, RunConfig
+from training.config import AdapterName, AttnImplementation, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.layout import Layout, build_layout
 from training.loop import Horizon, TrainingLoop
@@ -57,16 +56,6 @@ def run(composed: DictConfig) -> None:
     with exit_on_user_error(ranks, says_rank=True):
         train(config, plan, folder, ranks)
     dist.destroy_process_group()
-
-
-def to_typed(composed: DictConfig) -> RunConfig:
-    """Typed objects, once. Raises UserError for a key without a value and for one added with `+` that nothing reads."""
-    try:
-        return OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        if isinstance(error, MissingMandatoryValue):
-            raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
 @dataclasses.dataclass(frozen=True)

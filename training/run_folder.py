@@ -22,11 +22,15 @@ class RunFolder:
         self.completed = self.path / "completed.json"
         self._lock: TextIO | None = None
 
-    def check_usable(self, resuming: bool, overwrite: bool) -> None:
-        """Raises UserError for a folder that cannot be written, or whose checkpoints this run would write over."""
+    def check_writable(self) -> None:
+        """Raises UserError for a folder that cannot be written."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'a file'}; take another one")
+
+    def check_usable(self, resuming: bool, overwrite: bool) -> None:
+        """Raises UserError for a folder that cannot be written, or whose checkpoints this run would write over."""
+        self.check_writable()
         if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
             raise UserError(
                 f"output_dir={self.path} holds checkpoints of an earlier run; go on with resume=latest, "

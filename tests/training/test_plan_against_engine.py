@@ -1,0 +1,128 @@
+"""The plan's memory against every byte that PyTorch allocates while the real engine trains, rank by rank.
+
+All storages are counted from the moment they are made until they are freed. A bucket of DeepSpeed counts whole, as on a GPU, though a
+CPU touches only what is written; and what is offloaded counts too, since here the host is the card.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from cases import Case, build_engine
+from distributed import WorkerGroup
+from tiny import save_llama, save_records, save_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.architecture import build_layers
+from models.weights import open_weights
+from training.config import Device, HardwareConfig, RunConfig
+from training.layout import Layout, build_layout
+from training.partition import compute_bounds
+from training.plan import compute_plan
+from training.plan_cost import DTYPES, count_layers
+from training.plan_memory import HOST_BYTES_A_RANK
+
+SEQ_LENGTH = 128
+BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
+CARD = HardwareConfig("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plan")
+    save_llama(root / "hf", hidden_size=192, intermediate_size=512, num_hidden_layers=4)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 40)
+    return root
+
+
+class AllocationPeak(TorchDispatchMode):
+    """Bytes of all storages that live at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._known:
+            self._known.add(address)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.alive -= size
+
+
+def train_counted(case: Case) -> int:
+    """The peak of this rank's bytes in its third step, when the optimizer has its state."""
+    import deepspeed.runtime.pipe.engine
+
+    from training import engine as engines
+    from training.engine import train_step
+
+    deepspeed.runtime.pipe.engine.MEMORY_OPT_ALLREDUCE_SIZE = BUCKET
+    written = engines.build_deepspeed_config
+
+    def with_small_buckets(config: RunConfig, layout: Layout) -> dict[str, Any]:
+        built = written(config, layout)
+        built["zero_optimization"]["reduce_bucket_size"] = BUCKET
+        return built
+
+    with patch.object(engines, "build_deepspeed_config", with_small_buckets), AllocationPeak() as counter:
+        engine, loader, config, _, _ = build_engine(case)
+        micro_batches = loader.iterate(0, 3)
+        for step in range(3):
+            counter.peak = counter.alive
+            train_step(engine, micro_batches, config, step, 3)
+    return counter.peak
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "overrides"),
+    [
+        (2, ("precision=bf16", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1")),
+        (1, ("precision=bf16", "activation_checkpoint_interval=2", "offload_optimizer=cpu")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")),
+        (2, ("precision=fp32", "activation_checkpoint_interval=1")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=0")),
+    ],
+    ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
+)
+def test_predicted_and_real_peak(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("training.plan_memory.BUCKET", BUCKET)
+    case = Case(
+        root / "hf", root / "train.jsonl", tmp_path, num_stages, 2,
+        overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
+    )  # fmt: skip
+    config, architecture = case.config(), open_weights(str(root / "hf")).config
+    architecture._attn_implementation = config.attn_implementation.value
+    layers = build_layers(architecture)
+    layout = build_layout(config, 2, len(layers), False)
+    costs = count_layers(layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision])
+    bounds = compute_bounds(layers, num_stages, config.partition_method)
+    plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, CARD)
+    for rank, real in enumerate(workers(2).run(train_counted, case)):
+        memory = plan.stages[layout.stage_id(rank)].memory
+        assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)

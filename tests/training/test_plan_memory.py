@@ -1,0 +1,95 @@
+"""Memory by hand. n = 1000 parameters and dp = 4 unless said otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.config import Device, Offload, OptimizerName, Precision
+from training.plan_cost import LayerCost
+from training.plan_memory import BUCKET, LOSS_BYTES_A_LOGIT, Memory, State, compute_memory, compute_state, group_layers
+
+ADAMW, SGD = OptimizerName.adamw, OptimizerName.sgd
+BIG = 10 * BUCKET
+
+
+def state(n: int = 1000, dp: int = 4, precision: Precision = Precision.bf16, offload: Offload = Offload.none, optimizer: OptimizerName = ADAMW,
+          device: Device = Device.cpu) -> State:  # fmt: skip
+    return compute_state(n, n, dp, precision, offload, optimizer, device)
+
+
+def test_bf16_holds_two_gradients_and_a_part_of_the_optimizer() -> None:
+    found = state()
+    assert (found.weights, found.gradients, found.optimizer, found.buffers, found.host) == (2000, 2000 + 4000, 12 * 250, 0, 0)
+    assert found.step == 2000 + 4000  # the bf16 copy that is reduced, of a flattened fp32 copy
+    assert state(n=BIG).step == 2 * BIG  # one matrix group beyond a bucket is not flattened
+
+
+def test_bf16_offloaded() -> None:
+    found = state(offload=Offload.cpu)
+    assert (found.weights, found.gradients, found.optimizer) == (2000, 4000, 0)
+    assert found.host == 250 * (4 + 8 + 4 + 2)  # master weights, moments, gradient, and the weights to send back
+    assert found.step == 250 * 4 + 1000 * 6
+    on_card = state(n=BIG, dp=1, offload=Offload.cpu, device=Device.cuda)
+    assert on_card.buffers == 4 * BUCKET and on_card.step == 4 * BIG + 6 * BUCKET  # a second bucket, less the gradients moved into it
+
+
+def test_fp32() -> None:
+    found = state(precision=Precision.fp32)
+    assert (found.weights, found.gradients, found.optimizer, found.buffers, found.host) == (4000, 4000, 3000, 0, 0)
+    assert found.step == 4 * 250
+    assert state(precision=Precision.fp32, device=Device.cuda).buffers == 4 * BUCKET
+    assert state(precision=Precision.fp32, offload=Offload.cpu).host == 250 * 20
+
+
+def test_sgd_has_no_moments() -> None:
+    assert state(optimizer=SGD).optimizer == 4 * 250
+    assert state(optimizer=SGD, offload=Offload.cpu).host == 250 * 10
+
+
+def test_a_frozen_parameter_is_weight_and_nothing_else() -> None:
+    found = compute_state(1000, 10, 1, Precision.bf16, Offload.none, ADAMW, Device.cpu)
+    assert (found.weights, found.gradients, found.optimizer) == (2000, 60, 120)
+
+
+TOKENS, HIDDEN = 100, 640  # hidden_states of a micro-batch, bytes
+POSITIONS = 800
+
+
+def layer(saved: int) -> LayerCost:
+    return LayerCost("x", 10, 10, 10, 5, 1.0, 0, saved, HIDDEN)
+
+
+def memory(stage_id: int, stages: int, micro_batches: int, interval: int, saved: tuple[int, ...] = (3000, 4000, 5000)) -> Memory:
+    nothing = State(0, 0, 0, 0, 0, 0)
+    return compute_memory([layer(s) for s in saved], stage_id, stages, micro_batches, interval, TOKENS, 7, nothing, Precision.bf16)
+
+
+@pytest.mark.parametrize(("stage_id", "micro_batches", "in_flight"), [(0, 8, 4), (1, 8, 3), (3, 8, 1), (0, 2, 2), (2, 2, 2)])
+def test_1f1b_keeps_the_micro_batches_in_flight(stage_id: int, micro_batches: int, in_flight: int) -> None:
+    sent = 0 if stage_id == 3 else HIDDEN
+    received = POSITIONS if stage_id == 0 else HIDDEN
+    assert memory(stage_id, 4, micro_batches, 0).activations == in_flight * (12000 + received + POSITIONS + sent)
+    assert memory(stage_id, 4, micro_batches, 0).recomputation == 0
+
+
+def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:
+    each = memory(1, 4, 8, 1)
+    assert each.activations == 3 * (3 * HIDDEN + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and each.recomputation == 5000
+    pairs = memory(1, 4, 8, 2)
+    assert pairs.activations == 3 * (2 * HIDDEN + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and pairs.recomputation == 7000
+
+
+def test_only_the_last_stage_makes_logits() -> None:
+    assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, LOSS_BYTES_A_LOGIT * TOKENS * 7]
+
+
+def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
+    found = Memory(weights=1, gradients=2, optimizer=4, activations=8, recomputation=100, loss=50, buffers=16, step=0, host=0)
+    assert found.peak == found.backward_peak == 1 + 2 + 4 + 16 + 8 + 100
+    assert Memory(1, 2, 4, 8, 100, 50, 16, step=1000, host=0).peak == 1 + 2 + 4 + 16 + 1000
+
+
+def test_groups_are_cut_as_the_engine_cuts_them() -> None:
+    assert group_layers(5, 2) == [(0, 2), (2, 4), (4, 5)]
+    assert group_layers(5, 0) == [(0, 5)]
+    assert group_layers(2, 7) == [(0, 2)]

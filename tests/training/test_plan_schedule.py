@@ -1,0 +1,51 @@
+"""The schedule: DeepSpeed's own order of passes, and times that follow by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+from training.plan_schedule import bubble_share, list_passes, simulate
+
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
+    for stage_id in range(stages):
+        schedule = TrainSchedule(micro_batches, stages, stage_id)
+        commands = [command for step in schedule.steps() for command in step if isinstance(command, (ForwardPass, BackwardPass))]
+        kinds = [isinstance(command, ForwardPass) for command in commands]
+        assert [is_forward for _, is_forward in list_passes(stage_id, stages, micro_batches)] == kinds
+        for kind in (True, False):
+            assert [m for m, f in list_passes(stage_id, stages, micro_batches) if f is kind] == list(range(micro_batches))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_even_stages_take_the_bubble_and_no_more(stages: int, micro_batches: int) -> None:
+    passes = simulate([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro_batches)
+    total = max(p.stop for p in passes)
+    assert total == pytest.approx((micro_batches + stages - 1) * 3)
+    assert 1 - micro_batches * 3 / total == pytest.approx(bubble_share(stages, micro_batches))
+    assert len(passes) == 2 * stages * micro_batches
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    passes = simulate([1.0, 3.0], [2.0, 6.0], [0.0], 10)
+    assert max(p.stop for p in passes) == pytest.approx(1 + 10 * 9 + 2)
+
+
+def test_a_transfer_delays_what_waits_for_it() -> None:
+    passes = simulate([1.0, 1.0], [2.0, 2.0], [0.5], 1)
+    assert [(p.stage_id, p.is_forward, p.start, p.stop) for p in passes] == [
+        (0, True, 0, 1), (1, True, 1.5, 2.5), (1, False, 2.5, 4.5), (0, False, 5, 7),
+    ]  # fmt: skip
+
+
+def test_no_stage_does_two_things_at_once() -> None:
+    passes = simulate([1.0, 1.4, 0.7], [2.2, 1.9, 2.5], [0.1, 0.2], 6)
+    for stage_id in range(3):
+        own = sorted((p for p in passes if p.stage_id == stage_id), key=lambda p: p.start)
+        assert all(earlier.stop <= later.start for earlier, later in itertools.pairwise(own))

@@ -1,0 +1,201 @@
+"""The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a machine.
+
+Sources and assumptions: docs/plan.md. P stages, M micro-batches of one replica in a step, B micro-batch, T sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.config import HardwareConfig, Offload, OptimizerName, Precision, RunConfig
+from training.hardware import GB, GIB
+from training.layout import Layout
+from training.plan_cost import POSITION_BYTES, LayerCost
+from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
+from training.plan_schedule import Pass, bubble_share, simulate
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. first_layer, last_layer: counted with the embedding, both included. forward_flops: of a token."""
+
+    stage_id: int
+    first_layer: int
+    last_layer: int
+    num_parameters: int
+    forward_flops: float
+    backward_flops: float  # of a token, with what is recomputed
+    memory: Memory
+    forward_seconds: float  # of a micro-batch
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, foreseen. Bytes and seconds.
+
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1].
+    bubble: (P - 1) / (M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
+    imbalance: by how much the slowest stage exceeds the mean.
+    """
+
+    layout: Layout
+    stages: list[StagePlan]
+    boundary_bytes: list[int]
+    bubble: float
+    idle: float
+    imbalance: float
+    passes: list[Pass]
+    pipeline_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    tokens_per_step: int
+    mfu: float
+    host_bytes: int  # of the fullest node
+    memory_limit: float  # bytes of a card that can be used
+    host_limit: float
+    has_estimates: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def fullest(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.memory.peak)
+
+    @property
+    def missing_memory(self) -> float:
+        """Bytes by which the fullest card overflows; negative when it fits."""
+        return self.fullest.memory.peak - self.memory_limit
+
+    @property
+    def missing_host_memory(self) -> float:
+        return self.host_bytes - self.host_limit
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_memory <= 0 and self.missing_host_memory <= 0
+
+
+def compute_plan(
+    costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layout, vocab_size: int, config: RunConfig, hardware: HardwareConfig
+) -> Plan:
+    """costs: of one micro-batch of `layout.micro_batch_size` x `config.max_seq_length` tokens. hardware: complete."""
+    tokens = layout.micro_batch_size * config.max_seq_length
+    stages = [_plan_stage(costs, bounds, stage_id, layout, vocab_size, tokens, config, hardware) for stage_id in range(layout.num_stages)]
+    boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
+    transfer = [
+        size / 2 / (_bandwidth_between(layout, stage_id, hardware) * GB) for stage_id, size in enumerate(boundary_bytes)
+    ]
+    forward, backward = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages]
+    passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps)
+    pipeline_seconds = max(p.stop for p in passes)
+    busy = [layout.gradient_accumulation_steps * (f + b) for f, b in zip(forward, backward, strict=True)]
+    trainable = [_distinct(costs[start:stop], "num_trainable") for start, stop in zip(bounds, bounds[1:])]
+    reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config.precision, hardware) for stage, n in enumerate(trainable))
+    optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
+    tokens_per_step = layout.global_batch_size * config.max_seq_length
+    step_seconds = pipeline_seconds + reduce_seconds + optimizer_seconds
+    peak = hardware.peak_flops[config.precision.value] * layout.world_size
+    return Plan(
+        layout=layout,
+        stages=stages,
+        boundary_bytes=boundary_bytes,
+        bubble=bubble_share(layout.num_stages, layout.gradient_accumulation_steps),
+        idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
+        imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
+        passes=passes,
+        pipeline_seconds=pipeline_seconds,
+        reduce_seconds=reduce_seconds,
+        optimizer_seconds=optimizer_seconds,
+        tokens_per_step=tokens_per_step,
+        mfu=compute_model_flops(costs, config.max_seq_length) * tokens_per_step / step_seconds / peak,
+        host_bytes=compute_host_bytes([stage.memory.host for stage in stages], layout, hardware.cards_per_node),
+        memory_limit=hardware.memory * hardware.usable_memory * GIB,
+        host_limit=hardware.host_memory * GIB,
+        has_estimates=any(cost.is_estimated for cost in costs),
+    )
+
+
+def _plan_stage(
+    costs: Sequence[LayerCost], bounds: Sequence[int], stage_id: int, layout: Layout, vocab_size: int, tokens: int,
+    config: RunConfig, hardware: HardwareConfig,
+) -> StagePlan:  # fmt: skip
+    layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
+    num_parameters = _distinct(layers, "num_parameters")
+    interval = config.activation_checkpoint_interval
+    state = compute_state(
+        num_parameters, _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
+        config.optimizer.name, hardware.device,
+    )  # fmt: skip
+    memory = compute_memory(
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, interval, tokens, vocab_size, state, config.precision
+    )
+    forward = sum(layer.forward_flops for layer in layers)
+    # Twice the forward pass, and once more what is recomputed; the head's logits are made in the loss, which is not.
+    head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
+    backward = 2 * forward + (forward - head if interval else 0)
+    rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+    return StagePlan(
+        stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,
+        forward_seconds=forward * tokens / rate, backward_seconds=backward * tokens / rate,
+    )  # fmt: skip
+
+
+def _distinct(layers: Sequence[LayerCost], count: str) -> int:
+    """The sum of a count over layers, a module that several of them share once."""
+    shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
+    return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
+
+
+def compute_model_flops(costs: Sequence[LayerCost], seq_length: int) -> float:
+    """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
+
+    N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal half, and
+    recomputation is not.
+    """
+    owners = {cost.tied_key or index: cost.num_active for index, cost in enumerate(costs)}
+    return 6 * sum(owners.values()) + 6 * seq_length * sum(cost.attention_width for cost in costs)
+
+
+def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
+    return len({rank // cards_per_node for rank in ranks}) > 1
+
+
+def _bandwidth_between(layout: Layout, stage_id: int, hardware: HardwareConfig) -> float:
+    """GB/s from `stage_id` to the next stage, of the replica whose path is slowest."""
+    starts = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
+    crosses = any(_spans_nodes((rank, rank + layout.dp_size), hardware.cards_per_node) for rank in starts)
+    return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+
+
+def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: HardwareConfig) -> float:
+    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
+    ranks = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
+    bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
+    share = (layout.dp_size - 1) / layout.dp_size
+    return 3 * share * num_trainable * bytes_of(precision) / (bandwidth * GB)
+
+
+def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: HardwareConfig) -> float:
+    """Bound by memory: AdamW reads and writes master weights and both moments, reads the gradient and writes the weights."""
+    part = num_trainable / layout.dp_size
+    moments = 16 if config.optimizer.name is OptimizerName.adamw else 0
+    moved = (8 + moments + 4 + bytes_of(config.precision)) * part
+    if config.offload_optimizer is Offload.none:
+        return moved / (hardware.memory_bandwidth * GB)
+    ranks_on_node = min(layout.world_size, hardware.cards_per_node)
+    across = (4 + bytes_of(config.precision)) * part / (hardware.host_link_bandwidth * GB)
+    return across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB)
+
+
+def compute_host_bytes(bytes_of_stage: Sequence[int], layout: Layout, cards_per_node: int) -> int:
+    """Host memory of the fullest node; ranks fill the nodes in order."""
+    nodes = [range(first, min(first + cards_per_node, layout.world_size)) for first in range(0, layout.world_size, cards_per_node)]
+    return max(sum(bytes_of_stage[layout.stage_id(rank)] for rank in ranks) for ranks in nodes)

@@ -1,0 +1,199 @@
+"""What one layer costs: parameters, FLOPs a token, and the bytes that a micro-batch leaves for the backward pass.
+
+Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what autograd saves
+is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an architecture.
+
+B micro-batch, T sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
+
+from models.architecture import Layer
+from training.config import Precision
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+POSITION_BYTES = 8  # position_ids are int64
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer of the pipeline, for one micro-batch shape and dtype.
+
+    num_active: parameters that take part in a token's computation; fewer than num_parameters where experts are chosen.
+    forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean number of keys.
+    attention_width: heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
+    saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
+    is_estimated: the layer does not run on the meta device, and saved_bytes is an upper estimate.
+    """
+
+    name: str
+    num_parameters: int
+    num_trainable: int
+    num_active: int
+    largest_parameter: int
+    forward_flops: float
+    attention_width: int
+    saved_bytes: int
+    output_bytes: int
+    tied_key: str | None = None
+    is_estimated: bool = False
+
+
+def count_layers(
+    layers: Sequence[Layer], config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype
+) -> list[LayerCost]:
+    """The cost of each layer. Layers of one class, one set of shapes and one kind of attention are counted once."""
+    known: dict[Any, LayerCost] = {}
+    costs = []
+    for index, layer in enumerate(layers):
+        module = layer.build_on_meta().to(dtype)
+        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), tuple(p.shape for p in module.parameters()))
+        if kind not in known:
+            known[kind] = _count_layer(layer, module, config, micro_batch_size, seq_length, dtype, is_first=index == 0)
+        costs.append(known[kind])
+    return costs
+
+
+def _count_layer(
+    layer: Layer, module: nn.Module, config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype, is_first: bool
+) -> LayerCost:
+    parameters = dict(module.named_parameters())
+    active = {name: parameter.numel() * _active_share(name, config) for name, parameter in parameters.items()}
+    width = _attention_width(module, config)
+    keys = mean_keys(seq_length, _window(module, config))
+    saved, is_estimated = _count_saved(layer, module, config, micro_batch_size, seq_length, dtype, is_first)
+    return LayerCost(
+        name=layer.module_class.__name__,
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        num_active=round(sum(active.values())),
+        largest_parameter=max((p.numel() for p in parameters.values()), default=0),
+        forward_flops=2 * sum(active[name] for name in _multiplied(layer, module, config)) + 2 * keys * width,
+        attention_width=width,
+        saved_bytes=saved,
+        output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,
+        tied_key=layer.tied_key,
+        is_estimated=is_estimated,
+    )
+
+
+def mean_keys(seq_length: int, window: int | None) -> float:
+    """Keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with a sliding window."""
+    window = min(window or seq_length, seq_length)
+    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
+
+
+def _multiplied(layer: Layer, module: nn.Module, config: PretrainedConfig) -> Iterator[str]:
+    """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token embedding."""
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(prefix, recurse=False):
+            if parameter.ndim < 2:
+                continue
+            looked_up = isinstance(child, nn.Embedding) and (layer.owns_weights or parameter.shape[0] != config.vocab_size)
+            if not looked_up:
+                yield name
+
+
+def _active_share(name: str, config: PretrainedConfig) -> float:
+    """The share of a parameter that a token uses: routed experts are chosen, k of n; all else is used whole."""
+    if "experts." not in name or "shared_expert" in name:
+        return 1.0
+    counts = (getattr(config, key, None) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+    num_experts = next((count for count in counts if count), None)
+    return config.num_experts_per_tok / num_experts if num_experts else 1.0
+
+
+def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
+    """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in every model."""
+    if not any("Attention" in type(child).__name__ for child in module.modules()):
+        return 0
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query_size = getattr(config, "qk_head_dim", None) or head_size  # multi-head latent attention has sizes of its own
+    value_size = getattr(config, "v_head_dim", None) or head_size
+    return heads * (query_size + value_size)
+
+
+def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
+    """The sliding window of this layer's attention in tokens, or None."""
+    for child in module.modules():
+        if "Attention" in type(child).__name__ and hasattr(child, "sliding_window"):
+            return child.sliding_window
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+
+
+def _count_saved(
+    layer: Layer, module: nn.Module, config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype, is_first: bool
+) -> tuple[int, bool]:
+    """(bytes that autograd keeps, whether they are only estimated)."""
+    position_ids = torch.zeros(micro_batch_size, seq_length, dtype=torch.long, device="meta")
+    hidden_states = torch.empty(micro_batch_size, seq_length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    inputs = (position_ids if is_first else hidden_states, position_ids)
+    try:
+        return measure_saved_bytes(lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module), False
+    except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
+        return _estimate_saved(layer, module, config, dtype.itemsize) * micro_batch_size * seq_length, True
+
+
+def _estimate_saved(layer: Layer, module: nn.Module, config: PretrainedConfig, itemsize: int) -> int:
+    """Bytes a token: input and output of each matrix, and two copies of hidden_states in fp32 around each norm."""
+    names = list(_multiplied(layer, module, config))
+    shapes = {name: parameter.shape[-2:] for name, parameter in module.named_parameters() if name in names}
+    chosen = {name: config.num_experts_per_tok if _active_share(name, config) < 1 else 1 for name in shapes}
+    return round(sum(sum(shape) * itemsize * chosen[name] for name, shape in shapes.items()) + 4 * 4 * config.hidden_size)
+
+
+def measure_saved_bytes(run: Any, module: nn.Module) -> int:
+    """Bytes of the distinct storages that autograd saves while `run()` runs, without the module's own parameters."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address taken by another
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with _WithoutData(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+class _WithoutData(TorchFunctionMode):
+    """Lets a forward pass run on the meta device.
+
+    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a question about
+    values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])
+        if function is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        return function(*args, **(kwargs or {}))
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32 number a row."""
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own memory order
+        context.save_for_backward(query, key, value, output, query.new_empty(batch, heads, length, dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        raise NotImplementedError("only the forward pass is counted")

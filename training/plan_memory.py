@@ -1,0 +1,143 @@
+"""What a card holds: pure arithmetic on parameter counts and bytes, after what DeepSpeed 0.19.8 allocates.
+
+The card is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies of the
+gradients, when the activations are gone); the peak is the larger of the two. docs/plan.md names the lines of DeepSpeed behind each term.
+
+N parameters of the stage, n trainable ones, dp data-parallel replicas, P stages, M micro-batches of one replica in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.config import Device, Offload, OptimizerName, Precision
+from training.plan_cost import POSITION_BYTES, LayerCost
+
+# Elements of DeepSpeed's buckets: `reduce_bucket_size` (runtime/zero/config.py) and MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py).
+BUCKET = 500_000_000
+# Bytes a logit at the peak of the plain loss, in the backward pass: log-softmax, its gradient, and the logits' gradient, in fp32.
+LOSS_BYTES_A_LOGIT = 12
+HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assumption
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one card, by kind; `host` in the host's memory, for this rank.
+
+    activations: of all micro-batches in flight. recomputation: of the one group of layers whose activations are made again.
+    buffers: of communication. step: what the optimizer step allocates for itself.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    recomputation: int
+    loss: int
+    buffers: int
+    step: int
+    host: int
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def backward_peak(self) -> int:
+        return self.resident + self.activations + max(self.recomputation, self.loss)  # the loss is done before the first group is
+
+    @property
+    def peak(self) -> int:
+        return max(self.backward_peak, self.resident + self.step)
+
+
+def bytes_of(precision: Precision) -> int:
+    return 4 if precision is Precision.fp32 else 2
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of what lives as long as the run, and of the optimizer step's own."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    step: int
+    host: int
+
+
+def compute_state(
+    num_parameters: int, num_trainable: int, dp_size: int, precision: Precision, offload: Offload, optimizer: OptimizerName, device: Device
+) -> State:
+    """ZeRO-1 (1910.02054): whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts."""
+    width, n = bytes_of(precision), num_trainable
+    weights, part, in_bucket = width * num_parameters, -(-n // dp_size), min(n, BUCKET)
+    moments = 8 * part if optimizer is OptimizerName.adamw else 0
+    if precision is Precision.bf16 and offload is Offload.none:
+        # `BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32; the sum is reduced in bf16, from a copy,
+        # and flattened first where matrices and vectors together fill less than one bucket
+        return State(weights, 6 * n, moments + 4 * part, 0, 2 * n + (4 * n if n <= BUCKET else 0), 0)
+    # `DeepSpeedZeroOptimizer`: gradients go through buckets, which hold the bytes of what is put in, and are gathered in the rank's part.
+    # A GPU's allocator gives the whole bucket at once, a CPU only the pages that are written.
+    accumulated = 4 if precision is Precision.bf16 else width
+    waiting, filling = (accumulated * BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
+    copies = 6 * in_bucket if precision is Precision.bf16 else 0  # the bucket in bf16 to communicate, and again in fp32
+    if offload is Offload.cpu:
+        gathered = 4 * part if precision is Precision.bf16 else 0  # else straight to the host
+        step = filling + copies + gathered - accumulated * in_bucket
+        return State(weights, accumulated * n, 0, waiting, step, moments + (4 + 4 + width) * part)
+    step = max(filling + width * part - width * in_bucket, (4 + width if precision is Precision.fp16 else 4) * part)
+    return State(weights, width * n, moments + 4 * part, waiting, step, 0)
+
+
+def compute_memory(
+    stage_layers: Sequence[LayerCost],
+    stage_id: int,
+    num_stages: int,
+    num_micro_batches: int,
+    interval: int,
+    tokens: int,
+    vocab_size: int,
+    state: State,
+    precision: Precision,
+) -> Memory:
+    """One stage's memory. tokens: of a micro-batch, B x T. interval: `activation_checkpoint_interval`.
+
+    At most min(P - stage_id, M) micro-batches are in flight (1F1B, 2006.09503; `TrainSchedule.num_pipe_buffers` of DeepSpeed).
+    """
+    width = bytes_of(precision)
+    in_flight = min(num_stages - stage_id, num_micro_batches)
+    is_first, is_last = stage_id == 0, stage_id == num_stages - 1
+    hidden = stage_layers[0].output_bytes
+    positions = POSITION_BYTES * tokens
+    # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
+    held = (positions if is_first else hidden) + positions + (0 if is_last else hidden)
+    groups = group_layers(len(stage_layers), interval)
+    saved = [sum(layer.saved_bytes for layer in stage_layers[start:stop]) for start, stop in groups]
+    if interval:
+        inputs = [(positions if is_first else hidden) if start == 0 else stage_layers[start - 1].output_bytes for start, _ in groups]
+        kept, recomputation = sum(inputs) + positions, max(saved)
+    else:
+        kept, recomputation = sum(saved), 0
+    largest = max(layer.largest_parameter for layer in stage_layers)
+    # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
+    in_transit = (0 if is_first else hidden + positions) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
+    return Memory(
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        activations=in_flight * (held + kept),
+        recomputation=recomputation,
+        loss=LOSS_BYTES_A_LOGIT * tokens * vocab_size if is_last else 0,
+        buffers=state.buffers + in_transit,
+        step=state.step,
+        host=state.host + HOST_BYTES_A_RANK,
+    )
+
+
+def group_layers(num_layers: int, interval: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of the groups of layers that are recomputed together, as `PipelineModule.forward` cuts them; 0: one group."""
+    size = interval or num_layers
+    return [(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

@@ -1,0 +1,111 @@
+"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.architecture import Layer, build_layers
+from models.weights import load_config, parse_config
+from training.checks import check_config, check_model_fields
+from training.config import NOT_GIVEN, HardwareConfig, RunConfig, to_typed
+from training.hardware import complete_hardware
+from training.layout import build_layout
+from training.partition import compute_bounds
+from training.plan import Plan, compute_plan
+from training.plan_cost import DTYPES, count_layers
+from training.plan_report import render_plan
+from training.plan_search import render_search, search_plans
+from training.ranks import Ranks, exit_on_user_error
+from training.run_folder import RunFolder
+
+_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
+def run_plan(composed: Any) -> None:
+    """Prints the plan of a composed config. A UserError ends the process with one line."""
+    with exit_on_user_error(_ALONE):
+        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))):
+            print(text, flush=True)
+
+
+def plan_run(config: RunConfig) -> Iterator[str]:
+    """What is printed, each text as soon as it is known. Raises UserError."""
+    check_config(config, has_accelerator=True)
+    check_world_size(config)
+    architecture = load_architecture(config)
+    layers = build_layers(architecture)
+    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
+    if config.plan == "search":
+        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware)
+        return
+    plan = build_plan(config, architecture, layers, hardware)
+    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
+    yield f"picture of the schedule: {save_picture(plan, config)}"
+
+
+def save_picture(plan: Plan, config: RunConfig) -> Path:
+    """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
+    from training.plan_picture import draw_schedule  # matplotlib takes as long to import as all else here
+
+    folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
+    folder.check_writable()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    file = folder.path / "schedule.png"
+    draw_schedule(plan.passes, f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
+    return file
+
+
+def check_world_size(config: RunConfig) -> None:
+    """Raises UserError when the number of ranks to plan for is not given, or is no multiple of the stages."""
+    if config.world_size is None:
+        raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
+    if config.world_size < 1:
+        raise UserError(f"world_size={config.world_size}: at least 1")
+    if config.plan is True and config.num_stages >= 1 and config.world_size % config.num_stages:
+        above = -(-config.world_size // config.num_stages) * config.num_stages
+        nearest = f"{above - config.num_stages} or {above}" if above > config.num_stages else f"{above}"
+        raise UserError(f"world_size={config.world_size} is no multiple of num_stages={config.num_stages}; the nearest is {nearest}")
+
+
+def load_architecture(config: RunConfig) -> PretrainedConfig:
+    """The weights' own config.json where `model_name_or_path` exists, else what `conf/model/` states.
+
+    Raises UserError when there is neither, or when they differ.
+    """
+    path = Path(config.model_name_or_path).expanduser()
+    if path.exists():
+        folder = path.parent if path.name.startswith("global_step") else path
+        architecture = load_config(folder, config.trust_remote_code)
+        check_model_fields(config.model, architecture, str(folder))
+    elif config.model:
+        architecture = parse_config(config.model, Path("conf/model"))
+    else:
+        where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
+        raise UserError(f"{where}model=from_checkpoint states no architecture to plan; choose one of conf/model, such as model=llama_7b")
+    architecture._attn_implementation = config.attn_implementation.value
+    return architecture
+
+
+def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: HardwareConfig) -> Plan:
+    """The plan of exactly this config on complete `hardware`."""
+    layout = build_layout(config, config.world_size, len(layers), has_accelerator=True)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    costs = count_layers(layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision])
+    return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
+
+
+def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
+    """Optimizer steps of the whole run: max_steps, or from the lines of a JSONL train_file; None when neither is there."""
+    if config.max_steps is not None:
+        return config.max_steps
+    file = Path(str(config.train_file))
+    if file.suffix != ".jsonl" or not file.is_file():
+        return None
+    with open(file, "rb") as lines:
+        num_samples = sum(1 for line in lines if line.strip())
+    return max(1, round(config.num_train_epochs * (num_samples // global_batch_size)))

@@ -1,0 +1,144 @@
+"""`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and checkpointing interval, best first.
+
+The global batch stays what the config says, so each found layout trains the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.architecture import Layer
+from training.config import HardwareConfig, Offload, RunConfig
+from training.hardware import GIB
+from training.layout import Layout, build_layout
+from training.partition import compute_bounds
+from training.plan import Plan, compute_plan
+from training.plan_cost import DTYPES, LayerCost, count_layers
+from training.plan_report import largest_kind, render_rows, render_seconds
+
+# Keep all activations, or make them again: that takes the same time in groups of any size, so the size with the least memory is taken.
+INTERVALS = ((0,), (1, 2, 4, 8))
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was tried, and the keys that differ from the config's own."""
+
+    overrides: tuple[str, ...]
+    plan: Plan
+
+
+def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: HardwareConfig) -> list[Candidate]:
+    """All layouts, those that fit first and by tokens/s, then those that do not by the memory they miss.
+
+    Raises UserError when the global batch cannot be cut for any split.
+    """
+    candidates = []
+    costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
+    total = _global_batch_size(config, len(layers))
+    for num_stages, micro_batch_size in _list_layouts(config.world_size, len(layers), total):
+        if micro_batch_size not in costs:
+            costs[micro_batch_size] = count_layers(layers, architecture, micro_batch_size, config.max_seq_length, DTYPES[config.precision])
+        dp_size = config.world_size // num_stages
+        layout = Layout(config.world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
+        bounds = compute_bounds(layers, num_stages, _method(config))
+        for intervals, offload in itertools.product(INTERVALS, Offload):
+            tried = []
+            for interval in intervals:
+                keys = replace(config, activation_checkpoint_interval=interval, offload_optimizer=offload)
+                plan = compute_plan(costs[micro_batch_size], bounds, layout, architecture.vocab_size, keys, hardware)
+                tried.append(Candidate(_overrides(layout, interval, offload), plan))
+            candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
+    if not candidates:
+        raise UserError(f"global_batch_size={total} can be cut for no split of world_size={config.world_size}; give a multiple of a divisor of it")
+    return sorted(candidates, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    plan = candidate.plan
+    return (False, -plan.tokens_per_second) if plan.fits else (True, max(plan.missing_memory, 0) + max(plan.missing_host_memory, 0))
+
+
+def _global_batch_size(config: RunConfig, num_layers: int) -> int:
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    return build_layout(config, config.world_size, num_layers, has_accelerator=True).global_batch_size
+
+
+def _method(config: RunConfig) -> str:
+    """A list of layers a stage serves one number of stages only."""
+    return "balanced" if isinstance(config.partition_method, list) else config.partition_method
+
+
+def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> Iterator[tuple[int, int]]:
+    """(num_stages, micro_batch_size) that divide the ranks and the global batch; micro-batches in powers of two."""
+    for num_stages in range(1, min(world_size, num_layers) + 1):
+        dp_size = world_size // num_stages
+        if world_size % num_stages or global_batch_size % dp_size:
+            continue
+        micro_batch_size = 1
+        while global_batch_size // dp_size % micro_batch_size == 0:
+            yield num_stages, micro_batch_size
+            micro_batch_size *= 2
+
+
+def _overrides(layout: Layout, interval: int, offload: Offload) -> tuple[str, ...]:
+    return (
+        f"num_stages={layout.num_stages}",
+        f"micro_batch_size={layout.micro_batch_size}",
+        "gradient_accumulation_steps=null",
+        f"global_batch_size={layout.global_batch_size}",
+        f"activation_checkpoint_interval={interval}",
+        f"offload_optimizer={offload.value}",
+    )
+
+
+def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: HardwareConfig) -> str:
+    """The best layouts and the overrides of the first.
+
+    Raises UserError when none fits, with what the nearest one misses.
+    """
+    fitting = [candidate for candidate in candidates if candidate.plan.fits]
+    if not fitting:
+        raise UserError(_nothing_fits(candidates[0], config, hardware))
+    header = ("pp", "dp", "micro-batch", "micro-batches", "checkpoint", "offload", "peak GiB", "host GiB", "step", "tokens/s", "MFU")
+    rows = [_row(candidate) for candidate in fitting[:SHOWN]]
+    return "\n".join(
+        [
+            f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; the fastest, as predicted:",
+            "",
+            *render_rows(header, rows),
+            "",
+            f"use: {' '.join(fitting[0].overrides)}",
+        ]
+    )
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    plan, keys = candidate.plan, dict(override.split("=") for override in candidate.overrides)
+    layout = plan.layout
+    return (
+        str(layout.num_stages), str(layout.dp_size), str(layout.micro_batch_size), str(layout.gradient_accumulation_steps),
+        keys["activation_checkpoint_interval"], keys["offload_optimizer"], f"{plan.fullest.memory.peak / GIB:.1f}",
+        f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
+    )  # fmt: skip
+
+
+def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: HardwareConfig) -> str:
+    plan = nearest.plan
+    missing = []
+    if plan.missing_memory > 0:
+        kind = largest_kind(plan.fullest)
+        missing.append(f"{plan.missing_memory / GIB:.1f} GiB on a card (stage {plan.fullest.stage_id}; most of it is {kind})")
+    if plan.missing_host_memory > 0:
+        missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
+    return (
+        f"no layout fits world_size={config.world_size} x hardware={hardware.name}; the nearest ({' '.join(nearest.overrides)}) misses "
+        f"{' and '.join(missing)}; raise world_size, take larger cards, or lower max_seq_length"
+    )
