@@ -15,7 +15,7 @@ from functools import lru_cache
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.sample import IGNORE_INDEX, Sample, count_targets
+from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
 PROMPT_SLOT = "{prompt}"
@@ -40,11 +40,8 @@ class SFTEncoder:
                 f"data.prompt_template={self.prompt_template!r} has no {PROMPT_SLOT}; write it where the prompt goes"
             )
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Sample:
-        """The sample of one record, cut on the right at `max_seq_length` tokens.
-
-        Raises `UserError` naming `location` when a field is missing, empty or not text, or when no target is left.
-        """
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """The sample of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no eos token, so no end of a completion can be trained; add one to it")
         fields = (self.prompt_field, self.completion_field)
@@ -52,7 +49,7 @@ class SFTEncoder:
             segments = _encode_messages(record[self.messages_field], location, tokenizer)
         else:
             segments = self._encode_completion(record, location, tokenizer)
-        return _join(segments, location, max_seq_length)
+        return _join(segments)
 
     def _encode_completion(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
         self._check_fields(record, location)
@@ -187,13 +184,7 @@ def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(_bos_of(tokenizer))
 
 
-def _join(segments: Sequence[Segment], location: str, max_seq_length: int) -> Sample:
+def _join(segments: Sequence[Segment]) -> Sample:
     input_ids = [token for ids, _ in segments for token in ids]
     labels = [token if is_target else IGNORE_INDEX for ids, is_target in segments for token in ids]
-    truncated = len(input_ids) > max_seq_length
-    if count_targets(labels[:max_seq_length]) == 0:
-        raise UserError(
-            f"{location}: the prompt has {len(segments[0][0])} tokens and max_seq_length is {max_seq_length}, so no"
-            " token of the completion is left to train on; raise max_seq_length, or shorten or remove the record"
-        )
-    return Sample(input_ids=input_ids[:max_seq_length], labels=labels[:max_seq_length], truncated=truncated)
+    return Sample(input_ids=input_ids, labels=labels)

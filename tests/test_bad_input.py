@@ -92,6 +92,8 @@ KEYS = {
     "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
+    "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
+    "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
 }
@@ -152,6 +154,9 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
     "malformed line": (json.dumps(RECORD) + '\n{"prompt": "a"\n', (), "{file}:2: not valid JSON"),
     "empty": ("\n\n", (), "train_file holds no records ({file}); give a file that does"),
     "too few": (json.dumps(RECORD) + "\n", (), "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size"),
+    "too few to pack": (json.dumps(RECORD) + "\n" * 9, ("data.packing=true",), "train_file holds 1 packed rows, fewer than one global batch (global_batch_size=4)"),
+    "too long": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", ("data.length_policy=drop",), "train_file: none of its 1 records is left: 0 skipped as bad, 1 dropped"),
+    "all skipped": ("{}\n", ("data.on_bad_record=skip",), "train_file: none of its 1 records is left: 1 skipped as bad"),
     "other fields": ('{"question": "a", "answer": "b"}\n', (), "{file}:1: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field"),
     "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
     "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),

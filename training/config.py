@@ -44,6 +44,21 @@ class PadTo(Enum):
     max_seq_length = "max_seq_length"
 
 
+class DataKind(Enum):
+    sft = "sft"
+
+
+class LengthPolicy(Enum):
+    truncate = "truncate"
+    drop = "drop"
+    split = "split"
+
+
+class OnBadRecord(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -61,10 +76,14 @@ class WandbMode(Enum):
 
 @dataclass
 class DataConfig:
-    prompt_field: str = MISSING
-    completion_field: str = MISSING
-    messages_field: str = MISSING
-    prompt_template: str = MISSING
+    name: DataKind = MISSING
+    prompt_field: str | None = MISSING
+    completion_field: str | None = MISSING
+    messages_field: str | None = MISSING
+    prompt_template: str | None = MISSING
+    packing: bool = MISSING
+    length_policy: LengthPolicy = MISSING
+    on_bad_record: OnBadRecord = MISSING
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
