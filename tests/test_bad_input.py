@@ -94,6 +94,8 @@ KEYS = {
     "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
+    "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),
+    "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, pretrain, sft"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
 }
@@ -158,6 +160,8 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
     "too long": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", ("data.length_policy=drop",), "train_file: none of its 1 records is left: 0 skipped as bad, 1 dropped"),
     "all skipped": ("{}\n", ("data.on_bad_record=skip",), "train_file: none of its 1 records is left: 1 skipped as bad"),
     "other fields": ('{"question": "a", "answer": "b"}\n', (), "{file}:1: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field"),
+    "no conversation": ('{"prompt": "a"}\n', ("data=chat",), "{file}:1: no field 'messages', nor those of ShareGPT"),
+    "no text": ('{"prompt": "a"}\n', ("data=pretrain",), "{file}:1: no field 'text'; the record has 'prompt'; set data.text_field"),
     "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
     "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),
 }  # fmt: skip

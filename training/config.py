@@ -46,6 +46,8 @@ class PadTo(Enum):
 
 class DataKind(Enum):
     sft = "sft"
+    chat = "chat"
+    pretrain = "pretrain"
 
 
 class LengthPolicy(Enum):
@@ -81,6 +83,7 @@ class DataConfig:
     completion_field: str | None = MISSING
     messages_field: str | None = MISSING
     prompt_template: str | None = MISSING
+    text_field: str | None = MISSING
     packing: bool = MISSING
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from data.chat import ChatEncoder
 from data.length import LengthPolicy
+from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
 from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
-from training.config import DataConfig, RunConfig
+from errors import UserError
+from training.config import DataConfig, DataKind, RunConfig
+from training.config import LengthPolicy as LengthPolicyKey
 
 
 def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]) -> Path:
@@ -26,7 +30,7 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
     encoding = Encoding(
         encoder=build_encoder(data),
         tokenizer=tokenizer,
-        max_seq_length=config.max_seq_length,
+        max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=LengthPolicy(data.length_policy.value),
         on_bad_record=OnBadRecord(data.on_bad_record.value),
     )
@@ -37,9 +41,19 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
 
 
 def build_encoder(data: DataConfig) -> Encoder:
+    """What makes samples of records: `conf/data/NAME.yaml` for each of them."""
+    if data.name is DataKind.chat:
+        return ChatEncoder(data.messages_field)
+    if data.name is DataKind.pretrain:
+        return PretrainEncoder(data.text_field)
     return SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
-    """How the samples of `train_file` or `eval_file` become rows."""
-    return RowPlan(config.max_seq_length, Packing.BEST_FIT if config.data.packing else Packing.NONE)
+    """How the samples of `train_file` or `eval_file` become rows. Raises UserError for keys that contradict each other."""
+    data = config.data
+    if data.name is not DataKind.pretrain:
+        return RowPlan(config.max_seq_length, Packing.BEST_FIT if data.packing else Packing.NONE)
+    if not data.packing or data.length_policy is not LengthPolicyKey.split:
+        raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
+    return RowPlan(config.max_seq_length, Packing.CONCATENATE)
