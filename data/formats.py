@@ -164,7 +164,9 @@ def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
     if len(row) != len(names):
         problem = f"{location}: {len(row)} columns, but the first line names {len(names)} ({', '.join(names)}); mend or remove the row"
         return RawRecord(location, problem=problem)
-    if any("\udc80" <= character <= "\udcff" for value in row for character in value if not value.isascii()):
+    try:
+        "".join(row).encode("utf-8")
+    except UnicodeEncodeError:
         return RawRecord(location, problem=f"{location}: not UTF-8 text; convert the file to UTF-8")
     return RawRecord(location, json.dumps(dict(zip(names, row))))
 
