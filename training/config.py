@@ -125,6 +125,7 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+    inspect_data: bool = MISSING
 
     num_stages: int = MISSING
     partition_method: Any = MISSING

@@ -31,6 +31,7 @@ from training.checkpoint import TrainerState, check_resumable, find_resume, load
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AttnImplementation, Precision, RunConfig
 from training.engine import initialize_engine
+from training.inspection import print_inspection
 from training.layout import Layout, build_layout
 from training.loop import Horizon, TrainingLoop
 from training.metrics import Reporter, build_reporters
@@ -50,6 +51,8 @@ def run(composed: DictConfig) -> None:
     ranks = read_ranks()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         config = to_typed(composed)
+        if config.inspect_data:
+            return inspect_data(config, ranks)
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
@@ -66,6 +69,15 @@ def to_typed(composed: DictConfig) -> RunConfig:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def inspect_data(config: RunConfig, ranks: Ranks) -> None:
+    """Tells what the model will see. One process is enough: no layout, device or process group is asked for. Raises UserError."""
+    if not ranks.is_main:
+        return
+    check_config(config, has_accelerator=True)
+    tokenizer = load_tokenizer(config, open_weights(_weights_path(config), config.trust_remote_code))
+    print_inspection(config, tokenize(config, tokenizer, ranks), tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
