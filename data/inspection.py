@@ -31,17 +31,17 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
         f" {summary.lengths.num_lost_tokens:,} tokens lost by it",
         f"tokens a sample: {low:,} to {top:,}, mean {lengths.mean():,.1f}, median {median:,}, 95% have {high:,} or fewer",
         f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",
-        f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled{_compare(lengths, plan)}",
+        f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled{_compare(rows, lengths, plan)}",
     ]
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
 
 
-def _compare(lengths: np.ndarray, plan: RowPlan) -> str:
+def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
     """How full the rows would be if they were packed."""
     if plan.packing is not Packing.NONE:
         return " (packing efficiency)"
-    packed = pack_best_fit(np.arange(len(lengths)), lengths, plan.max_seq_length)
-    fill = lengths.sum(dtype=np.int64) / (packed.num_rows * plan.max_seq_length)
+    packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)
+    fill = rows.lengths.sum(dtype=np.int64) / (packed.num_rows * plan.max_seq_length)
     return f"; data.packing=true would make {packed.num_rows:,} rows, {fill:.1%} filled"
 
 

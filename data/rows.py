@@ -10,7 +10,7 @@ P pieces (what one row holds of one sample), R rows, T tokens of a row.
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data.cache import lock_folder
+from data.mixture import Mixture
 from data.packing import Pieces, concatenate, lay_singly, pack_best_fit
 from data.sample import IGNORE_INDEX
 from data.tokenized import TokenizedDataset
@@ -41,6 +42,7 @@ class RowPlan:
 
     max_seq_length: int
     packing: Packing = Packing.NONE
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 2:
@@ -49,24 +51,33 @@ class RowPlan:
     @property
     def is_trivial(self) -> bool:
         """Row r is sample r: nothing is written for it."""
-        return self.packing is Packing.NONE
+        return self.packing is Packing.NONE and self.mixture is None
 
     def folder(self, path: str | Path) -> Path:
         name = hashlib.sha256(f"{INDEX_VERSION} {self!r}".encode()).hexdigest()[:16]
         return Path(path) / f"rows-{name}"
 
 
-def prepare_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None] = print) -> None:
-    """Write the index of a tokenized folder's rows unless it is there. `key` names the files in the log."""
+def prepare_rows(
+    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] = print, names: Sequence[str] = ()
+) -> None:
+    """Write the index of a tokenized folder's rows unless it is there.
+
+    key: what the log calls the files. names: of the mixture's sources.
+    """
     if plan.is_trivial:
         return
     folder = plan.folder(path)
+    dataset = TokenizedDataset(path, False, False)
     if not _is_whole(folder):
         with lock_folder(path, log):
             if not _is_whole(folder):
-                _write_index(folder, _build_pieces(TokenizedDataset(path, False, False), plan))
+                _write_index(folder, _build_pieces(dataset, plan))
     rows = Rows(path, plan, False, False)
-    log(f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full")
+    if plan.mixture is not None:
+        log(f"{key}: {plan.mixture.describe(names, dataset.sources, dataset.lengths, rows.sample_ids)}")
+    if plan.packing is not Packing.NONE:
+        log(f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full")
 
 
 def compute_fill(rows: "Rows", plan: RowPlan) -> float:
@@ -80,6 +91,8 @@ def count_rows(path: str | Path, plan: RowPlan) -> int:
 
 def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Pieces:
     sample_ids = np.arange(len(dataset))
+    if plan.mixture is not None:
+        sample_ids = plan.mixture.choose_samples(dataset.sources, dataset.lengths)
     if plan.packing is Packing.BEST_FIT:
         return pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
     if plan.packing is Packing.CONCATENATE:
@@ -139,6 +152,13 @@ class Rows:
         lengths = pieces.stops - pieces.starts
         is_whole = lengths == self._dataset.lengths[pieces.sample_ids]
         return np.where(is_whole, self._dataset.num_targets[pieces.sample_ids], lengths - 1)
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        """The samples of all rows, each as often as it comes; one that is cut counts where it begins."""
+        if self._pieces is None:
+            return np.arange(len(self))
+        return self._pieces.sample_ids[self._pieces.starts == 0]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """(sample id, start, stop) of what the row holds."""

@@ -96,6 +96,13 @@ KEYS = {
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),
     "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, pretrain, sft"),
+    "a weight below zero": (("train_file=[{path: a.jsonl, weight: -1}]",), "train_file: entry 1 has weight=-1; give a number of 0 or more"),
+    "nothing in the mixture": (("train_file=[{path: a.jsonl, weight: 0}]",), "train_file: every entry has weight 0"),
+    "shares of two kinds": (("train_file=[{path: a.jsonl, weight: 1}, {path: b.jsonl, epochs: 1}]",), "train_file: give every entry a weight, or every"),
+    "a share left out": (("train_file=[{path: a.jsonl, weight: 1}, b.jsonl]",), "train_file: give every entry a weight, or every entry a number of epochs"),
+    "a source without a path": (("train_file=[{file: a.jsonl, weight: 1}]",), "train_file: entry 1 is {'file': 'a.jsonl', 'weight': 1}; give a path"),
+    "a misnamed weight": (("train_file=[{path: a.jsonl, wieght: 1}]",), "train_file: entry 1 has an unknown key 'wieght'; known are path, weight, epochs"),
+    "an evaluation mixture": (("eval_file=[{path: a.jsonl, weight: 1}]",), "eval_file takes no weight: evaluation reads every sample once"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
 }
@@ -104,7 +111,7 @@ KEYS = {
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key(name: str, message_of: Callable[..., str], root: Path) -> None:
     overrides, expected = KEYS[name]
-    assert expected in message_of(*(override.format(root=root) for override in overrides))
+    assert expected in message_of(*(override.replace("{root}", str(root)) for override in overrides))
 
 
 def test_stages_that_do_not_divide_the_ranks(message_of: Callable[..., str]) -> None:

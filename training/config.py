@@ -56,6 +56,11 @@ class LengthPolicy(Enum):
     split = "split"
 
 
+class MixtureUnit(Enum):
+    samples = "samples"
+    tokens = "tokens"
+
+
 class OnBadRecord(Enum):
     stop = "stop"
     skip = "skip"
@@ -87,6 +92,7 @@ class DataConfig:
     packing: bool = MISSING
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING
+    mixture_by: MixtureUnit = MISSING
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING

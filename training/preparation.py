@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import ChatEncoder
 from data.length import LengthPolicy
+from data.mixture import MixtureUnit
 from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
@@ -17,6 +18,7 @@ from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
 from errors import UserError
 from training.config import DataConfig, DataKind, RunConfig
 from training.config import LengthPolicy as LengthPolicyKey
+from training.train_files import TrainFiles, parse_files
 
 
 def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]) -> Path:
@@ -26,7 +28,7 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
     """
     data = config.data
     plan = build_row_plan(config, key)
-    files = getattr(config, key)
+    files = _parse_files(config, key)
     encoding = Encoding(
         encoder=build_encoder(data),
         tokenizer=tokenizer,
@@ -34,9 +36,8 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
         length_policy=LengthPolicy(data.length_policy.value),
         on_bad_record=OnBadRecord(data.on_bad_record.value),
     )
-    entries = [files] if isinstance(files, str) else files
-    path = prepare_dataset(entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
-    prepare_rows(path, plan, key, log)
+    path = prepare_dataset(files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
+    prepare_rows(path, plan, key, log, files.entries)
     return path
 
 
@@ -52,8 +53,13 @@ def build_encoder(data: DataConfig) -> Encoder:
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     """How the samples of `train_file` or `eval_file` become rows. Raises UserError for keys that contradict each other."""
     data = config.data
-    if data.name is not DataKind.pretrain:
-        return RowPlan(config.max_seq_length, Packing.BEST_FIT if data.packing else Packing.NONE)
-    if not data.packing or data.length_policy is not LengthPolicyKey.split:
-        raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
-    return RowPlan(config.max_seq_length, Packing.CONCATENATE)
+    packing = Packing.BEST_FIT if data.packing else Packing.NONE
+    if data.name is DataKind.pretrain:
+        if not data.packing or data.length_policy is not LengthPolicyKey.split:
+            raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
+        packing = Packing.CONCATENATE
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture)
+
+
+def _parse_files(config: RunConfig, key: str) -> TrainFiles:
+    return parse_files(getattr(config, key), key, MixtureUnit(config.data.mixture_by.value))
