@@ -15,8 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.records import HUB_PREFIX
+from data.records import HUB_PREFIX, OWN_PREFIX
 from data.sample import Encoder
+from data.targets import TARGET, describe_code, find_target
 from errors import UserError
 
 FORMAT_VERSION = 2  # raise it when the same options begin to give other tokens or columns
@@ -31,7 +32,7 @@ def compute_cache_key(
         "format_version": FORMAT_VERSION,
         "sources": [[_describe_source(source) for source in group] for group in sources],
         "tokenizer": _describe_tokenizer(tokenizer),
-        "encoder": f"{type(encoder).__module__}.{encoder!r}",
+        "encoder": [f"{type(encoder).__module__}.{encoder!r}", describe_code(encoder)],
         "options": dict(options),
     }
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
@@ -40,6 +41,9 @@ def compute_cache_key(
 def _describe_source(source: str) -> list:
     if source.startswith(HUB_PREFIX):
         return [source]
+    if source.startswith(OWN_PREFIX):
+        name = json.loads(source.removeprefix(OWN_PREFIX))[TARGET]
+        return [source, describe_code(find_target(name, TARGET))]
     status = os.stat(source)
     return [os.path.abspath(source), status.st_size, status.st_mtime_ns]
 

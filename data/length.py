@@ -54,6 +54,8 @@ def fit_sample(sample: Sample, location: str, policy: LengthPolicy, max_seq_leng
     Raises `UserError` for a sample without a target, and for one whose targets are all cut away by `truncate`.
     """
     length, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
+    if length != len(sample["labels"]):
+        raise UserError(f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; one for each is needed")
     if num_targets == 0:
         raise UserError(f"{location}: no token of the record carries loss; mend or remove it")
     if max_seq_length is None or length <= max_seq_length:

@@ -1,22 +1,25 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
-A source is one file, in a format that its name tells (`data/formats.py`), or `hf:NAME[:SPLIT]`, read through `datasets`. A
-record travels as JSON text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every
+A source is one file, in a format that its name tells (`data/formats.py`), `hf:NAME[:SPLIT]`, read through `datasets`, or
+`own:SPEC`, one's own function that returns records (`data/targets.py`). A record travels as JSON text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every
 mistake in a file raises `UserError`; one that spoils a single record travels with it, so that the record can be skipped.
 """
 
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 
 from data.formats import RawRecord, describe_json_error, read_file
+from data.targets import TARGET, build_target
 from errors import UserError
 
 HUB_PREFIX = "hf:"
+OWN_PREFIX = "own:"
 
 
 def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
@@ -28,7 +31,7 @@ def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
 
 
 def _resolve_entry(entry: str, key: str) -> list[str]:
-    if entry.startswith(HUB_PREFIX):
+    if entry.startswith((HUB_PREFIX, OWN_PREFIX)):
         return [entry]
     path = os.path.expanduser(entry)
     # A file whose name holds brackets is a file before it is a pattern.
@@ -52,7 +55,24 @@ def _describe_missing(path: str) -> str:
 
 def read_records(source: str) -> Iterator[RawRecord]:
     """Every record of a source, in order."""
+    if source.startswith(OWN_PREFIX):
+        return _read_own(source)
     return _read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
+
+
+def name_own_source(spec: Mapping[str, Any]) -> str:
+    """The source of records that the function named by `_target_` returns, as text: it is part of the cache's key."""
+    return OWN_PREFIX + json.dumps(dict(spec), sort_keys=True)
+
+
+def _read_own(source: str) -> Iterator[RawRecord]:
+    spec = json.loads(source.removeprefix(OWN_PREFIX))
+    for number, record in enumerate(build_target(spec, TARGET), start=1):
+        location = f"{spec[TARGET]}: record {number}"
+        try:
+            yield RawRecord(location, json.dumps(record))
+        except (TypeError, ValueError) as error:
+            yield RawRecord(location, problem=f"{location}: holds what JSON cannot: {error}; return text, numbers, lists and dicts")
 
 
 def _read_hub(source: str) -> Iterator[RawRecord]:

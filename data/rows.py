@@ -25,6 +25,7 @@ from data.tokenized import TokenizedDataset
 from errors import UserError
 
 COLUMNS = ("sample_ids", "starts", "stops", "offsets")
+TARGETS_FILE = "num_targets.npy"  # of each row, [R]
 INDEX_VERSION = 1  # raise it when the same plan begins to give other rows
 
 
@@ -72,7 +73,7 @@ def prepare_rows(
     if not _is_whole(folder):
         with lock_folder(path, log):
             if not _is_whole(folder):
-                _write_index(folder, _build_pieces(dataset, plan))
+                _write_index(folder, _build_pieces(dataset, plan), TokenizedDataset(path, False, True))
     rows = Rows(path, plan, False, False)
     if plan.mixture is not None:
         log(f"{key}: {plan.mixture.describe(names, dataset.sources, dataset.lengths, rows.sample_ids)}")
@@ -100,7 +101,17 @@ def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Pieces:
     return lay_singly(sample_ids, dataset.lengths)
 
 
-def _write_index(folder: Path, pieces: Pieces) -> None:
+def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
+    """Targets of each row, int64 [R]: none is a piece's first token."""
+    counts = dataset.num_targets[pieces.sample_ids].astype(np.int64)
+    lengths = pieces.stops - pieces.starts
+    for piece in np.flatnonzero(lengths < dataset.lengths[pieces.sample_ids]):
+        labels = dataset.labels(pieces.sample_ids[piece])[pieces.starts[piece] + 1 : pieces.stops[piece]]
+        counts[piece] = np.count_nonzero(labels != IGNORE_INDEX)
+    return np.add.reduceat(counts, pieces.offsets[:-1])
+
+
+def _write_index(folder: Path, pieces: Pieces, dataset: TokenizedDataset) -> None:
     """The folder appears whole, by a rename."""
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -108,15 +119,17 @@ def _write_index(folder: Path, pieces: Pieces) -> None:
     temporary.mkdir()
     for name in COLUMNS:
         np.save(temporary / f"{name}.npy", getattr(pieces, name))
+    np.save(temporary / TARGETS_FILE, _count_targets(pieces, dataset))
     os.rename(temporary, folder)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
         pieces = _load_index(folder)
+        num_targets = np.load(folder / TARGETS_FILE)
     except (OSError, ValueError):
         return False
-    return len(pieces.sample_ids) == len(pieces.starts) == len(pieces.stops) == pieces.offsets[-1]
+    return len(pieces.sample_ids) == len(pieces.starts) == len(pieces.stops) == pieces.offsets[-1] and len(num_targets) == pieces.num_rows
 
 
 def _load_index(folder: Path) -> Pieces:
@@ -138,7 +151,7 @@ class Rows:
         if not plan.is_trivial:
             self._pieces = pieces = _load_index(plan.folder(path))
             self.lengths = pieces.compute_row_lengths()
-            self.num_targets = np.add.reduceat(self._count_targets(pieces), pieces.offsets[:-1])
+            self.num_targets = np.load(plan.folder(path) / TARGETS_FILE)
 
     def __reduce__(self) -> tuple:
         # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
@@ -146,12 +159,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def _count_targets(self, pieces: Pieces) -> np.ndarray:
-        """Targets of each piece, [P]. Only documents that are trained on throughout are cut into pieces."""
-        lengths = pieces.stops - pieces.starts
-        is_whole = lengths == self._dataset.lengths[pieces.sample_ids]
-        return np.where(is_whole, self._dataset.num_targets[pieces.sample_ids], lengths - 1)
 
     @property
     def sample_ids(self) -> np.ndarray:

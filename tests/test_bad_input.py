@@ -103,6 +103,10 @@ KEYS = {
     "a source without a path": (("train_file=[{file: a.jsonl, weight: 1}]",), "train_file: entry 1 is {'file': 'a.jsonl', 'weight': 1}; give a path"),
     "a misnamed weight": (("train_file=[{path: a.jsonl, wieght: 1}]",), "train_file: entry 1 has an unknown key 'wieght'; known are path, weight, epochs"),
     "an evaluation mixture": (("eval_file=[{path: a.jsonl, weight: 1}]",), "eval_file takes no weight: evaluation reads every sample once"),
+    "no encoder": (("data.encoder={_target_: json.JSONDecoder}",), "data.encoder: json.JSONDecoder must be a dataclass with a method encode"),
+    "an encoder that is text": (("data.encoder=json",), "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder"),
+    "an encoder without a name": (("data.encoder={field: a}",), "data.encoder: _target_=None; name a class or a function with its module"),
+    "a reader that is not there": (("train_file={_target_: json.read}",), "train_file: entry 1: _target_=json.read: the module json has no class"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
 }

@@ -84,6 +84,7 @@ class WandbMode(Enum):
 @dataclass
 class DataConfig:
     name: DataKind = MISSING
+    encoder: Any = MISSING
     prompt_field: str | None = MISSING
     completion_field: str | None = MISSING
     messages_field: str | None = MISSING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
+from data.targets import TARGET, build_target
 from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
 from errors import UserError
 from training.config import DataConfig, DataKind, RunConfig
@@ -42,7 +44,17 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
 
 
 def build_encoder(data: DataConfig) -> Encoder:
-    """What makes samples of records: `conf/data/NAME.yaml` for each of them."""
+    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
+    if data.encoder is not None:
+        if not isinstance(data.encoder, dict):
+            raise UserError(f"data.encoder={data.encoder}: give a mapping, such as {{_target_: my_data.MyEncoder, field: value}}")
+        encoder = build_target({TARGET: None, **data.encoder}, "data.encoder")
+        if not callable(getattr(encoder, "encode", None)) or not is_dataclass(encoder):
+            raise UserError(
+                f"data.encoder: {data.encoder[TARGET]} must be a dataclass with a method encode(record, location, tokenizer); "
+                "its fields are part of the cache's key"
+            )
+        return encoder
     if data.name is DataKind.chat:
         return ChatEncoder(data.messages_field)
     if data.name is DataKind.pretrain:

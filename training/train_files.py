@@ -1,4 +1,4 @@
-"""What `train_file` and `eval_file` may be: a path, a list of paths, or a list of sources with shares (a mixture)."""
+"""What `train_file` and `eval_file` may be: a path, one's own function, or a list of these, with shares (a mixture) or without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.mixture import Mixture, MixtureUnit, ShareKind
+from data.records import name_own_source
+from data.targets import TARGET, find_target
 from errors import UserError
 
 SHARES = tuple(kind.value for kind in ShareKind)
@@ -15,7 +17,7 @@ EXAMPLE = "[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
 
 @dataclass(frozen=True)
 class TrainFiles:
-    """Paths, globs or `hf:NAME`, one an entry, and the shares of a mixture."""
+    """Sources as `data/records.py` reads them, one an entry, and the shares of a mixture."""
 
     entries: list[str]
     mixture: Mixture | None = None
@@ -26,7 +28,7 @@ def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
 
     Raises UserError for a mapping that is no source, for shares that are none, and for a mixture to evaluate on.
     """
-    listed = [value] if isinstance(value, str) else value
+    listed = value if isinstance(value, list) else [value]
     if not any(isinstance(entry, dict) for entry in listed):
         return TrainFiles(listed)
     sources = [_check_source(entry, f"{key}: entry {number}") for number, entry in enumerate(listed, start=1)]
@@ -47,6 +49,10 @@ def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
 
 def _check_source(entry: Any, where: str) -> dict[str, Any]:
     source = {"path": entry} if isinstance(entry, str) else entry
+    if isinstance(source, dict) and TARGET in source:
+        find_target(source[TARGET], where)
+        spec = {name: value for name, value in source.items() if name not in SHARES}
+        source = {"path": name_own_source(spec), **{kind: source[kind] for kind in SHARES if kind in source}}
     if not isinstance(source, dict) or not isinstance(source.get("path"), str):
         raise UserError(f"{where} is {entry}; give a path, or a mapping with a path and a weight, such as {EXAMPLE}")
     if unknown := sorted(map(str, source.keys() - {"path", *SHARES})):

@@ -72,6 +72,11 @@ def test_a_record_without_a_target(policy: LengthPolicy) -> None:
             fit(Sample(input_ids=[5, 6], labels=labels), policy, 1)
 
 
+def test_labels_that_are_not_aligned() -> None:
+    with pytest.raises(UserError, match="^train.jsonl:12: the encoder made 2 input_ids and 3 labels; one for each is needed"):
+        fit(Sample(input_ids=[1, 2], labels=[1, 2, 3]), TRUNCATE, 8)
+
+
 def test_counts_add_up_and_are_told() -> None:
     counts = LengthCounts()
     assert counts.describe() == ""
