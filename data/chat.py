@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.sample import Sample
-from data.segments import Piece, check_eos, check_text, join_segments, tokenize_pieces
+from data.segments import Piece, PieceEncoder, check_eos, check_text
 from errors import UserError
 
 ASSISTANT = "assistant"
@@ -40,15 +39,15 @@ ALPACA_FIELDS = ("instruction", "output")
 
 
 @dataclass(frozen=True)
-class ChatEncoder:
+class ChatEncoder(PieceEncoder):
     """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. A field `tools` goes to the chat template."""
 
     messages_field: str = "messages"
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The sample of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
         check_eos(tokenizer)
-        return encode_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
+        return split_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
 
     def _read_messages(self, record: dict, location: str) -> object:
         if self.messages_field in record:
@@ -92,8 +91,10 @@ def read_alpaca(record: dict, location: str) -> list[dict]:
     return [*messages, {"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
 
 
-def encode_messages(messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None) -> Sample:
-    """The sample of a conversation; `tools` are the descriptions that the template shows the model."""
+def split_messages(
+    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None
+) -> list[Piece]:
+    """The pieces of a conversation; `tools` are the descriptions that the template shows the model."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"{location}: the record holds messages, but the tokenizer has no chat template; use the tokenizer of a"
@@ -103,12 +104,11 @@ def encode_messages(messages: object, location: str, tokenizer: PreTrainedTokeni
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; mend or remove the record")
     pieces = _split_conversation(turns, location, tokenizer, tools)
-    segments = tokenize_pieces(pieces, tokenizer)
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
     if not pieces[-1][0].endswith(tokenizer.eos_token):
-        segments.append(([tokenizer.eos_token_id], True))
-    return join_segments(segments)
+        pieces.append(([tokenizer.eos_token_id], True))
+    return pieces
 
 
 def _check_messages(messages: object, location: str) -> list[dict]:

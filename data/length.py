@@ -1,7 +1,7 @@
 """What becomes of a sample that is longer than a row. T is `max_seq_length`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from data.sample import IGNORE_INDEX, OVERLAP, Sample, count_targets
@@ -28,7 +28,7 @@ class LengthCounts:
     num_lost_targets: int = 0
 
     def add(self, other: "LengthCounts") -> None:
-        for name, value in asdict(other).items():
+        for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def describe(self) -> str:

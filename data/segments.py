@@ -4,6 +4,7 @@ Pieces are tokenized separately: that is where generation starts too. Targets ar
 id, so a tokenizer whose pad token is its eos token trains the end token like any other.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,8 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
-Piece = tuple[str, bool]  # text, is a target
-Segment = tuple[list[int], bool]  # token ids, are targets
+Piece = tuple[str | list[int], bool]  # text or token ids, is a target
+
+
+class PieceEncoder(ABC):
+    """An encoder that says what the pieces are and leaves it to others to tokenize them, many records at a time."""
+
+    @abstractmethod
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The pieces of one record. Raises `UserError` naming `location` for a record that cannot be read."""
+
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        return tokenize_pieces([self.split(record, location, tokenizer)], tokenizer)[0]
 
 
 def check_eos(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,16 +55,24 @@ def get_fields(record: dict, named: dict[str, str], location: str) -> list[objec
     return [record[field] for field in named.values()]
 
 
-def tokenize_pieces(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    # verbose=False: a text longer than the model's maximum is cut and counted here, no need for the tokenizer to warn.
-    texts = [text for text, _ in pieces]
-    token_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [(ids, is_target) for ids, (_, is_target) in zip(token_ids, pieces)]
+def tokenize_pieces(records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The samples of several records. One call of the tokenizer: it works on many texts at once, in threads."""
+    texts = [piece for pieces in records for piece, _ in pieces if isinstance(piece, str)]
+    # verbose=False: a text longer than the model's maximum is cut and counted later, no need for the tokenizer to warn.
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
+    return [
+        _join([(next(tokenized) if isinstance(piece, str) else piece, is_target) for piece, is_target in pieces])
+        for pieces in records
+    ]
 
 
-def join_segments(segments: Sequence[Segment]) -> Sample:
-    input_ids = [token for ids, _ in segments for token in ids]
-    labels = [token if is_target else IGNORE_INDEX for ids, is_target in segments for token in ids]
+def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
+    input_ids: list[int] = []
+    labels: list[int] = []
+    for token_ids, is_target in segments:
+        input_ids += token_ids
+        labels += token_ids if is_target else [IGNORE_INDEX] * len(token_ids)
     return Sample(input_ids=input_ids, labels=labels)
 
 

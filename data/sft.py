@@ -4,16 +4,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import encode_messages
-from data.sample import Sample
-from data.segments import check_eos, check_text, get_fields, join_segments, leading_bos, tokenize_pieces
+from data.chat import split_messages
+from data.segments import Piece, PieceEncoder, check_eos, check_text, get_fields, leading_bos
 from errors import UserError
 
 PROMPT_SLOT = "{prompt}"
 
 
 @dataclass(frozen=True)
-class SFTEncoder:
+class SFTEncoder(PieceEncoder):
     """Records with a prompt and a completion field, or with `messages`; one that has all is read as the former."""
 
     prompt_field: str = "prompt"
@@ -27,12 +26,12 @@ class SFTEncoder:
                 f"data.prompt_template={self.prompt_template!r} has no {PROMPT_SLOT}; write it where the prompt goes"
             )
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The sample of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
         check_eos(tokenizer)
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(field in record for field in fields):
-            return encode_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
+            return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
         texts = [
             check_text(value, f"{location}: field '{field}'")
@@ -43,5 +42,4 @@ class SFTEncoder:
             raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")
         # Not str.format: prompts and templates may hold braces of their own.
         text = self.prompt_template.replace(PROMPT_SLOT, prompt)
-        segments = tokenize_pieces([(text, False), (completion, True)], tokenizer)
-        return join_segments([(leading_bos(tokenizer), False), *segments, ([tokenizer.eos_token_id], True)])
+        return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([tokenizer.eos_token_id], True)]

@@ -24,6 +24,7 @@ from data.cache import compute_cache_key, lock_folder
 from data.length import LengthPolicy, fit_sample
 from data.records import parse_record, read_records, resolve_sources
 from data.sample import Encoder, Sample, count_targets
+from data.segments import PieceEncoder, tokenize_pieces
 from data.summary import BatchCounts, Summary, check_any_left, load_counts
 from data.tokenized import SIZES_FILE, SUMMARY_FILE, TOKENIZED_FEATURES, find_damage, load_summary
 from errors import UserError
@@ -152,19 +153,14 @@ def _generate_rows(sources: Sequence[Sequence[str]], key: str) -> Iterator[dict]
 
 
 def _tokenize_batch(rows: dict[str, list], encoding: Encoding, counts_file: Path) -> dict[str, list]:
+    counts = BatchCounts(num_records=len(rows["location"]))
     samples: list[Sample] = []
     samples_of: list[int] = []
-    counts = BatchCounts(num_records=len(rows["location"]))
-    for location, text, problem, source in zip(rows["location"], rows["text"], rows["problem"], rows["source"]):
+    for location, sample, source in _encode_batch(rows, encoding, counts):
         try:
-            if problem is not None:
-                raise UserError(problem)
-            sample = encoding.encoder.encode(parse_record(location, text), location, encoding.tokenizer)
             fitted, lengths = fit_sample(sample, location, encoding.length_policy, encoding.max_seq_length)
         except UserError as error:
-            if encoding.on_bad_record is OnBadRecord.STOP:
-                raise
-            counts.add_skipped(str(error))
+            _handle_bad_record(error, encoding, counts)
             continue
         counts.lengths.add(lengths)
         samples += fitted
@@ -177,6 +173,30 @@ def _tokenize_batch(rows: dict[str, list], encoding: Encoding, counts_file: Path
         "num_targets": [count_targets(sample["labels"]) for sample in samples],
         "source": samples_of,
     }
+
+
+def _encode_batch(rows: dict[str, list], encoding: Encoding, counts: BatchCounts) -> Iterator[tuple[str, Sample, int]]:
+    """(location, sample, source) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+    encoder, tokenizer = encoding.encoder, encoding.tokenizer
+    encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
+    encoded, places = [], []
+    for location, text, problem, source in zip(rows["location"], rows["text"], rows["problem"], rows["source"]):
+        try:
+            if problem is not None:
+                raise UserError(problem)
+            encoded.append(encode(parse_record(location, text), location, tokenizer))
+        except UserError as error:
+            _handle_bad_record(error, encoding, counts)
+            continue
+        places.append((location, source))
+    samples = tokenize_pieces(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+    return ((location, sample, source) for (location, source), sample in zip(places, samples, strict=True))
+
+
+def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:
+    if encoding.on_bad_record is OnBadRecord.STOP:
+        raise error
+    counts.add_skipped(str(error))
 
 
 def _summarize(tokenized: Dataset, counts: BatchCounts) -> Summary:

@@ -27,16 +27,16 @@ class SlowEncoder(SFTEncoder):
 
     trace: str = ""
 
-    def encode(self, record, location, tokenizer):
+    def split(self, record, location, tokenizer):
         with open(self.trace, "a") as file:
             file.write(f"{location}\n")
         time.sleep(0.02)
-        return super().encode(record, location, tokenizer)
+        return super().split(record, location, tokenizer)
 
 
 @dataclass(frozen=True)
 class BrokenEncoder(SFTEncoder):
-    def encode(self, record, location, tokenizer):
+    def split(self, record, location, tokenizer):
         raise KeyError("a bug, not a mistake of the user")
 
 
