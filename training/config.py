@@ -57,6 +57,28 @@ class AdapterName(Enum):
     lora = "lora"
 
 
+class DataKind(Enum):
+    sft = "sft"
+    chat = "chat"
+    pretrain = "pretrain"
+
+
+class LengthPolicy(Enum):
+    truncate = "truncate"
+    drop = "drop"
+    split = "split"
+
+
+class MixtureUnit(Enum):
+    samples = "samples"
+    tokens = "tokens"
+
+
+class OnBadRecord(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -79,10 +101,17 @@ class Device(Enum):
 
 @dataclass
 class DataConfig:
-    prompt_field: str = MISSING
-    completion_field: str = MISSING
-    messages_field: str = MISSING
-    prompt_template: str = MISSING
+    name: DataKind = MISSING
+    encoder: Any = MISSING
+    prompt_field: str | None = MISSING
+    completion_field: str | None = MISSING
+    messages_field: str | None = MISSING
+    prompt_template: str | None = MISSING
+    text_field: str | None = MISSING
+    packing: bool = MISSING
+    length_policy: LengthPolicy = MISSING
+    on_bad_record: OnBadRecord = MISSING
+    mixture_by: MixtureUnit = MISSING
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
@@ -154,6 +183,7 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+    inspect_data: bool = MISSING
 
     freeze: list[str] = MISSING
 

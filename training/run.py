@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import loader as loaders
 from data.order import GlobalOrder
-from data.sft import SFTEncoder
-from data.tokenized import TokenizedDataset, prepare_dataset
+from data.rows import count_rows
+from data.tokenized import load_summary
 from errors import UserError
 from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
@@ -31,11 +31,13 @@ from training.checkpoint import TrainerState, check_resumable, find_resume, load
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
+from training.inspection import print_inspection
 from training.layout import Layout, build_layout
 from training.loop import Horizon, TrainingLoop
 from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
+from training.preparation import build_row_plan, prepare_file
 from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.run_folder import RunFolder
 from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, save_adapter_config
@@ -50,12 +52,23 @@ def run(composed: DictConfig) -> None:
     ranks = read_ranks()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         config = to_typed(composed)
+        if config.inspect_data:
+            return inspect_data(config, ranks)
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
     with exit_on_user_error(ranks, says_rank=True):
         train(config, plan, folder, ranks)
     dist.destroy_process_group()
+
+
+def inspect_data(config: RunConfig, ranks: Ranks) -> None:
+    """Tells what the model will see. One process is enough: no layout, device or process group is asked for. Raises UserError."""
+    if not ranks.is_main:
+        return
+    check_config(config, has_accelerator=True)
+    tokenizer = load_tokenizer(config, open_weights(_weights_path(config), config.trust_remote_code))
+    print_inspection(config, tokenize(config, tokenizer, ranks), tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,16 +234,12 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 
 def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, log: bool = True) -> dict[str, Path]:
     """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
-    data = config.data
-    encoder = SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
-    folders = {}
-    for key in ("train_file", "eval_file"):
-        if getattr(config, key) is not None:
-            folders[key] = prepare_dataset(
-                getattr(config, key), key=key, encoder=encoder, tokenizer=tokenizer, max_seq_length=config.max_seq_length,
-                cache_dir=data.cache_dir, num_proc=data.num_proc, log=lambda text: say(ranks, text) if log else None,
-            )  # fmt: skip
-    return folders
+
+    def tell(text: str) -> None:
+        if log:
+            say(ranks, text)
+
+    return {key: prepare_file(config, key, tokenizer, tell) for key in ("train_file", "eval_file") if getattr(config, key) is not None}
 
 
 def take_device(ranks: Ranks) -> None:
@@ -258,8 +267,9 @@ def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pa
 
 def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
     layout = plan.layout
-    num_samples = len(TokenizedDataset(datasets["train_file"], False, False))
-    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed).steps_per_epoch
+    num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    unit = "packed rows" if config.data.packing else "samples"
+    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
         0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed
@@ -273,8 +283,8 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
-        evaluation = TokenizedDataset(datasets["eval_file"], False, False)
-        horizon = dataclasses.replace(horizon, eval_samples=len(evaluation), eval_targets=int(evaluation.num_targets.sum()))
+        eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
+        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=load_summary(datasets["eval_file"]).num_targets)
     return horizon, start
 
 
@@ -289,9 +299,9 @@ def build_loaders(
         dp_rank=layout.dp_rank(ranks.rank),
         dp_size=layout.dp_size,
         micro_batch_size=layout.micro_batch_size,
-        max_seq_length=config.max_seq_length,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=loaders.PadTo(config.data.pad_to.value),
+        row_plan=build_row_plan(config, "train_file"),
         num_workers=config.num_workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
@@ -299,6 +309,7 @@ def build_loaders(
     train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
     if "eval_file" not in datasets:
         return train_loader, None
+    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"))
     return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)
 
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
+from data.rows import count_rows
 from data.tokenized import TokenizedDataset
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
@@ -20,6 +21,7 @@ from training.config import RunConfig, register_schema
 from training.layout import Layout, build_layout
 from training.loop import Horizon
 from training.partition import compute_bounds
+from training.preparation import build_row_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +75,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     adapter = build_adapter(config, layers)
     module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze)
     engine = initialize_engine(module, config, layout)
-    horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), case.steps, case.steps)
+    horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
     train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
     return engine, train_loader, config, layout, bounds
 

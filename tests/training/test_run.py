@@ -58,9 +58,9 @@ def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
     [
         (2, 2, False, ()),
         (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
-        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length")),
+        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true")),
     ],
-    ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers"],
+    ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
 def test_resume_continues_exactly(run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]) -> None:
     whole = run("whole", num_stages, world_size, *overrides, tied=tied)
