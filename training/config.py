@@ -103,6 +103,8 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+    resume_allow_changes: bool = MISSING
+    trust_checkpoint: bool = MISSING
 
     num_stages: int = MISSING
     partition_method: Any = MISSING

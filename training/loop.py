@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.checkpoint import TrainerState, save_checkpoint
+from training.checkpoint import TrainerState
+from training.checkpoint_writer import CheckpointWriter
 from training.config import RunConfig
 from training.engine import evaluate, train_step
 from training.metrics import Record, Reporter
@@ -46,6 +47,7 @@ class TrainingLoop:
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self.last_eval: Record | None = None
+        self._writer = CheckpointWriter(engine, folder.checkpoints)
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
 
     def run(self) -> TrainerState:
@@ -103,7 +105,8 @@ class TrainingLoop:
         self._report(self.last_eval)
 
     def _save(self) -> None:
-        save_checkpoint(self.engine, self.folder.checkpoints, self.state)
+        evaluated = self.last_eval is not None and self.last_eval["step"] == self.state.step
+        self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

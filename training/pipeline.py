@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -71,12 +71,8 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        loaded: set[int] = set()
-        for index in range(self._local_start, self._local_stop):
-            module = self._module_of(index)
-            if id(module) not in loaded:
-                self._load(module, self._owner_of(index))
-                loaded.add(id(module))
+        for index, _, module in self.local_layers():
+            self._load(module, index)
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]
@@ -96,6 +92,25 @@ class StageModule(PipelineModule):
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
+
+    def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
+        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
+        seen: set[int] = set()
+        for index in range(self._local_start, self._local_stop):
+            module, owner = self._module_of(index), self._owner_of(index)
+            if id(module) not in seen:
+                yield owner, self._layers[owner], module
+                seen.add(id(module))
+
+    def owns(self, index: int) -> bool:
+        """False for a layer of another stage whose weights this stage shares."""
+        return self._local_start <= index < self._local_stop
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """Hugging Face name, parameter, and whether this stage owns it; those of `local_layers`."""
+        for index, layer, module in self.local_layers():
+            for name, parameter in module.named_parameters():
+                yield layer.hf_prefix + name, parameter, self.owns(index)
 
     @property
     def has_first_layer(self) -> bool:

@@ -27,7 +27,9 @@ from errors import UserError
 from models.architecture import Layer, build_layers
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
-from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
+from training.checkpoint import (
+    Resumable, TrainerState, check_resumable, damaged_error, find_damage, find_resume, load_checkpoint, read_state, remove_leftovers,
+)  # fmt: skip
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AttnImplementation, Precision, RunConfig
 from training.engine import initialize_engine
@@ -36,7 +38,7 @@ from training.loop import Horizon, TrainingLoop
 from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
-from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
 from training.run_folder import RunFolder
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -76,6 +78,7 @@ class CheckedRun:
     layout: Layout
     bounds: list[int]
     resume_from: Path | None
+    resumable: Resumable | None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -89,7 +92,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_attention(config.attn_implementation, has_accelerator)
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
-    resume_from = find_resume(config.resume, folder.checkpoints)
+    resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
+    resume_from = resumable.candidates[0] if resumable else None
     source = open_weights(str(resume_from or _weights_path(config)), config.trust_remote_code)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
@@ -99,7 +103,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     source.check_complete(layers)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, resume_from)
+    return CheckedRun(source, layers, layout, bounds, resume_from, resumable)
 
 
 def _weights_path(config: RunConfig) -> str:
@@ -150,13 +154,14 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
+    plan = confirm_resume(config, plan, ranks)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
     module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval)
     engine = initialize_engine(module, config, plan.layout)
     if plan.resume_from is not None:
-        load_checkpoint(engine, plan.resume_from)
+        load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
     reporters: list[Reporter] = []
     if ranks.is_main:
@@ -176,6 +181,29 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, Hugging Face model in {folder.export}")
     dist.barrier()
     folder.release()
+
+
+def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:
+    """Reads the checkpoint against its manifest, each rank a share of it; `resume=latest` goes back to the newest one that is whole.
+
+    Raises UserError when none is.
+    """
+    if plan.resumable is None:
+        return plan
+    damages = list(plan.resumable.damages)
+    for chosen in plan.resumable.candidates:
+        found: list[str | None] = [None] * ranks.world_size
+        dist.all_gather_object(found, find_damage(chosen, ranks.rank, ranks.world_size))
+        if not any(found):
+            break
+        damages.append(next(filter(None, found)))
+    else:
+        raise_together(damaged_error(damages))
+    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
+        say(ranks, f"resume: {text}")
+    if chosen == plan.resume_from:
+        return plan
+    return dataclasses.replace(plan, resume_from=chosen, source=open_weights(str(chosen), config.trust_remote_code))
 
 
 def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
@@ -250,11 +278,13 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
-        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed
-    )
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
+        config.precision.value, config.optimizer.name.value,
+    )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
-        check_resumable(saved, start, plan.resume_from)
+        for difference in check_resumable(saved, start, plan.resume_from, config.resume_allow_changes):
+            print(f"resume: {difference}", file=sys.__stderr__, flush=True)
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
     if start.step >= last_step:

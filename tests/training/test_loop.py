@@ -68,7 +68,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def start(*overrides: str, start: int = 0, last: int = 5, evaluates: bool = False) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
-        monkeypatch.setattr(loop, "save_checkpoint", lambda engine, folder, state: events.append(f"save {state.step}"))
+        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}")))
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
