@@ -31,6 +31,7 @@ from training import optimizer_state
 from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.manifest import FileRecord, HashedFile, write_manifest
 from training.ranks import raise_together
+from training.retention import delete_superfluous
 from training.run_folder import write_atomically
 
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
@@ -67,8 +68,8 @@ def plan_share(engine: PipelineEngine) -> list[ShareFile]:
 class CheckpointWriter:
     """Saves the state of one engine into one `checkpoints` folder. All ranks call each method at the same step."""
 
-    def __init__(self, engine: PipelineEngine, checkpoints: Path) -> None:
-        self._engine, self._checkpoints = engine, checkpoints
+    def __init__(self, engine: PipelineEngine, checkpoints: Path, keep_last: int | None = None, keep_best: int | None = None) -> None:
+        self._engine, self._checkpoints, self._keep = engine, checkpoints, (keep_last, keep_best)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
@@ -120,6 +121,7 @@ class CheckpointWriter:
         if self._rank == 0 and not errors:
             try:
                 publish(folder, self._checkpoints, state, {name: record for part, _ in told for name, record in part.items()})
+                delete_superfluous(self._checkpoints / f"global_step{state.step}", *self._keep)
             except Exception as mistake:
                 errors = [_explain(mistake, folder)]
         self._error = errors[0] if errors else None

@@ -129,6 +129,10 @@ class RunConfig:
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
+    save_minutes: float | None = MISSING
+    keep_last: int | None = MISSING
+    keep_best: int | None = MISSING
+    grace_seconds: float = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING

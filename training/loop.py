@@ -15,6 +15,7 @@ from training.checkpoint_writer import CheckpointWriter
 from training.config import RunConfig
 from training.engine import evaluate, train_step
 from training.metrics import Record, Reporter
+from training.requests import Requests
 from training.run_folder import RunFolder
 
 
@@ -47,25 +48,42 @@ class TrainingLoop:
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self.last_eval: Record | None = None
-        self._writer = CheckpointWriter(engine, folder.checkpoints)
+        self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best)
+        self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
+        self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
 
     def run(self) -> TrainerState:
-        """Trains to `horizon.last_step`, evaluates and saves there, and returns where the run stands."""
+        """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
+
+        A signal that ends it leaves time for saving alone, and its number in `signum`.
+        """
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
         self._interval.start()
-        while self.state.step < self.horizon.last_step:
-            self._train_step(micro_batches)
-            last = self.state.step == self.horizon.last_step
-            if self._due(self.config.logging_steps) or last:
-                self._report_interval()
-            if self.eval_loader is not None and (self._due(self.config.eval_steps) or last):
-                self._off_the_clock(self._evaluate)
-            if self._due(self.config.save_steps) or last:
-                self._off_the_clock(self._save)
+        self._requests.start()
+        try:
+            while not self._step_and_after(micro_batches):
+                pass
+        finally:
+            self._requests.close()
         return self.state
+
+    def _step_and_after(self, micro_batches: Any) -> bool:
+        """One step, and what is due after it. Returns whether the run ends here."""
+        self._train_step(micro_batches)
+        request = self._requests.agree()
+        self.signum = request.signum
+        last = self.state.step == self.horizon.last_step or request.ends
+        if self._due(self.config.logging_steps) or last:
+            self._report_interval()
+        if self.eval_loader is not None and (self._due(self.config.eval_steps) or last) and not request.signum:
+            self._off_the_clock(self._evaluate)
+        if self._due(self.config.save_steps) or last or request.save:
+            self._off_the_clock(self._save)
+            self._requests.saved()
+        return last
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0

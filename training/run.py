@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
 from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.requests import exit_code
 from training.run_folder import RunFolder
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -55,8 +57,10 @@ def run(composed: DictConfig) -> None:
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
     with exit_on_user_error(ranks, says_rank=True):
-        train(config, plan, folder, ranks)
+        signum = train(config, plan, folder, ranks)
     dist.destroy_process_group()
+    if signum:
+        sys.exit(exit_code(signum))
 
 
 def to_typed(composed: DictConfig) -> RunConfig:
@@ -142,8 +146,8 @@ def say(ranks: Ranks, text: str) -> None:
         print(text, file=sys.__stderr__, flush=True)
 
 
-def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> None:
-    """The run itself: prepare the data, join the ranks, build the stage, train, export."""
+def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+    """The run itself: prepare the data, join the ranks, build the stage, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
         folder.take()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
@@ -175,12 +179,15 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     state = loop.run()
     for reporter in reporters:
         reporter.close()
-    if ranks.is_main:
+    if loop.signum:
+        say(ranks, f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest")
+    elif ranks.is_main:
         export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
         say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, Hugging Face model in {folder.export}")
     dist.barrier()
     folder.release()
+    return loop.signum
 
 
 def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:

@@ -13,6 +13,7 @@ from configs import build_config
 from training import loop
 from training.checkpoint import TrainerState
 from training.loop import Horizon, TrainingLoop
+from training.requests import Request
 from training.run_folder import RunFolder
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
@@ -64,12 +65,17 @@ class Reporter:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """run(*overrides, start=..., last=...): (events in order, the engine, the final state)."""
+    """run(*overrides, start=..., last=..., asked={step: request}): (events in order, the engine, the final state)."""
 
-    def start(*overrides: str, start: int = 0, last: int = 5, evaluates: bool = False) -> tuple[list[Any], Engine, TrainerState]:
+    def start(
+        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
+    ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}")))
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        nothing = lambda: None  # noqa: E731
+        requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda: asked.get(len(engine.rates), Request()))
+        monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
@@ -127,3 +133,14 @@ def test_stopping_early_leaves_the_schedule(run) -> None:
     events, stopped, final = run("logging_steps=10", last=2)
     assert stopped.rates == whole.rates[:2] and final.step == 2
     assert events[-1] == "save 2" and events[0]["step"] == 2
+
+
+def test_a_request_comes_into_force_after_its_step(run) -> None:
+    events, _, final = run("logging_steps=10", "eval_file=e", evaluates=True, asked={2: Request(save=True), 3: Request(stop=True)})
+    assert events[0] == "save 2" and final.step == 3
+    assert [e if isinstance(e, str) else list(e)[1] for e in events[1:]] == ["loss", "eval_loss", "save 3"]
+
+
+def test_a_signal_leaves_no_time_for_an_evaluation(run) -> None:
+    events, _, final = run("logging_steps=10", "eval_file=e", "eval_steps=1", evaluates=True, asked={1: Request(signum=15)})
+    assert [e if isinstance(e, str) else list(e)[1] for e in events] == ["loss", "save 1"] and final.step == 1
