@@ -76,9 +76,10 @@ class CheckpointWriter:
         self._error: UserError | None = None
 
     def save(self, state: TrainerState) -> None:
-        """Writes `global_step{state.step}`. Raises UserError when the disk does not take it."""
+        """Writes `global_step{state.step}`. Raises UserError when the disk does not take it, or when a weight is not finite."""
         self.wait()
         share = plan_share(self._engine)
+        raise_together(find_nonfinite(share, state.step))
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
         self._prepare(folder, sum(file.nbytes for file in share))
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
@@ -125,6 +126,18 @@ class CheckpointWriter:
             except Exception as mistake:
                 errors = [_explain(mistake, folder)]
         self._error = errors[0] if errors else None
+
+
+def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
+    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made it."""
+    for file in share:
+        for name, tensor in file.tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return UserError(
+                    f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the checkpoints before it "
+                    "are untouched. Lower learning_rate and go on with resume=latest"
+                )
+    return None
 
 
 def write_share(folder: Path, share: list[ShareFile], writes_engine_state: bool) -> dict[str, FileRecord]:

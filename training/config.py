@@ -44,6 +44,11 @@ class PadTo(Enum):
     max_seq_length = "max_seq_length"
 
 
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -121,6 +126,7 @@ class RunConfig:
     warmup_ratio: float = MISSING
     weight_decay: float = MISSING
     max_grad_norm: float = MISSING
+    on_nonfinite: OnNonfinite = MISSING
     num_train_epochs: float = MISSING
     max_steps: int | None = MISSING
     stop_after_steps: int | None = MISSING

@@ -1,6 +1,6 @@
 """What is asked of a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the clock of `save_minutes`.
 
-Whichever rank hears of it, all ranks act at the same step boundary: one all-reduce of three numbers on the host, before which the ranks
+Whichever rank hears of it, all ranks act at the same step boundary: one all-reduce of four numbers on the host, before which the ranks
 have met anyway (the gradient norm and the loss are reduced over all of them).
 
 A signal is seen while the main thread is deep in a collective, where Python runs no handler: the interpreter's C handler writes a byte into
@@ -33,6 +33,7 @@ class Request:
     signum: int = 0  # save and leave, without evaluation and export; 0: no signal
     stop: bool = False  # save and end as at the last step
     save: bool = False
+    nonfinite: bool = False  # some rank found the step's loss or gradient to be no number
 
     @property
     def ends(self) -> bool:
@@ -46,7 +47,7 @@ class Requests:
         self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
         self._save_seconds = None if save_minutes is None else 60 * save_minutes
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")  # the numbers are the host's
-        self._numbers = torch.zeros(3, dtype=torch.int32)
+        self._numbers = torch.zeros(4, dtype=torch.int32)
         self._signum = 0
         self._heard_at_boundary = threading.Event()
         self._last_save = time.monotonic()
@@ -66,15 +67,15 @@ class Requests:
         self._heard_at_boundary.set()
         self._writer.close()  # ends the thread
 
-    def agree(self) -> Request:
-        """The same on every rank. The files are removed, so that one file is one request."""
+    def agree(self, nonfinite: bool = False) -> Request:
+        """The same on every rank. nonfinite: what this rank has found of the step that has just ended. The files are removed, so that one file is one request."""
         stop = self._is_main and (self._output_dir / STOP_NAME).exists()
         save = self._is_main and ((self._output_dir / SAVE_NAME).exists() or self._is_time())
-        for place, number in enumerate((self._signum, stop, save)):
+        for place, number in enumerate((self._signum, stop, save, nonfinite)):
             self._numbers[place] = int(number)
         dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group)
-        signum, any_stop, any_save = self._numbers.tolist()
-        request = Request(signum, bool(any_stop), bool(any_save))
+        signum, *asked = self._numbers.tolist()
+        request = Request(signum, *map(bool, asked))
         if request.ends:
             self._heard_at_boundary.set()
         if self._is_main:
