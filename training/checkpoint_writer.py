@@ -2,8 +2,9 @@
 
 A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the replicas of a stage
 share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state and manifest, renames the folder and moves
-`latest`. All that happens in a thread, which talks to the other ranks' threads over a process group of its own; training waits for it only
-where it has to.
+`latest`. All that happens in a thread, which talks to the other ranks' threads over a process group of its own. With `async_save` it writes
+a copy of the state in the host's memory while training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled
+writer queues the tensors themselves, which training then changes; seen in 0.19.8.)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -36,6 +39,7 @@ from training.run_folder import write_atomically
 
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
+_SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
@@ -49,6 +53,10 @@ class ShareFile:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def copy(self) -> ShareFile:
+        """With tensors of its own, in the host's memory."""
+        return ShareFile(self.name, {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
 
 
 def plan_share(engine: PipelineEngine) -> list[ShareFile]:
@@ -68,23 +76,31 @@ def plan_share(engine: PipelineEngine) -> list[ShareFile]:
 class CheckpointWriter:
     """Saves the state of one engine into one `checkpoints` folder. All ranks call each method at the same step."""
 
-    def __init__(self, engine: PipelineEngine, checkpoints: Path, keep_last: int | None = None, keep_best: int | None = None) -> None:
+    def __init__(
+        self, engine: PipelineEngine, checkpoints: Path, keep_last: int | None = None, keep_best: int | None = None, asynchronous: bool = False
+    ) -> None:
         self._engine, self._checkpoints, self._keep = engine, checkpoints, (keep_last, keep_best)
+        self._asynchronous = asynchronous
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
 
     def save(self, state: TrainerState) -> None:
-        """Writes `global_step{state.step}`. Raises UserError when the disk does not take it, or when a weight is not finite."""
+        """Writes `global_step{state.step}`; asynchronously, only takes a copy and starts to write it.
+
+        Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
+        """
         self.wait()
         share = plan_share(self._engine)
-        raise_together(find_nonfinite(share, state.step))
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
-        self._prepare(folder, sum(file.nbytes for file in share))
+        fits = self._prepare(folder, sum(file.nbytes for file in share))
+        if self._asynchronous and fits:
+            share = [file.copy() for file in share]
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
-        self.wait()
+        if not (self._asynchronous and fits):
+            self.wait()
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError when the disk did not take it."""
@@ -93,27 +109,34 @@ class CheckpointWriter:
             self._thread = None
             raise_together(self._error)
 
-    def _prepare(self, folder: Path, nbytes: int) -> None:
-        """An empty folder that all ranks see, on a disk that has room for what all of them write."""
-        needed: list[int] = [0] * self._world_size
-        dist.all_gather_object(needed, nbytes, group=self._group)
+    def _prepare(self, folder: Path, nbytes: int) -> bool:
+        """An empty folder that all ranks see, on a disk that has room for what all of them write.
+
+        Returns whether a copy of what the ranks of this host write fits into its memory.
+        """
+        told: list[Any] = [None] * self._world_size
+        host = socket.gethostname()
+        dist.all_gather_object(told, (host, nbytes), group=self._group)
         error = None
         if self._rank == 0:
             try:
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                check_disk_space(self._checkpoints, sum(needed) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(count for _, count in told) + _SPARE_BYTES)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             except (UserError, OSError) as mistake:
                 error = _explain(mistake, folder)
         raise_together(error)
+        return sum(count for where, count in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
 
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
         """In the thread. Every rank ends with the same `_error`, or none."""
         records: dict[str, FileRecord] = {}
         error = None
         try:
-            records = write_share(folder, share, writes_engine_state=self._rank == 0)
+            error = find_nonfinite(share, state.step)
+            if error is None:
+                records = write_share(folder, share, writes_engine_state=self._rank == 0)
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size

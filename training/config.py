@@ -136,6 +136,7 @@ class RunConfig:
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
     save_minutes: float | None = MISSING
+    async_save: bool = MISSING
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
     grace_seconds: float = MISSING

@@ -54,7 +54,7 @@ class TrainingLoop:
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self.last_eval: Record | None = None
-        self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best)
+        self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
@@ -74,6 +74,7 @@ class TrainingLoop:
                 pass
         finally:
             self._requests.close()
+        self._writer.wait()
         return self.state
 
     def _step_and_after(self, micro_batches: Any) -> bool:
@@ -129,6 +130,7 @@ class TrainingLoop:
                     "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
+            self._writer.wait()
             raise_together(error)
 
     def _report_interval(self) -> None:

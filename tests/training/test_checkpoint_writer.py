@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from test_checkpoint import STATE
 
 from errors import UserError
 from training import checkpoint_writer, manifest
-from training.checkpoint import find_damage, find_resume, read_state, remove_leftovers
+from training.checkpoint import find_damage, find_resume, list_checkpoints, read_state, remove_leftovers, step_of
 from training.checkpoint_writer import CheckpointWriter, ShareFile
 
 TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensors": 2.0}
@@ -104,11 +105,55 @@ def test_a_step_that_is_saved_again_replaces_the_old(
 
 def test_other_ranks_hear_of_a_failure(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(told: list[Any], mine: Any, group: object) -> None:
-        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine, tuple) else [mine, 0]
+        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine[0], dict) else [mine, ("elsewhere", 0)]
 
-    monkeypatch.setattr(checkpoint_writer.dist, "all_gather_object", gather)
+    monkeypatch.setattr(checkpoint_writer.dist, "all_gather_object", gather)  # rank 1 is another host's
     writer._world_size = 2
     with pytest.raises(UserError, match="rank 1 has no room"):
         save(writer, 2)
     assert not (tmp_path / "latest").exists()
 
+
+
+def test_training_goes_on_while_a_copy_is_written(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer._asynchronous, trained, may_write = True, torch.ones(3), threading.Event()
+    write_share = checkpoint_writer.write_share
+
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        assert may_write.wait(20)
+        return write_share(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_writer, "write_share", write_late)
+    monkeypatch.setattr(checkpoint_writer, "plan_share", lambda _: [ShareFile("layer_00-model_states.pt", {"x": trained})])
+    save(writer, 2)
+    trained.fill_(5.0)  # the next step
+    assert not (tmp_path / "latest").exists() and find_checkpoints(tmp_path) == []
+    may_write.set()
+    save(writer, 4)  # waits for the first
+    assert 2 in find_checkpoints(tmp_path)
+    writer.wait()
+    assert latest(tmp_path) == tmp_path / "global_step4"
+    for step, value in ((2, 1.0), (4, 5.0)):
+        assert torch.load(tmp_path / f"global_step{step}" / "layer_00-model_states.pt", weights_only=True)["x"].tolist() == [value] * 3
+
+
+def test_what_went_wrong_beside_the_training_is_told_at_the_end(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer._asynchronous = True
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "save_torch", lambda *_: 1 / 0)
+        save(writer, 2)
+        with pytest.raises(UserError, match="saving: .*tmp-global_step2 could not be written .ZeroDivisionError"):
+            writer.wait()
+    writer.wait()  # told once
+
+
+def test_where_a_copy_does_not_fit_the_save_is_waited_for(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer._asynchronous = True
+    monkeypatch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(ShareFile, "copy", lambda _: pytest.fail("copied"))
+    save(writer, 2)
+    assert latest(tmp_path) == tmp_path / "global_step2"
+
+
+def find_checkpoints(folder: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(folder)]
