@@ -98,6 +98,10 @@ class TrainLoader:
     def __len__(self) -> int:
         return self._order.steps_per_epoch
 
+    def sample_ids(self, step: int) -> np.ndarray:
+        """Of the step's global batch, int64 [global_batch_size]: places in the data set, from 0."""
+        return self._order.sample_ids(step)
+
     def step_info(self, step: int) -> StepInfo:
         ids = self._order.sample_ids(step)
         lengths = self._rows.lengths[ids]

@@ -92,10 +92,10 @@ def convert_to_pipeline(
         for index, infos in enumerate(weights.infos):
             if infos:
                 file = layer_file(step_dir, index)
-                _save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
+                save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
                 weights.report(sum(info.nbytes for info in infos.values()))
                 folder.flush(file)
-        _save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
+        save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
         _write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
 
@@ -250,8 +250,8 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(get_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def _save_torch(content: dict[str, Any], file: Path) -> None:
-    """Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
+def save_torch(content: dict[str, Any], file: Any) -> None:
+    """`file`: a path, or anything with `write`. Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
     complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it."""
     with_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -79,6 +79,11 @@ class OnBadRecord(Enum):
     skip = "skip"
 
 
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -183,6 +188,8 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+    resume_allow_changes: bool = MISSING
+    trust_checkpoint: bool = MISSING
     inspect_data: bool = MISSING
 
     freeze: list[str] = MISSING
@@ -202,6 +209,7 @@ class RunConfig:
     warmup_ratio: float = MISSING
     weight_decay: float = MISSING
     max_grad_norm: float = MISSING
+    on_nonfinite: OnNonfinite = MISSING
     num_train_epochs: float = MISSING
     max_steps: int | None = MISSING
     stop_after_steps: int | None = MISSING
@@ -210,6 +218,11 @@ class RunConfig:
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
+    save_minutes: float | None = MISSING
+    async_save: bool = MISSING
+    keep_last: int | None = MISSING
+    keep_best: int | None = MISSING
+    grace_seconds: float = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
-from models.adapters import Adapter
+from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
 from models.loss import build_loss
 from models.weights import WeightSource
@@ -83,12 +83,8 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        loaded: set[int] = set()
-        for index in range(self._local_start, self._local_stop):
-            module = self._module_of(index)
-            if id(module) not in loaded:
-                self._load(module, self._owner_of(index))
-                loaded.add(id(module))
+        for index, _, module in self.local_layers():
+            self._load(module, index)
 
     def _fill_groups(self) -> None:
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
@@ -139,6 +135,31 @@ class StageModule(PipelineModule):
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
         """Those whose gradients the stages that share them must sum: frozen ones have none."""
         return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+
+    def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
+        names = layer_module.state_dict().keys() if self._adapter is None else adapter_names(layer_module)
+        state = layer_module.state_dict()
+        return {name: state[name].detach() for name in names}
+
+    def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
+        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
+        seen: set[int] = set()
+        for index in range(self._local_start, self._local_stop):
+            module, owner = self._module_of(index), self._owner_of(index)
+            if id(module) not in seen:
+                yield owner, self._layers[owner], module
+                seen.add(id(module))
+
+    def owns(self, index: int) -> bool:
+        """False for a layer of another stage whose weights this stage shares."""
+        return self._local_start <= index < self._local_stop
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """Hugging Face name, parameter, and whether this stage owns it; those of `local_layers`."""
+        for index, layer, module in self.local_layers():
+            for name, parameter in module.named_parameters():
+                yield layer.hf_prefix + name, parameter, self.owns(index)
 
     @property
     def has_first_layer(self) -> bool:

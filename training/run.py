@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,9 @@ from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
-from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
+from training.checkpoint import (
+    Resumable, TrainerState, check_resumable, damaged_error, find_damage, find_resume, load_checkpoint, read_state, remove_leftovers,
+)  # fmt: skip
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
@@ -38,9 +41,10 @@ from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
 from training.preparation import build_row_plan, prepare_file
-from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.requests import exit_code
 from training.run_folder import RunFolder
-from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, save_adapter_config
+from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, read_trained_adapter, save_adapter_config
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -58,8 +62,10 @@ def run(composed: DictConfig) -> None:
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
     with exit_on_user_error(ranks, says_rank=True):
-        train(config, plan, folder, ranks)
+        signum = train(config, plan, folder, ranks)
     dist.destroy_process_group()
+    if signum:
+        sys.exit(exit_code(signum))
 
 
 def inspect_data(config: RunConfig, ranks: Ranks) -> None:
@@ -81,6 +87,7 @@ class CheckedRun:
     bounds: list[int]
     adapter: Adapter | None
     resume_from: Path | None
+    resumable: Resumable | None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -94,9 +101,9 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_attention(config.attn_implementation, has_accelerator)
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
-    resume_from = find_resume(config.resume, folder.checkpoints)
-    resumes_weights = resume_from is not None and config.adapter.name is AdapterName.none  # an adapter's checkpoint holds itself alone
-    source = open_weights(str(resume_from) if resumes_weights else _weights_path(config), config.trust_remote_code)
+    resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
+    resume_from = resumable.candidates[0] if resumable else None
+    source = open_weights(_source_path(config, resume_from), config.trust_remote_code)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
@@ -109,7 +116,12 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_same_adapter(config, adapter, resume_from)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, adapter, resume_from)
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable)
+
+
+def _source_path(config: RunConfig, resume_from: Path | None) -> str:
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone, beside the model it started from."""
+    return _weights_path(config) if resume_from is None or config.adapter.name is AdapterName.lora else str(resume_from)
 
 
 def _weights_path(config: RunConfig) -> str:
@@ -148,8 +160,8 @@ def say(ranks: Ranks, text: str) -> None:
         print(text, file=sys.__stderr__, flush=True)
 
 
-def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> None:
-    """The run itself: prepare the data, join the ranks, build the stage, train, export."""
+def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+    """The run itself: prepare the data, join the ranks, build the stage, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
         folder.take()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
@@ -160,6 +172,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
+    plan = confirm_resume(config, plan, ranks)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
@@ -168,7 +181,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     )
     engine = initialize_engine(module, config, plan.layout)
     if plan.resume_from is not None:
-        load_checkpoint(engine, plan.resume_from, adapter_only=plan.adapter is not None)
+        load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
     reporters: list[Reporter] = []
     if ranks.is_main:
@@ -182,13 +195,42 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     state = loop.run()
     for reporter in reporters:
         reporter.close()
-    if ranks.is_main:
+    if loop.signum:
+        say(ranks, f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest")
+    elif ranks.is_main:
         export(plan, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
         exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
         say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
     dist.barrier()
     folder.release()
+    return loop.signum
+
+
+def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:
+    """Reads the checkpoint against its manifest, each rank a share of it; `resume=latest` goes back to the newest one that is whole.
+
+    Raises UserError when none is.
+    """
+    if plan.resumable is None:
+        return plan
+    damages = list(plan.resumable.damages)
+    for chosen in plan.resumable.candidates:
+        found: list[str | None] = [None] * ranks.world_size
+        dist.all_gather_object(found, find_damage(chosen, ranks.rank, ranks.world_size))
+        if not any(found):
+            break
+        damages.append(next(filter(None, found)))
+    else:
+        raise_together(damaged_error(damages))
+    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
+        say(ranks, f"resume: {text}")
+    if plan.adapter is not None:
+        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(chosen, plan.layers))
+        return dataclasses.replace(plan, resume_from=chosen, adapter=adapter)
+    if chosen == plan.resume_from:
+        return plan
+    return dataclasses.replace(plan, resume_from=chosen, source=open_weights(str(chosen), config.trust_remote_code))
 
 
 def export(plan: CheckedRun, folder: RunFolder) -> None:
@@ -272,11 +314,13 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
-        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed
-    )
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
+        config.precision.value, config.optimizer.name.value,
+    )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
-        check_resumable(saved, start, plan.resume_from)
+        for difference in check_resumable(saved, start, plan.resume_from, config.resume_allow_changes):
+            print(f"resume: {difference}", file=sys.__stderr__, flush=True)
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
     if start.step >= last_step:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from errors import UserError
@@ -82,6 +83,17 @@ def _show(value: object) -> object:
     return f"[{','.join(sorted(value))}]" if isinstance(value, (set, list)) else value
 
 
+def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
+    """The adapter that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a file that cannot be read."""
+    checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name)
+    tensors = {}
+    for index, layer in enumerate(layers):
+        if layer.owns_weights:
+            parameters = checkpoint.read_parameters(index)
+            tensors |= {to_peft_name(name, layer): tensor.contiguous() for name, tensor in parameters.items()}
+    return tensors
+
+
 def save_adapter_config(adapter: Adapter, folder: Path) -> None:
     """adapter_config.json, as peft writes it."""
     adapter.config.save_pretrained(str(folder))
@@ -89,12 +101,7 @@ def save_adapter_config(adapter: Adapter, folder: Path) -> None:
 
 def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path) -> None:
     """A standard peft folder of the adapter that the newest checkpoint holds, with the tokenizer beside it."""
-    checkpoint = PipelineCheckpoint(checkpoints, (checkpoints / "latest").read_text().strip())
-    tensors = {}
-    for index, layer in enumerate(layers):
-        if layer.owns_weights:
-            adapter = checkpoint.read_parameters(index)
-            tensors |= {to_peft_name(name, layer): tensor.contiguous() for name, tensor in adapter.items() if "lora_" in name}
+    tensors = read_trained_adapter(checkpoints / (checkpoints / "latest").read_text().strip(), layers)
     fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})

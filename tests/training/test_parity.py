@@ -7,7 +7,6 @@ because otherwise the weights would agree whatever the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
