@@ -43,6 +43,7 @@ ARCHITECTURES: dict[str, str] = {
     "llama": "models.llama",
     "mistral": "models.mistral",
     "mpt": "models.mpt",
+    "olmo2": "models.olmo2",
     "phi3": "models.phi3",
     "qwen2": "models.qwen2",
     "qwen3": "models.qwen3",

@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 48, "n_heads": 3, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
     "gpt2": {"n_positions": 256, "n_embd": 48, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "scale_attn_by_inverse_layer_idx": True},
+    "olmo2": {},
     "deepseek_v3": {
         "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
         "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from models.architecture import Layer
 from models.loss import build_loss
 from models.weights import WeightSource
 from training.ranks import raise_together
+from training.trainable import choose_trained
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -118,12 +118,7 @@ class StageModule(PipelineModule):
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
-        layer = self._layers[index]
-        if self._adapter is not None:
-            self._adapter.attach(module, index, layer)
-        for name, parameter in module.named_parameters():
-            if any(re.search(pattern, layer.hf_prefix + name) for pattern in self._freeze):
-                parameter.requires_grad_(False)
+        choose_trained(module, index, self._layers[index], self._adapter, self._freeze)
 
     def forward(self, forward_input: Any) -> Any:
         """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from errors import UserError
 from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, to_peft_name
@@ -42,6 +43,15 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         use_rslora=options.use_rslora, use_dora=options.use_dora, base_model_name_or_path=config.model_name_or_path,
     )  # fmt: skip
     return Adapter(lora, config.seed)
+
+
+def choose_trained(module: nn.Module, index: int, layer: Layer, adapter: Adapter | None, freeze: Sequence[str]) -> None:
+    """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all but what `freeze` names."""
+    if adapter is not None:
+        adapter.attach(module, index, layer)
+    for name, parameter in module.named_parameters():
+        if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
+            parameter.requires_grad_(False)
 
 
 def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS
 from test_run import eval_dataset, read_metrics, root, run  # noqa: F401  (fixtures)
 from tiny import save_records, save_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from convert2ckpt import main as convert2ckpt
@@ -59,18 +60,22 @@ def test_five_sgd_steps_equal_peft(workers: Callable[[int], WorkerGroup], tmp_pa
     case = Case(model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=(*overrides, "learning_rate=0.5"))
     result = merge(workers(world_size).run(train_case, case))
     oracle = train_oracle(case, model)
-    layers = build_layers(model.config)
-    trained = {
-        to_peft_name(name.removeprefix(layer.hf_prefix), layer): tensor
-        for name, tensor in result["weights"].items()
-        for layer in layers
-        if "lora_" in name and name.startswith(layer.hf_prefix)
-    }
-    expected = {name.replace("_vector.default.weight", "_vector").replace(".default", ""): t for name, t in oracle["weights"].items() if "lora_" in name}
-    worst, name = worst_difference(trained, expected)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def to_peft_weights(result: dict[str, Any], oracle: dict[str, Any], config: PretrainedConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The adapters' weights of the stages and of the oracle, by the names in a peft folder."""
+    trained = {
+        to_peft_name(name.removeprefix(layer.hf_prefix), layer): tensor
+        for name, tensor in result["weights"].items()
+        for layer in build_layers(config)
+        if "lora_" in name and name.startswith(layer.hf_prefix)
+    }
+    expected = {name.replace("_vector.default.weight", "_vector").replace(".default", ""): t for name, t in oracle["weights"].items() if "lora_" in name}
+    return trained, expected
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
