@@ -12,18 +12,16 @@ import argparse
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.allocation import AllocationPeak  # noqa: E402
 from models.loss import IGNORE_INDEX, causal_lm_loss  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,31 +81,9 @@ def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:
 
 def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
     """Bytes of all storages that live at once, at most, beside the inputs."""
-    with AllocationPeak({tensor.untyped_storage()._cdata for tensor in inputs}) as counter:
+    with AllocationPeak(*inputs) as counter:
         take_pass(loss, *inputs)
     return counter.peak
-
-
-class AllocationPeak(TorchDispatchMode):
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known = known
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self.alive += storage.nbytes()
-                self.peak = max(self.peak, self.alive)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        return result
-
-    def _forget(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.alive -= size
 
 
 def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:

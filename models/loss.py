@@ -50,35 +50,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         context: Any, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, denominator: torch.Tensor, needs_gradient: bool
     ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        denominator = denominator.to(dtype)
         gradients = _Gradients(hidden, weight, context.needs_input_grad[1]) if needs_gradient else None
         loss = hidden.new_zeros((), dtype=dtype)
         rows = max(1, PIECE // weight.shape[0])
         for start in range(0, len(hidden), rows):
             piece = slice(start, start + rows)
-            loss += _sum_piece(piece, hidden, weight, target_ids, denominator, gradients)
-        context.gradients = gradients
-        return loss / denominator
+            loss += _sum_piece(piece, hidden, weight, target_ids, loss.dtype, gradients)
+        context.gradients, context.denominator = gradients, denominator.to(dtype)
+        return loss / context.denominator
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, of_weight = context.gradients.finish(of_loss)
+        of_hidden, of_weight = context.gradients.finish(of_loss / context.denominator)
         context.gradients = None  # the graph outlives its backward pass, since the engine keeps the loss
         return of_hidden, of_weight, None, None, None
 
 
 def _sum_piece(
-    piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, denominator: torch.Tensor, gradients: _Gradients | None
+    piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, dtype: torch.dtype, gradients: _Gradients | None
 ) -> torch.Tensor:
     """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is made here goes."""
-    log_probabilities = F.log_softmax(F.linear(hidden[piece], weight), dim=-1, dtype=denominator.dtype)  # [n, V]
+    log_probabilities = F.log_softmax(F.linear(hidden[piece], weight), dim=-1, dtype=dtype)  # [n, V]
     own = target_ids[piece].unsqueeze(1)  # [n, 1]
     loss = -log_probabilities.gather(1, own).sum()
     if gradients is not None:
         probabilities = log_probabilities.exp_()
-        of_logits = probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own)).div_(denominator)
-        gradients.add(piece, of_logits.to(weight.dtype))
+        gradients.add(piece, probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own)))
     return loss
 
 
@@ -97,11 +95,13 @@ class _Gradients:
         self._of_weight = torch.zeros_like(weight) if weight_trains and not waits else None
 
     def add(self, piece: slice, of_logits: torch.Tensor) -> None:
-        """of_logits: [n, V]."""
-        torch.mm(of_logits, self._weight, out=self._of_hidden[piece])
+        """of_logits: [n, V], fp32 at least."""
         if self._of_logits is not None:
-            self._of_logits[piece] = of_logits
-        elif self._of_weight is not None:
+            of_logits = self._of_logits[piece].copy_(of_logits)
+        else:
+            of_logits = of_logits.to(self._weight.dtype)
+        torch.mm(of_logits, self._weight, out=self._of_hidden[piece])
+        if self._of_weight is not None:
             self._of_weight.addmm_(of_logits.T, self._hidden[piece])
 
     def finish(self, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

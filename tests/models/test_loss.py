@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from allocation import AllocationPeak
+from benchmarks.allocation import AllocationPeak
 from models.loss import causal_lm_loss
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary

@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from allocation import AllocationPeak
 from cases import Case, build_engine
 from distributed import WorkerGroup
 from tiny import save_llama, save_records, save_tokenizer
 
+from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers
 from models.weights import open_weights
 from training.config import Device, HardwareConfig, RunConfig

@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationPeak(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most."""
+    """Bytes of all storages that live at once, at most; those of `inputs` are not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self._known: set[int] = set()
+        self._known = {tensor.untyped_storage()._cdata for tensor in inputs}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
