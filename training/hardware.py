@@ -26,7 +26,7 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
     if hardware.peak_flops is None:
         hardware = _measure(hardware, precision, world_size)
     if precision.value not in hardware.peak_flops:
-        raise UserError(f"precision={precision.value}: hardware={hardware.name} has no peak for it; set +hardware.peak_flops.{precision.value}=...")
+        raise UserError(f"precision={precision.value}: hardware={hardware.name} has no peak for it; add it to conf/hardware/{hardware.name}.yaml")
     return hardware
 
 

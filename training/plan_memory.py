@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from models.loss import PIECE
 from training.config import Device, Offload, OptimizerName, Precision
 from training.plan_cost import POSITION_BYTES, LayerCost
 
 # Elements of DeepSpeed's buckets: `reduce_bucket_size` (runtime/zero/config.py) and MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py).
 BUCKET = 500_000_000
-# Bytes a logit at the peak of the plain loss, in the backward pass: log-softmax, its gradient, and the logits' gradient, in fp32.
-LOSS_BYTES_A_LOGIT = 12
 HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assumption
 
 
@@ -130,11 +129,21 @@ def compute_memory(
         optimizer=state.optimizer,
         activations=in_flight * (held + kept),
         recomputation=recomputation,
-        loss=LOSS_BYTES_A_LOGIT * tokens * vocab_size if is_last else 0,
+        loss=compute_loss_bytes(tokens * vocab_size, precision) if is_last else 0,
         buffers=state.buffers + in_transit,
         step=state.step,
         host=state.host + HOST_BYTES_A_RANK,
     )
+
+
+def compute_loss_bytes(num_logits: int, precision: Precision) -> int:
+    """Peak of `models.loss` beside the head's gradient. num_logits: B x T x V, every token a target.
+
+    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all: the logits' gradient in bf16. fp16 takes no pieces: its
+    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    """
+    piece = min(num_logits, PIECE)
+    return {Precision.fp32: 8 * piece, Precision.bf16: 10 * piece + 2 * num_logits, Precision.fp16: 12 * num_logits}[precision]
 
 
 def group_layers(num_layers: int, interval: int) -> list[tuple[int, int]]:

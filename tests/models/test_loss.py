@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from benchmarks.allocation import AllocationPeak
 from models.loss import causal_lm_loss
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
@@ -67,3 +68,88 @@ def test_logits_are_made_for_targets_only(batch, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("models.loss.F.linear", lambda x, w: (made.append(x.shape), linear(x, w))[1])
     causal_lm_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
     assert made == [(22, D)]
+
+
+def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The same, whole."""
+    (hidden_states, weight), (labels, denominator) = outputs, targets
+    has_target = labels[:, 1:] != -100
+    logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator.to(logits.dtype)
+
+
+def loss_and_gradients(loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
+    loss = loss_fn((inputs[0], inputs[1]), (labels, torch.tensor(17.0)))
+    return loss, *torch.autograd.grad(loss / 3, inputs)
+
+
+# fp32 and fp64: sums in another order. bf16: the scale of the loss is applied after rounding and not before, one more rounding.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
+def test_pieces_are_the_whole(batch, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a piece: one target, some that do not divide the targets, all."""
+    monkeypatch.setattr("models.loss.PIECE", piece)
+    hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
+    found = loss_and_gradients(causal_lm_loss, hidden_states, weight, batch[2])
+    expected = loss_and_gradients(plain_loss, hidden_states, weight, batch[2])
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.dtype == plain.dtype
+        assert (ours - plain).abs().max() <= TOLERANCES[dtype] * plain.abs().max()
+    assert abs(found[0] - expected[0]) <= 1e-6 * expected[0]
+
+
+def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.loss.PIECE", 4 * V)
+    low = [tensor.detach().to(torch.bfloat16) for tensor in batch[:2]]
+    exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), batch[2])
+    ours, plain = (loss_and_gradients(function, *low, batch[2]) for function in (causal_lm_loss, plain_loss))
+    for index in (1, 2):
+        errors = [(gradients[index].double() - exact[index]).norm() for gradients in (ours, plain)]
+        assert errors[0] <= 1.25 * errors[1]
+
+
+def test_a_frozen_head_gets_no_gradient(batch) -> None:
+    hidden_states, weight, labels = batch
+    loss = causal_lm_loss((hidden_states, weight.detach()), (labels, torch.tensor(22.0)))
+    expected = plain_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
+    (found,), (wanted,) = (torch.autograd.grad(value, [hidden_states]) for value in (loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_fp16_makes_its_logits_at_once(batch) -> None:
+    """Its gradients would underflow before the loss scale is known."""
+    hidden_states, weight = (tensor.detach().half().requires_grad_() for tensor in batch[:2])
+    loss = causal_lm_loss((hidden_states, weight), (batch[2], torch.tensor(2.0**20)))
+    (gradient,) = torch.autograd.grad(loss * 2.0**20, [weight])
+    assert gradient.count_nonzero() > 0.99 * gradient.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden, vocabulary = 512, 64, 8000
+    monkeypatch.setattr("models.loss.PIECE", tokens * vocabulary // 16)
+    states, weight = torch.randn(1, tokens, hidden, dtype=dtype), torch.randn(vocabulary, hidden, dtype=dtype)
+    labels = torch.randint(vocabulary, (1, tokens))
+    peaks = []
+    for function in (causal_lm_loss, plain_loss):
+        with AllocationPeak() as counter:
+            loss_and_gradients(function, states, weight, labels)
+        peaks.append(counter.peak)
+    assert peaks[0] < peaks[1] / 3
+
+
+def test_evaluation_keeps_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden, vocabulary = 512, 16, 2000
+    piece = tokens * vocabulary // 16
+    monkeypatch.setattr("models.loss.PIECE", piece)
+    states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden), (vocabulary, hidden)))
+    with torch.no_grad(), AllocationPeak() as counter:
+        loss = causal_lm_loss((states, weight), (torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0)))
+    assert loss.grad_fn is None
+    assert counter.peak < 4 * (3 * piece + 3 * states.numel() + weight.numel())

@@ -35,5 +35,5 @@ def test_what_is_stated_is_not_measured() -> None:
 def test_a_precision_without_a_peak() -> None:
     hardware = build_config("hardware=h100").hardware
     hardware.peak_flops = {"bf16": 1.0}
-    with pytest.raises(UserError, match=r"precision=fp32: hardware=h100 has no peak for it; set \+hardware.peak_flops.fp32"):
+    with pytest.raises(UserError, match=r"precision=fp32: hardware=h100 has no peak for it; add it to conf/hardware/h100.yaml"):
         complete_hardware(hardware, Precision.fp32, 1)

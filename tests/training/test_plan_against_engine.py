@@ -6,20 +6,17 @@ CPU touches only what is written; and what is offloaded counts too, since here t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from cases import Case, build_engine
 from distributed import WorkerGroup
 from tiny import save_llama, save_records, save_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers
 from models.weights import open_weights
 from training.config import Device, HardwareConfig, RunConfig
@@ -41,34 +38,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(root / "hf")
     save_records(root / "train.jsonl", 40)
     return root
-
-
-class AllocationPeak(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self._known:
-            self._known.add(address)
-            self.alive += size
-            self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._forget, address, size)
-
-    def _forget(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.alive -= size
 
 
 def train_counted(case: Case) -> int:

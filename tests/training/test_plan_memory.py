@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from models.loss import PIECE
 from training.config import Device, Offload, OptimizerName, Precision
 from training.plan_cost import LayerCost
-from training.plan_memory import BUCKET, LOSS_BYTES_A_LOGIT, Memory, State, compute_memory, compute_state, group_layers
+from training.plan_memory import BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state, group_layers
 
 ADAMW, SGD = OptimizerName.adamw, OptimizerName.sgd
 BIG = 10 * BUCKET
@@ -80,7 +81,15 @@ def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:
 
 
 def test_only_the_last_stage_makes_logits() -> None:
-    assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, LOSS_BYTES_A_LOGIT * TOKENS * 7]
+    assert [memory(stage, 3, 8, 1).loss for stage in range(3)] == [0, 0, 12 * TOKENS * 7]
+
+
+def test_the_loss_makes_its_logits_in_pieces() -> None:
+    many = 4096 * 128_000
+    assert compute_loss_bytes(many, Precision.bf16) == 2 * many + 10 * PIECE
+    assert compute_loss_bytes(many, Precision.fp32) == 8 * PIECE
+    assert compute_loss_bytes(many, Precision.fp16) == 12 * many
+    assert compute_loss_bytes(100, Precision.fp32) == 800
 
 
 def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:

@@ -1,0 +1,100 @@
+"""The loss in pieces beside the plain one: time and peak memory of a forward and backward pass, as ratios.
+
+    python benchmarks/loss.py [--vocab_size 128000] [--tokens 4096] [--hidden_size 512] [--precision bf16] [--rounds 7]
+
+Both run in this process on the same tensors, in turns; the ratios are taken within a round, since the machine's speed drifts. Memory is
+that of all tensors that live at once, beside the inputs. On a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.allocation import AllocationPeak  # noqa: E402
+from models.loss import IGNORE_INDEX, causal_lm_loss  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab_size", type=int, default=128_000)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    inputs = make_inputs(arguments)
+    losses: dict[str, Loss] = {"plain": plain_loss, "in pieces": causal_lm_loss}
+    peaks = {name: measure_peak(loss, *inputs) for name, loss in losses.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
+    for number in range(arguments.rounds):
+        for name in sorted(losses, reverse=number % 2 == 1):  # who comes first takes turns
+            seconds[name].append(measure_seconds(losses[name], *inputs))
+    report(arguments, peaks, seconds)
+
+
+def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
+    """hidden_states [1, T, D], weight [V, D], labels [1, T], all of them targets, and the denominator."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"dtype": DTYPES[arguments.precision], "device": device}
+    hidden_states = torch.randn(1, arguments.tokens, arguments.hidden_size, **options, requires_grad=True)
+    weight = torch.randn(arguments.vocab_size, arguments.hidden_size, **options).mul_(arguments.hidden_size**-0.5).requires_grad_()
+    labels = torch.randint(arguments.vocab_size, (1, arguments.tokens), device=device)
+    return hidden_states, weight, labels, torch.tensor(float(arguments.tokens), device=device)
+
+
+def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The same function with whole logits."""
+    (hidden_states, weight), (labels, denominator) = outputs, targets
+    has_target = labels[:, 1:] != IGNORE_INDEX
+    logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator
+
+
+def take_pass(loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor) -> None:
+    torch.autograd.grad(loss((hidden_states, weight), (labels, denominator)), (hidden_states, weight))
+
+
+def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    take_pass(loss, *inputs)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
+    """Bytes of all storages that live at once, at most, beside the inputs."""
+    with AllocationPeak(*inputs) as counter:
+        take_pass(loss, *inputs)
+    return counter.peak
+
+
+def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:
+    ratios = [ours / plain for ours, plain in zip(seconds["in pieces"], seconds["plain"], strict=True)]
+    print(f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, {arguments.precision}")
+    print("| loss | peak, GiB | s, median |\n|---|---|---|")
+    for name, peak in peaks.items():
+        print(f"| {name} | {peak / 2**30:.2f} | {statistics.median(seconds[name]):.2f} |")
+    print(f"peak: in pieces / plain = {peaks['in pieces'] / peaks['plain']:.3f}")
+    print(f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, {arguments.rounds} rounds)")
+
+
+if __name__ == "__main__":
+    main()
