@@ -276,11 +276,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 
 def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, log: bool = True) -> dict[str, Path]:
     """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
-
-    def tell(text: str) -> None:
-        if log:
-            say(ranks, text)
-
+    tell = (lambda text: say(ranks, text)) if log and ranks.is_main else None
     return {key: prepare_file(config, key, tokenizer, tell) for key in ("train_file", "eval_file") if getattr(config, key) is not None}
 
 
