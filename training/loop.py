@@ -70,8 +70,9 @@ class TrainingLoop:
         self._interval.start()
         self._requests.start()
         try:
-            while not self._step_and_after(micro_batches):
-                pass
+            ended = self.state.step >= self.horizon.last_step
+            while not ended:
+                ended = self._step_and_after(micro_batches)
         finally:
             self._requests.close()
         self._writer.wait()

@@ -294,7 +294,8 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
             print(f"resume: {difference}", file=sys.__stderr__, flush=True)
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
-    if start.step >= last_step:
+    unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
+    if start.step > last_step or start.step == last_step and not unfinished:
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
