@@ -34,8 +34,9 @@ from transformers import LlamaConfig  # noqa: E402
 
 from models.architecture import Layer, build_layers  # noqa: E402
 from models.weights import open_weights  # noqa: E402
-from training.checkpoint import TrainerState, find_damage, load_checkpoint  # noqa: E402
+from training.checkpoint import TrainerState, load_checkpoint  # noqa: E402
 from training.checkpoint_writer import CheckpointWriter, plan_share  # noqa: E402
+from training.resume import find_damage  # noqa: E402
 
 STATE = TrainerState(1, 0, 1, 1, 1, 1, 1, 1, 0, "bf16", "adamw")
 

@@ -28,9 +28,7 @@ from errors import UserError
 from models.architecture import Layer, build_layers
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
-from training.checkpoint import (
-    Resumable, TrainerState, check_resumable, damaged_error, find_damage, find_resume, load_checkpoint, read_state, remove_leftovers,
-)  # fmt: skip
+from training.checkpoint import TrainerState, load_checkpoint, read_state, remove_leftovers
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AttnImplementation, Precision, RunConfig
 from training.engine import initialize_engine
@@ -39,8 +37,9 @@ from training.loop import Horizon, TrainingLoop
 from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
-from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.requests import exit_code
+from training.resume import Resumable, check_resumable, choose_whole, find_resume
 from training.run_folder import RunFolder
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -82,7 +81,7 @@ class CheckedRun:
     layout: Layout
     bounds: list[int]
     resume_from: Path | None
-    resumable: Resumable | None
+    resumable: Resumable | None  # what resume_from is chosen from
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -158,7 +157,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
-    plan = confirm_resume(config, plan, ranks)
+    if plan.resumable is not None:
+        whole = choose_whole(plan.resumable, lambda text: say(ranks, text))
+        plan = dataclasses.replace(plan, resume_from=whole, source=open_weights(str(whole), config.trust_remote_code))
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
@@ -188,29 +189,6 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     dist.barrier()
     folder.release()
     return loop.signum
-
-
-def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:
-    """Reads the checkpoint against its manifest, each rank a share of it; `resume=latest` goes back to the newest one that is whole.
-
-    Raises UserError when none is.
-    """
-    if plan.resumable is None:
-        return plan
-    damages = list(plan.resumable.damages)
-    for chosen in plan.resumable.candidates:
-        found: list[str | None] = [None] * ranks.world_size
-        dist.all_gather_object(found, find_damage(chosen, ranks.rank, ranks.world_size))
-        if not any(found):
-            break
-        damages.append(next(filter(None, found)))
-    else:
-        raise_together(damaged_error(damages))
-    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
-        say(ranks, f"resume: {text}")
-    if chosen == plan.resume_from:
-        return plan
-    return dataclasses.replace(plan, resume_from=chosen, source=open_weights(str(chosen), config.trust_remote_code))
 
 
 def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from test_checkpoint import STATE
 
-from training.checkpoint import find_damage, find_resume, list_checkpoints, read_state, remove_leftovers
+from training.checkpoint import list_checkpoints, read_state, remove_leftovers
 from training.checkpoint_writer import CheckpointWriter, ShareFile
+from training.resume import find_damage, find_resume
 
 KILLS = 25
 LONGEST = 0.3  # s; several saves
