@@ -1,10 +1,10 @@
-# `make demo` and `make test` on a fresh machine: Python 3.11+, a C++ compiler, nothing else. Both install into .venv when it is missing.
+# `make demo` and `make test` on a fresh machine: Python 3.11+, nothing else. Both install into .venv when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
-.PHONY: demo test test-full venv clean
+.PHONY: demo test test-full parity venv clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -14,6 +14,10 @@ test: venv
 
 test-full: venv
 	python -m pytest --durations=20
+
+# Every family against Hugging Face, as figures: docs/parity.md
+parity: venv
+	python tests/training/parity_table.py --output docs/parity.md
 
 venv: $(BIN)/.installed
 

@@ -2,13 +2,15 @@
 
 A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids), (labels, loss_denominator))`; the half
 that a rank does not read is None. input_ids, position_ids and labels are int64 [B, T], padded on the right (labels
-with -100; a causal model needs no mask for that). loss_denominator is a float64 scalar: a micro-batch's loss is
+with -100; a causal model needs no mask for that). position_ids restart at each document of a packed row; padding goes
+on with the last one's. loss_denominator is a float64 scalar: a micro-batch's loss is
 sum(token losses) / loss_denominator.
 
 In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
 loss is a sum.
 
+A row is one sample, or several that are packed (`data/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
 """
 
@@ -24,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.order import GlobalOrder, micro_batch_ids
+from data.rows import RowPlan, Rows
 from data.sample import IGNORE_INDEX
-from data.tokenized import TokenizedDataset
 
 PAD_MULTIPLE = 8
 
@@ -33,7 +35,7 @@ Batch = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
 
 
 class PadTo(StrEnum):
-    """`longest`: the longest sample of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
+    """`longest`: the longest row of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
 
     LONGEST = "longest"
     MAX_SEQ_LENGTH = "max_seq_length"
@@ -48,7 +50,7 @@ class LoaderOptions:
     dp_rank: int
     dp_size: int
     micro_batch_size: int
-    max_seq_length: int
+    row_plan: RowPlan
     pad_token_id: int
     pad_to: PadTo = PadTo.LONGEST
     num_workers: int = 0
@@ -58,8 +60,12 @@ class LoaderOptions:
     def reads_nothing(self) -> bool:
         return not (self.reads_inputs or self.reads_labels)
 
+    @property
+    def max_seq_length(self) -> int:
+        return self.row_plan.max_seq_length
+
     def compute_seq_length(self, lengths: np.ndarray) -> int:
-        """T of a step whose samples have these lengths."""
+        """T of a step whose rows have these lengths."""
         if PadTo(self.pad_to) is PadTo.MAX_SEQ_LENGTH:
             return self.max_seq_length
         rounded = -(-int(lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
@@ -84,7 +90,7 @@ class TrainLoader:
         self._options = options
         self._order = order
         self._gradient_accumulation_steps = gradient_accumulation_steps
-        self._dataset = _open_dataset(path, options, order.num_samples)
+        self._rows = _open_rows(path, options, order.num_samples)
         per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
         if per_step != order.global_batch_size:
             raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
@@ -92,12 +98,16 @@ class TrainLoader:
     def __len__(self) -> int:
         return self._order.steps_per_epoch
 
+    def sample_ids(self, step: int) -> np.ndarray:
+        """Of the step's global batch, int64 [global_batch_size]: places in the data set, from 0."""
+        return self._order.sample_ids(step)
+
     def step_info(self, step: int) -> StepInfo:
         ids = self._order.sample_ids(step)
-        lengths = self._dataset.lengths[ids]
+        lengths = self._rows.lengths[ids]
         return StepInfo(
             num_tokens=int(lengths.sum(dtype=np.int64)),
-            num_targets=int(self._dataset.num_targets[ids].sum(dtype=np.int64)),
+            num_targets=int(self._rows.num_targets[ids].sum(dtype=np.int64)),
             seq_length=self._options.compute_seq_length(lengths),
         )
 
@@ -114,7 +124,7 @@ class TrainLoader:
             self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
         )
         denominator = info.num_targets / (options.dp_size * self._gradient_accumulation_steps)
-        return _collate(self._dataset, ids, info.seq_length, denominator, options)
+        return _collate(self._rows, ids, info.seq_length, denominator, options)
 
 
 class EvalLoader:
@@ -125,9 +135,9 @@ class EvalLoader:
 
     def __init__(self, path: str | Path, options: LoaderOptions, num_samples: int) -> None:
         self._options = options
-        self._dataset = _open_dataset(path, options, num_samples)
-        self._seq_length = options.compute_seq_length(self._dataset.lengths)
-        self.num_targets = int(self._dataset.num_targets.sum(dtype=np.int64))
+        self._rows = _open_rows(path, options, num_samples)
+        self._seq_length = options.compute_seq_length(self._rows.lengths)
+        self.num_targets = int(self._rows.num_targets.sum(dtype=np.int64))
         self.num_micro_batches = _count_eval_micro_batches(num_samples, options)
 
     def __len__(self) -> int:
@@ -140,9 +150,9 @@ class EvalLoader:
     def _build_batch(self, index: int) -> Batch:
         options = self._options
         ids = micro_batch_ids(
-            np.arange(len(self._dataset)), index, options.dp_rank, options.dp_size, options.micro_batch_size
+            np.arange(len(self._rows)), index, options.dp_rank, options.dp_size, options.micro_batch_size
         )
-        return _collate(self._dataset, ids, self._seq_length, 1.0, options)
+        return _collate(self._rows, ids, self._seq_length, 1.0, options)
 
 
 class PlaceholderLoader:
@@ -198,27 +208,24 @@ def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
     return -(-num_samples // (options.micro_batch_size * options.dp_size))
 
 
-def _open_dataset(path: str | Path, options: LoaderOptions, num_samples: int) -> TokenizedDataset:
-    dataset = TokenizedDataset(path, options.reads_inputs, options.reads_labels)
+def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
+    rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
     # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
-    if len(dataset) != num_samples:
-        raise RuntimeError(f"{path} holds {len(dataset)} samples, but the ranks agreed on {num_samples}")
-    if dataset.lengths.max() > options.max_seq_length:
+    if len(rows) != num_rows:
+        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows}")
+    if rows.lengths.max() > options.max_seq_length:
         raise RuntimeError(f"{path} holds samples longer than max_seq_length={options.max_seq_length}")
-    return dataset
+    return rows
 
 
-def _collate(
-    dataset: TokenizedDataset, ids: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions
-) -> Batch:
+def _collate(rows: Rows, ids: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
     shape = (options.micro_batch_size, seq_length)
     inputs = targets = None
     if options.reads_inputs:
-        input_ids = _pad([dataset.input_ids(i) for i in ids], shape, options.pad_token_id)  # [B, T]
-        position_ids = torch.arange(seq_length).repeat(options.micro_batch_size, 1)  # [B, T]
-        inputs = (input_ids, position_ids)
+        input_ids = _pad([rows.input_ids(i) for i in ids], shape, options.pad_token_id)  # [B, T]
+        inputs = (input_ids, _pad_positions([rows.position_ids(i) for i in ids], shape))
     if options.reads_labels:
-        labels = _pad([dataset.labels(i) for i in ids], shape, IGNORE_INDEX)  # [B, T]
+        labels = _pad([rows.labels(i) for i in ids], shape, IGNORE_INDEX)  # [B, T]
         targets = (labels, torch.tensor(loss_denominator, dtype=torch.float64))
     return inputs, targets
 
@@ -227,6 +234,15 @@ def _pad(rows: Sequence[np.ndarray], shape: tuple[int, int], value: int) -> Tens
     padded = np.full(shape, value, dtype=np.int64)
     for row, tokens in zip(padded, rows):
         row[: len(tokens)] = tokens
+    return torch.from_numpy(padded)  # [B, T]
+
+
+def _pad_positions(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> Tensor:
+    """Padding goes on with the last document's positions, so that a batch without packed rows needs no mask at all."""
+    padded = np.tile(np.arange(shape[1]), (shape[0], 1))
+    for row, positions in zip(padded, rows):
+        row -= len(positions) - 1 - positions[-1]
+        row[: len(positions)] = positions
     return torch.from_numpy(padded)  # [B, T]
 
 

@@ -20,13 +20,14 @@ class GlobalOrder:
     num_samples: int
     global_batch_size: int
     seed: int
+    unit: str = "samples"  # what the user is told that there are too few of
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise UserError(f"seed={self.seed} is negative; give 0 or more")
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"train_file holds {self.num_samples} samples, fewer than one global batch"
+                f"train_file holds {self.num_samples} {self.unit}, fewer than one global batch"
                 f" (global_batch_size={self.global_batch_size}); lower global_batch_size (micro_batch_size x"
                 " gradient_accumulation_steps x data-parallel size) or give more data"
             )

@@ -1,23 +1,25 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
-A source is one file (JSON lines, or a `.json` file that holds an array of objects) or `hf:NAME[:SPLIT]`, read through
-`datasets`. Records travel as `(location, json_text)`: the location is what an error message names (`train.jsonl:12`),
-and the text is parsed where it is tokenized, so that parsing is spread over the processes too. Every mistake in a file
-raises `UserError`.
+A source is one file, in a format that its name tells (`data/formats.py`), `hf:NAME[:SPLIT]`, read through `datasets`, or
+`own:SPEC`, one's own function that returns records (`data/targets.py`). A record travels as JSON text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every
+mistake in a file raises `UserError`; one that spoils a single record travels with it, so that the record can be skipped.
 """
 
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 
+from data.formats import RawRecord, describe_json_error, read_file
+from data.targets import TARGET, build_target
 from errors import UserError
 
 HUB_PREFIX = "hf:"
-UTF8_BOM = b"\xef\xbb\xbf"
+OWN_PREFIX = "own:"
 
 
 def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
@@ -29,7 +31,7 @@ def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
 
 
 def _resolve_entry(entry: str, key: str) -> list[str]:
-    if entry.startswith(HUB_PREFIX):
+    if entry.startswith((HUB_PREFIX, OWN_PREFIX)):
         return [entry]
     path = os.path.expanduser(entry)
     # A file whose name holds brackets is a file before it is a pattern.
@@ -51,47 +53,29 @@ def _describe_missing(path: str) -> str:
     return f"{what} {path}{where}; check the path"
 
 
-def read_records(source: str) -> Iterator[tuple[str, str]]:
-    """Yield `(location, json_text)` of every record of a source, in order. Blank lines are skipped."""
-    if source.startswith(HUB_PREFIX):
-        return _read_hub(source)
-    if source.endswith(".json") and _holds_array(source):
-        return _read_array(source)
-    return _read_lines(source)
+def read_records(source: str) -> Iterator[RawRecord]:
+    """Every record of a source, in order."""
+    if source.startswith(OWN_PREFIX):
+        return _read_own(source)
+    return _read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
 
 
-def _read_lines(path: str) -> Iterator[tuple[str, str]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            location = f"{path}:{number}"
-            text = _decode(line.removeprefix(UTF8_BOM) if number == 1 else line, location)
-            if text.strip():
-                yield location, text
+def name_own_source(spec: Mapping[str, Any]) -> str:
+    """The source of records that the function named by `_target_` returns, as text: it is part of the cache's key."""
+    return OWN_PREFIX + json.dumps(dict(spec), sort_keys=True)
 
 
-def _holds_array(path: str) -> bool:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = (line.removeprefix(UTF8_BOM) if number == 1 else line).strip()
-            if text:
-                return text.startswith(b"[")
-    return False
+def _read_own(source: str) -> Iterator[RawRecord]:
+    spec = json.loads(source.removeprefix(OWN_PREFIX))
+    for number, record in enumerate(build_target(spec, TARGET), start=1):
+        location = f"{spec[TARGET]}: record {number}"
+        try:
+            yield RawRecord(location, json.dumps(record))
+        except (TypeError, ValueError) as error:
+            yield RawRecord(location, problem=f"{location}: holds what JSON cannot: {error}; return text, numbers, lists and dicts")
 
 
-def _read_array(path: str) -> Iterator[tuple[str, str]]:
-    with open(path, "rb") as file:
-        lines = file.read().removeprefix(UTF8_BOM).splitlines(keepends=True)
-    text = "".join(_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(f"{path}:{line}: not valid JSON: {_describe_json_error(error)}; mend the file") from None
-    for number, record in enumerate(records, start=1):
-        yield f"{path}: record {number}", json.dumps(record)
-
-
-def _read_hub(source: str) -> Iterator[tuple[str, str]]:
+def _read_hub(source: str) -> Iterator[RawRecord]:
     name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
     try:
         dataset = load_dataset(name, split=split or "train")
@@ -102,17 +86,7 @@ def _read_hub(source: str) -> Iterator[tuple[str, str]]:
         ) from None
     for number, record in enumerate(dataset, start=1):
         # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
-        yield f"{source}: record {number}", json.dumps(record, default=str)
-
-
-def _decode(line: bytes, location: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise UserError(
-            f"{location}: not UTF-8 text (byte 0x{byte:02x} at position {error.start}); convert the file to UTF-8 JSON"
-        ) from None
+        yield RawRecord(f"{source}: record {number}", json.dumps(record, default=str))
 
 
 def parse_record(location: str, json_text: str) -> dict:
@@ -121,15 +95,9 @@ def parse_record(location: str, json_text: str) -> dict:
         record = json.loads(json_text)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{location}: not valid JSON: {_describe_json_error(error)}; mend or remove the line (JSON lines hold one"
+            f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one"
             " whole object a line)"
         ) from None
     if not isinstance(record, dict):
         raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; mend or remove it")
     return record
-
-
-def _describe_json_error(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg}, column {error.colno}"
-    return str(error)

@@ -5,28 +5,28 @@ a sample is never predicted, and targets are counted after the shift. A kind of 
 `Encoder`.
 """
 
-from collections.abc import Sequence
 from typing import Protocol, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
+# A sample that is cut goes on with the last token of the piece before: the token after the cut is predicted from something.
+OVERLAP = 1
 
 
 class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
-    truncated: bool
 
 
 class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
-    def encode(
-        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
-    ) -> Sample: ...
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """The whole sample, of any length. Raises `UserError` naming `location` for a record that cannot be read."""
+        ...
 
 
-def count_targets(labels: Sequence[int]) -> int:
-    """The number of tokens that carry loss, after the shift."""
-    return sum(label != IGNORE_INDEX for label in labels[1:])
+def count_targets(labels: list[int]) -> int:
+    """The number of tokens that carry loss, after the shift. Counted in C: this is called for every sample."""
+    return len(labels) - labels.count(IGNORE_INDEX) - (labels[0] != IGNORE_INDEX)

@@ -4,7 +4,12 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES`. Trainer, converter and tests all look it up here by the checkpoint's own `model_type`.
+and one line in `ARCHITECTURES`. Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
+also say, where its family differs from most:
+
+    ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
+    LEARNED_POSITIONS = True         no sample can be longer than the table of positions
+    ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
 
@@ -18,8 +23,10 @@ Only `hidden_states` is floating, so DeepSpeed sends one gradient back across ea
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,8 +37,28 @@ from errors import UserError
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
+    "deepseek_v3": "models.deepseek_v3",
+    "gemma2": "models.gemma2",
+    "gpt2": "models.gpt2",
     "llama": "models.llama",
+    "mistral": "models.mistral",
+    "mpt": "models.mpt",
+    "olmo2": "models.olmo2",
+    "phi3": "models.phi3",
+    "qwen2": "models.qwen2",
+    "qwen3": "models.qwen3",
 }
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Old exports carry them, and no layer needs them: rotary frequencies and causal masks are computed.
+_IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A Hugging Face tensor that is a part of one of the module's: `tensor[index]`. `hf_name` is without the layer's prefix."""
+
+    hf_name: str
+    index: tuple[int | slice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Layer:
     hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
     tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
+    pieces: of a tensor that Hugging Face keeps in several.
     """
 
     hf_prefix: str
@@ -48,6 +76,7 @@ class Layer:
     args: tuple[Any, ...]
     tied_key: str | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
 
     @property
     def owns_weights(self) -> bool:
@@ -58,19 +87,65 @@ class Layer:
         with torch.device("meta"):
             return self.module_class(*self.args)
 
+    def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
+        return replace(self, pieces=pieces)
+
     def shapes(self) -> dict[str, torch.Size]:
         """Parameter name (as in the layer file) -> shape."""
         return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
+
+    def buffer_names(self) -> set[str]:
+        """The tensors of the layer file that are not trained and keep their own dtype."""
+        module = self.build_on_meta()
+        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
+
+    def get_pieces(self, name: str) -> list[Piece]:
+        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; most often one, all of it."""
+        return [Piece(self.hf_prefix + piece.hf_name, piece.index) for piece in self.pieces.get(name, (Piece(name),))]
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
-    Raises UserError for a `model_type` that is not in the table.
+    Raises UserError for a `model_type` that is not in the table, and for a feature that its layers do not carry.
     """
+    return _load_architecture(config).build_layers(config)
+
+
+def choose_attention(config: PretrainedConfig, requested: str) -> str:
+    """The kernel for `attn_implementation=requested`; `auto` means the family's first.
+
+    Raises UserError for one that the family cannot use.
+    """
+    available = getattr(_load_architecture(config), "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
+    if requested == "auto":
+        return available[0]
+    if requested not in available:
+        raise UserError(f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}")
+    return requested
+
+
+def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
+    """Raises UserError for samples longer than a table of learned positions."""
+    if getattr(_load_architecture(config), "LEARNED_POSITIONS", False) and max_seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned {config.max_position_embeddings} positions; "
+            f"give at most max_seq_length={config.max_position_embeddings}"
+        )
+
+
+def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
+    """Whether a checkpoint may hold this tensor though no layer needs it."""
+    if _IGNORED_TENSORS.search(hf_name):
+        return True
+    ignored_tensors = getattr(_load_architecture(config), "ignored_tensors", None)
+    return ignored_tensors is not None and bool(ignored_tensors(config).search(hf_name))
+
+
+def _load_architecture(config: PretrainedConfig) -> ModuleType:
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"model_type '{config.model_type}' is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
-            "README.md, 'Add a model', says how"
+            "docs/add_a_model.md says how to add one"
         )
-    return importlib.import_module(ARCHITECTURES[config.model_type]).build_layers(config)
+    return importlib.import_module(ARCHITECTURES[config.model_type])

@@ -11,7 +11,7 @@ all where neither dtype nor rows change. The values are the source's bits. The n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def convert_to_pipeline(
 ) -> None:
     """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer and `global_step0/` with one file a layer.
 
-    dtype: that of the floating tensors; None keeps each tensor's own. config.json follows what was written.
+    dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
     special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
     Raises UserError for whatever is wrong with the source, the output folder or the disk.
     """
@@ -92,10 +92,10 @@ def convert_to_pipeline(
         for index, infos in enumerate(weights.infos):
             if infos:
                 file = layer_file(step_dir, index)
-                _save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
+                save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
                 weights.report(sum(info.nbytes for info in infos.values()))
                 folder.flush(file)
-        _save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
+        save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
         _write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
 
@@ -116,15 +116,14 @@ def export_hugging_face(
     check_output_dir(output_dir, overwrite, source.path)
     weights = _Weights(source, source.config, dtype, progress)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
-    places = {info.name: (index, name) for index, infos in enumerate(weights.infos) for name, info in infos.items()}
+    places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
-    ordered = sorted((info for infos in weights.infos for info in infos.values()), key=lambda info: -info.dtype.itemsize)
-    shards = plan_shards(ordered, max_shard_size)
+    shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
 
     with staged_folder(output_dir, overwrite) as folder:
         for file_name, shard in zip(name_shards(len(shards)), shards, strict=True):
             file = folder.path / file_name
-            write_safetensors(file, shard, read=lambda info: weights.read(*places[info.name]), written=weights.report)
+            write_safetensors(file, shard, read=lambda info: weights.read(*places[info]), written=weights.report)
             folder.flush(file)
         if len(shards) > 1:
             _write_json(build_index(shards), folder.path / INDEX_NAME)
@@ -152,13 +151,23 @@ class _Weights:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {info.dtype for infos in self.infos for info in infos.values() if info.dtype.is_floating_point}
+        """Of the floating parameters; buffers keep their own."""
+        pairs = [(layer, info) for layer, infos in zip(self._layers, self.infos, strict=True) for info in infos.items()]
+        return {info.dtype for layer, (name, info) in pairs if info.dtype.is_floating_point and name not in layer.buffer_names()}
 
-    def read(self, index: int, name: str) -> torch.Tensor:
-        """A tensor of layer `index`: mapped from the source, or new where its dtype or its rows change."""
+    def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
+        """Each tensor as Hugging Face keeps it, with the arguments of `read` for it."""
+        for index, infos in enumerate(self.infos):
+            for name, info in infos.items():
+                whole = torch.empty(info.shape, device="meta")
+                for piece in self._layers[index].get_pieces(name):
+                    yield TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype), (index, name, piece.index)
+
+    def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows change."""
         info = self.infos[index][name]
-        tensor = self._read_layer(index)[name]
-        if tensor.shape != info.shape:
+        tensor = self._read_layer(index)[name][place]
+        if not place and tensor.shape != info.shape:
             tensor = grow_rows(tensor, info.shape[0])
         converted = tensor.to(info.dtype)
         if info.dtype == torch.float16 and tensor.dtype != torch.float16:
@@ -179,8 +188,9 @@ class _Weights:
 
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}
+        kept = self._layers[index].buffer_names() if self._dtype is not None else set()
         for name, tensor in self._read_layer(index).items():
-            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() and name not in kept else tensor.dtype
             infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
         return infos
 
@@ -240,8 +250,8 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(get_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def _save_torch(content: dict[str, Any], file: Path) -> None:
-    """Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
+def save_torch(content: dict[str, Any], file: Any) -> None:
+    """`file`: a path, or anything with `write`. Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
     complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it."""
     with_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -192,7 +192,7 @@ def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
     if not output_dir.exists():
         os.rename(path, output_dir)
     elif overwrite:
-        _exchange(path, output_dir)
+        exchange(path, output_dir)
     else:
         raise UserError(f"output_dir {output_dir} appeared while it was being written; another conversion was faster")
     (output_dir / LOCK_NAME).unlink(missing_ok=True)
@@ -200,12 +200,12 @@ def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
     sync_to_disk(output_dir.parent)
 
 
-def _exchange(new: Path, old: Path) -> None:
+def exchange(new: Path, old: Path) -> None:
     """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing removes."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 and renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
         return
-    aside = new.with_name(new.name.replace(".tmp-", ".old-"))
+    aside = old.with_name(f"{old.name}.old-{secrets.token_hex(4)}")
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)

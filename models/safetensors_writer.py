@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -87,13 +88,24 @@ def write_safetensors(
     Raises UserError for a dtype that the format does not know.
     """
     with file.open("wb") as stream:
-        stream.write(_build_header(file, infos))
-        for info in infos:
-            tensor = read(info)
-            assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, f"{info} changed under way"
-            stream.write(get_bytes(tensor))
-            if written is not None:
-                written(info.nbytes)
+        write_safetensors_to(stream, str(file), infos, read, written)
+
+
+def write_safetensors_to(
+    stream: BinaryIO,
+    name: str,
+    infos: Sequence[TensorInfo],
+    read: Callable[[TensorInfo], torch.Tensor],
+    written: Callable[[int], None] | None = None,
+) -> None:
+    """`write_safetensors` into anything with `write`; `name` is the file's, for errors."""
+    stream.write(_build_header(name, infos))
+    for info in infos:
+        tensor = read(info)
+        assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, f"{info} changed under way"
+        stream.write(get_bytes(tensor))
+        if written is not None:
+            written(info.nbytes)
 
 
 def get_bytes(tensor: torch.Tensor) -> memoryview:
@@ -101,7 +113,7 @@ def get_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _build_header(file: Path, infos: Sequence[TensorInfo]) -> bytes:
+def _build_header(file: str, infos: Sequence[TensorInfo]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for info in infos:

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.architecture import ARCHITECTURES, Layer
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, to_peft_name
+from models.architecture import ARCHITECTURES, Layer, is_ignored
 
-# Tensors that old exports carry and no layer needs: rotary frequencies are computed.
-IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
@@ -40,7 +44,8 @@ class WeightSource(Protocol):
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
-    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`.
+    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft folder, or
+    the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
 
     Raises UserError for what is none of these.
     """
@@ -50,10 +55,59 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSo
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder it is in")
     if re.fullmatch(r"global_step\d+", path.name):
-        return PipelineCheckpoint(path.parent, path.name)
+        return _open_checkpoint(path.parent, path.name, trust_remote_code)
     if (path / "latest").is_file():
-        return PipelineCheckpoint(path, (path / "latest").read_text().strip())
+        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code)
+    if (path / ADAPTER_CONFIG).is_file():
+        return _open_adapted(path, None, trust_remote_code)
     return HuggingFaceFolder(path, trust_remote_code)
+
+
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSource:
+    checkpoint = PipelineCheckpoint(path, tag)
+    return _open_adapted(path, checkpoint.read_adapter, trust_remote_code) if checkpoint.is_adapter else checkpoint
+
+
+def _open_adapted(path: Path, read_adapter: ReadAdapter | None, trust_remote_code: bool) -> AdaptedWeights:
+    """read_adapter: of a checkpoint's layer files; None for a peft folder."""
+    config = load_lora_config(path)
+    if not config.base_model_name_or_path:
+        raise UserError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to")
+    read_adapter = read_adapter or read_adapter_folder(path)
+    try:
+        base = open_weights(config.base_model_name_or_path, trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}") from None
+    return AdaptedWeights(base, path, config, read_adapter)
+
+
+def load_lora_config(path: Path) -> LoraConfig:
+    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is no LoRA."""
+    from peft import LoraConfig
+
+    fields = load_json(path / ADAPTER_CONFIG)
+    if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
+        what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
+        raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
+    try:
+        return LoraConfig.from_pretrained(str(path))
+    except Exception as error:  # peft validates with types of its own
+        raise UserError(f"{path / ADAPTER_CONFIG}: {' '.join(str(error).split())}") from None
+
+
+def read_adapter_folder(path: Path) -> ReadAdapter:
+    """How a peft folder's tensors are read, by their names in a layer's module."""
+    tensors = load_adapter_tensors(path)
+    return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
+
+
+def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or damaged."""
+    file = path / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
+    opened = _open_tensors(file)
+    return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
 def layer_file(step_dir: Path, index: int) -> Path:
@@ -86,6 +140,9 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
             f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
             "docs/add_a_model.md says how to add one"
         )
+    if "quantization_config" in fields:
+        method = fields["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"{file}: the weights are quantized ({method}), which the layers do not carry; convert them to bf16 first")
     try:
         return AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
     except Exception as error:  # transformers validates with types of its own
@@ -114,6 +171,19 @@ class PipelineCheckpoint:
         if not tag or not self.step_dir.is_dir():
             raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
         self.config = load_config(path)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the layer files hold an adapter's parameters only."""
+        return (self.path / ADAPTER_CONFIG).is_file()
+
+    def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
+        """What the file of layer `index` holds, unchecked."""
+        return _load_torch_file(layer_file(self.step_dir, index))
+
+    def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = self.read_parameters(index)
+        return {name: tensors[name] for name in names if name in tensors}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
@@ -145,20 +215,22 @@ class HuggingFaceFolder:
         self.path = path
         self.config = load_config(path, trust_remote_code)
         self._files = _find_tensors(path)
+        self._prefix = ""  # what the names in the files lack
         self._open: dict[Path, object] = {}
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
             return {}
-        tensors = {name: self._read(layer.hf_prefix + name) for name in layer.shapes()}
+        tensors = {name: self._read_tensor(layer, name, shape) for name, shape in layer.shapes().items()}
         _check_tensors(tensors, layer, str(self.path))
         return tensors
 
     def check_complete(self, layers: list[Layer]) -> None:
-        expected = {layer.hf_prefix + name for layer in layers if layer.owns_weights for name in layer.shapes()}
+        self._add_prefix(layers[0].hf_prefix)
+        expected = {piece.hf_name for layer in layers if layer.owns_weights for name in layer.shapes() for piece in layer.get_pieces(name)}
         if missing := sorted(expected - self._files.keys()):
             raise UserError(f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?")
-        extra = {name for name in self._files.keys() - expected if not IGNORED_TENSORS.search(name)}
+        extra = {name for name in self._files.keys() - expected if not is_ignored(self.config, name)}
         if self.config.tie_word_embeddings and "lm_head.weight" in extra:
             self._check_tied(layers[0], "lm_head.weight")
             extra.discard("lm_head.weight")
@@ -167,6 +239,13 @@ class HuggingFaceFolder:
                 f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', first '{min(extra)}'; "
                 "the weights are of another architecture than config.json says"
             )
+
+    def _add_prefix(self, first: str) -> None:
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with."""
+        prefix = first.split(".")[0] + "."
+        if not any(name.startswith(prefix) for name in self._files):
+            self._prefix = prefix
+            self._files = {prefix + name: file for name, file in self._files.items()}
 
     def _check_tied(self, embedding: Layer, head: str) -> None:
         """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what differs."""
@@ -177,13 +256,26 @@ class HuggingFaceFolder:
                 'set "tie_word_embeddings" to false in config.json, or remove the tensor'
             )
 
+    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the layer's module, mapped from its file, or put together from several."""
+        pieces = layer.get_pieces(name)
+        if not pieces[0].index:
+            return self._read(pieces[0].hf_name)
+        first = self._read(pieces[0].hf_name)
+        tensor = torch.empty(shape, dtype=first.dtype)
+        for piece in pieces:
+            part, place = self._read(piece.hf_name), tensor[piece.index]
+            _check_shape(part, place.shape, piece.hf_name, str(self.path))
+            place.copy_(part)
+        return tensor
+
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
         file = self._files[name]
         if file not in self._open:
             self._open = {file: _open_tensors(file)}  # one shard mapped at a time
-        opened = self._open[file]
+        opened, name = self._open[file], name.removeprefix(self._prefix)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         except (KeyError, SafetensorError):
@@ -199,10 +291,12 @@ def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -
             f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
         )
     for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise UserError(
-                f"{where}: '{layer.hf_prefix}{name}' has shape {list(tensors[name].shape)}, config.json makes it {list(shape)}"
-            )
+        _check_shape(tensors[name], shape, layer.hf_prefix + name, where)
+
+
+def _check_shape(tensor: torch.Tensor, shape: torch.Size, name: str, where: str) -> None:
+    if tensor.shape != shape:
+        raise UserError(f"{where}: '{name}' has shape {list(tensor.shape)}, config.json makes it {list(shape)}")
 
 
 def _find_tensors(path: Path) -> dict[str, Path]:

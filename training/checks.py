@@ -28,10 +28,15 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
-    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "max_steps", "stop_after_steps"):
+    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "max_steps", "stop_after_steps", "keep_last", "keep_best"):
         value = getattr(config, key)
         if value is not None and value < 1:
             raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps")) else ""))
+    for key in ("save_minutes", "grace_seconds"):
+        if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
+            raise UserError(f"{key}={getattr(config, key)}: more than 0")
+    if config.keep_best is not None and (config.keep_last is None or config.eval_file is None):
+        raise UserError(f"keep_best={config.keep_best} adds to keep_last by eval_loss; give keep_last and eval_file too, or set keep_best to null")
     for key in ("warmup_ratio", "min_lr_ratio"):
         if not 0 <= getattr(config, key) <= 1:
             raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
@@ -47,7 +52,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError(f"optimizer.eps={eps}: more than 0")
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
-        if key == "train_file" and not files or not isinstance(files, (str, list, type(None))):
+        if key == "train_file" and not files or not isinstance(files, (str, list, dict, type(None))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")

@@ -39,6 +39,7 @@ class SchedulerType(Enum):
 
 
 class AttnImplementation(Enum):
+    auto = "auto"
     sdpa = "sdpa"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"
@@ -49,6 +50,38 @@ class AttnImplementation(Enum):
 class PadTo(Enum):
     longest = "longest"
     max_seq_length = "max_seq_length"
+
+
+class AdapterName(Enum):
+    none = "none"
+    lora = "lora"
+
+
+class DataKind(Enum):
+    sft = "sft"
+    chat = "chat"
+    pretrain = "pretrain"
+
+
+class LengthPolicy(Enum):
+    truncate = "truncate"
+    drop = "drop"
+    split = "split"
+
+
+class MixtureUnit(Enum):
+    samples = "samples"
+    tokens = "tokens"
+
+
+class OnBadRecord(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
 
 
 class OptimizerName(Enum):
@@ -73,10 +106,17 @@ class Device(Enum):
 
 @dataclass
 class DataConfig:
-    prompt_field: str = MISSING
-    completion_field: str = MISSING
-    messages_field: str = MISSING
-    prompt_template: str = MISSING
+    name: DataKind = MISSING
+    encoder: Any = MISSING
+    prompt_field: str | None = MISSING
+    completion_field: str | None = MISSING
+    messages_field: str | None = MISSING
+    prompt_template: str | None = MISSING
+    text_field: str | None = MISSING
+    packing: bool = MISSING
+    length_policy: LengthPolicy = MISSING
+    on_bad_record: OnBadRecord = MISSING
+    mixture_by: MixtureUnit = MISSING
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
@@ -87,6 +127,18 @@ class OptimizerConfig:
     name: OptimizerName = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+
+
+@dataclass
+class AdapterConfig:
+    name: AdapterName = AdapterName.none
+    r: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.0
+    target_modules: Any = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+    name_or_path: str | None = None
 
 
 @dataclass
@@ -123,6 +175,7 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -135,6 +188,11 @@ class RunConfig:
     output_dir: str = MISSING
     overwrite_output_dir: bool = MISSING
     resume: str | None = MISSING
+    resume_allow_changes: bool = MISSING
+    trust_checkpoint: bool = MISSING
+    inspect_data: bool = MISSING
+
+    freeze: list[str] = MISSING
 
     num_stages: int = MISSING
     partition_method: Any = MISSING
@@ -151,6 +209,7 @@ class RunConfig:
     warmup_ratio: float = MISSING
     weight_decay: float = MISSING
     max_grad_norm: float = MISSING
+    on_nonfinite: OnNonfinite = MISSING
     num_train_epochs: float = MISSING
     max_steps: int | None = MISSING
     stop_after_steps: int | None = MISSING
@@ -159,6 +218,11 @@ class RunConfig:
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
+    save_minutes: float | None = MISSING
+    async_save: bool = MISSING
+    keep_last: int | None = MISSING
+    keep_best: int | None = MISSING
+    grace_seconds: float = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING

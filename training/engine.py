@@ -38,7 +38,6 @@ def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.O
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.learning_rate}
     if config.optimizer.name is OptimizerName.sgd:
         return torch.optim.SGD(groups, **options)
@@ -57,7 +56,27 @@ def train_step(engine: PipelineEngine, micro_batches: Iterator[Any], config: Run
     torch.manual_seed(hash((config.seed, step, engine.global_rank)) % 2**63)
     if config.data.pad_to is PadTo.longest:
         engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
-    return engine.train_batch(micro_batches), learning_rate
+    loss = engine.train_batch(micro_batches)
+    if getattr(engine.optimizer, "overflow", False):
+        _drop_gradients(engine.optimizer)
+    return loss, learning_rate
+
+
+def _drop_gradients(optimizer: Any) -> None:
+    """With an offloaded optimizer in bf16 DeepSpeed forgets to, when it leaves a step out: the next gradients are added to the ones that
+    were not finite, and no later step is ever taken (stage_1_and_2.py, `step`; seen in deepspeed 0.19.8)."""
+    for group in getattr(optimizer, "averaged_gradients", {}):
+        optimizer.averaged_gradients[group] = None
+
+
+def is_nonfinite(engine: PipelineEngine, loss: torch.Tensor) -> bool:
+    """Whether the step that has just ended had a loss or a gradient that is not finite; another rank may know more.
+
+    DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite, and go on without a
+    word (DeepSpeed issue #8415). In fp16 that is how the loss scale finds its place, so there only the loss counts.
+    """
+    overflow = getattr(engine.optimizer, "overflow", False) and not engine.fp16_enabled()
+    return overflow or not loss.isfinite().all().item()
 
 
 def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_targets: int) -> float:

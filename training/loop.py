@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,11 +11,18 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.checkpoint import TrainerState, save_checkpoint
-from training.config import RunConfig
-from training.engine import evaluate, train_step
+from errors import UserError
+from training.checkpoint import TrainerState
+from training.checkpoint_writer import CheckpointWriter
+from training.config import OnNonfinite, RunConfig
+from training.engine import evaluate, is_nonfinite, train_step
 from training.metrics import Record, Reporter
+from training.ranks import raise_together
+from training.requests import Requests
 from training.run_folder import RunFolder
+
+
+_NAMED_SAMPLES = 64  # of a global batch that is not finite
 
 
 @dataclass(frozen=True)
@@ -46,49 +54,94 @@ class TrainingLoop:
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self.last_eval: Record | None = None
+        self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
+        self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
+        self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
 
     def run(self) -> TrainerState:
-        """Trains to `horizon.last_step`, evaluates and saves there, and returns where the run stands."""
+        """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
+
+        A signal that ends it leaves time for saving alone, and its number in `signum`.
+        """
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
         self._interval.start()
-        while self.state.step < self.horizon.last_step:
-            self._train_step(micro_batches)
-            last = self.state.step == self.horizon.last_step
-            if self._due(self.config.logging_steps) or last:
-                self._report_interval()
-            if self.eval_loader is not None and (self._due(self.config.eval_steps) or last):
-                self._off_the_clock(self._evaluate)
-            if self._due(self.config.save_steps) or last:
-                self._off_the_clock(self._save)
+        self._requests.start()
+        try:
+            while not self._step_and_after(micro_batches):
+                pass
+        finally:
+            self._requests.close()
+        self._writer.wait()
         return self.state
+
+    def _step_and_after(self, micro_batches: Any) -> bool:
+        """One step, and what is due after it. Returns whether the run ends here."""
+        loss = self._train_step(micro_batches)
+        request = self._requests.agree(is_nonfinite(self.engine, loss))
+        self.signum = request.signum
+        self._account(loss, request.nonfinite)
+        last = self.state.step == self.horizon.last_step or request.ends
+        if self._due(self.config.logging_steps) or last:
+            self._report_interval()
+        if self.eval_loader is not None and (self._due(self.config.eval_steps) or last) and not request.signum:
+            self._off_the_clock(self._evaluate)
+        if self._due(self.config.save_steps) or last or request.save:
+            self._off_the_clock(self._save)
+            self._requests.saved()
+        return last
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
-    def _train_step(self, micro_batches: Any) -> None:
+    def _train_step(self, micro_batches: Any) -> torch.Tensor:
+        loss, self._learning_rate = train_step(self.engine, micro_batches, self.config, self.state.step, self.horizon.total_steps)
+        return loss
+
+    def _account(self, loss: torch.Tensor, nonfinite: bool) -> None:
+        """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be skipped."""
         step = self.state.step
-        loss, self._learning_rate = train_step(self.engine, micro_batches, self.config, step, self.horizon.total_steps)
+        if nonfinite:
+            self._tell_nonfinite(step, loss)
         num_tokens = self.state.num_tokens
         if self.reporters:
             info = self.train_loader.step_info(step)
-            self._interval.add(loss, info.num_targets, info.num_tokens)
+            if not nonfinite:
+                self._interval.add(loss, info.num_targets, info.num_tokens)
+                self._grad_norm = self.engine.get_global_grad_norm()
             num_tokens += info.num_tokens
         self.state = replace(self.state, step=step + 1, num_tokens=num_tokens)
         for reporter in self.reporters:
             reporter.advance(step + 1)
 
+    def _tell_nonfinite(self, step: int, loss: torch.Tensor) -> None:
+        error = None
+        if self.reporters:
+            ids = self.train_loader.sample_ids(step).tolist()
+            named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
+            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {float(self.engine.get_global_grad_norm()):g}; samples {named} of train_file (counted from 0)"
+            if self.config.on_nonfinite is OnNonfinite.skip:
+                print(f"skipped {text}", file=sys.__stderr__, flush=True)
+            else:
+                error = UserError(
+                    f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower learning_rate, "
+                    "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
+                )
+        if self.config.on_nonfinite is OnNonfinite.stop:
+            self._writer.wait()
+            raise_together(error)
+
     def _report_interval(self) -> None:
-        if not self.reporters:
+        if not self.reporters or self._interval.is_empty:
             return
         loss, tokens_per_second, step_time = self._interval.finish()
         self._report(
             {
                 "step": self.state.step,
                 "loss": loss,
-                "grad_norm": float(self.engine.get_global_grad_norm()),
+                "grad_norm": float(self._grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,
                 "tokens_per_second": tokens_per_second,
@@ -103,7 +156,8 @@ class TrainingLoop:
         self._report(self.last_eval)
 
     def _save(self) -> None:
-        save_checkpoint(self.engine, self.folder.checkpoints, self.state)
+        evaluated = self.last_eval is not None and self.last_eval["step"] == self.state.step
+        self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:
@@ -133,6 +187,10 @@ class _Interval:
         self._num_targets += num_targets
         self._num_tokens += num_tokens
         self._num_steps += 1
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_steps == 0
 
     def pause(self) -> None:
         self._seconds += time.perf_counter() - self._since

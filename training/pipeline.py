@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -11,10 +12,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
+from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
-from models.loss import causal_lm_loss
+from models.loss import build_loss
 from models.weights import WeightSource
 from training.ranks import raise_together
+from training.trainable import choose_trained
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -36,17 +39,25 @@ class StageModule(PipelineModule):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], bounds: Sequence[int], source: WeightSource, dtype: torch.dtype, activation_checkpoint_interval: int
+        self,
+        layers: Sequence[Layer],
+        bounds: Sequence[int],
+        source: WeightSource,
+        dtype: torch.dtype,
+        activation_checkpoint_interval: int,
+        adapter: Adapter | None = None,
+        freeze: Sequence[str] = (),
     ) -> None:
-        """bounds: see `training.partition`. Needs an initialised process group.
+        """bounds: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
+        names that are not trained. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
-        self._layers, self._source, self._dtype = list(layers), source, dtype
+        self._layers, self._source, self._dtype, self._adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
         super().__init__(
             layers=build_layer_specs(layers),
             num_stages=len(bounds) - 1,
-            loss_fn=causal_lm_loss,
+            loss_fn=build_loss(source.config),
             partition_method=list(bounds),
             activation_checkpoint_interval=activation_checkpoint_interval,
             # torch's own, non-reentrant: it takes integer inputs and restores the random state for dropout
@@ -67,16 +78,24 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
+        self._fill_groups()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        loaded: set[int] = set()
-        for index in range(self._local_start, self._local_stop):
-            module = self._module_of(index)
-            if id(module) not in loaded:
-                self._load(module, self._owner_of(index))
-                loaded.add(id(module))
+        for index, _, module in self.local_layers():
+            self._load(module, index)
+
+    def _fill_groups(self) -> None:
+        """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
+
+        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves that waiting
+        for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen). In no layer, so in no file.
+        """
+        device = get_accelerator().device_name(self.local_rank)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
+        self.placeholders = torch.nn.ParameterList(torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]
@@ -92,10 +111,50 @@ class StageModule(PipelineModule):
     def _load(self, module: torch.nn.Module, index: int) -> None:
         device = get_accelerator().device_name(self.local_rank)
         tensors = self._source.read_layer(index, self._layers[index])
-        copies = {name: tensor.to(device=device, dtype=self._dtype, copy=True) for name, tensor in tensors.items()}
+        kept = self._layers[index].buffer_names()
+        copies = {
+            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True) for name, tensor in tensors.items()
+        }
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
+        choose_trained(module, index, self._layers[index], self._adapter, self._freeze)
+
+    def forward(self, forward_input: Any) -> Any:
+        """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
+        outputs = super().forward(forward_input)
+        if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
+            return (outputs[0].requires_grad_(), *outputs[1:])
+        return outputs
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """Those whose gradients the stages that share them must sum: frozen ones have none."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+
+    def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
+        names = layer_module.state_dict().keys() if self._adapter is None else adapter_names(layer_module)
+        state = layer_module.state_dict()
+        return {name: state[name].detach() for name in names}
+
+    def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
+        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
+        seen: set[int] = set()
+        for index in range(self._local_start, self._local_stop):
+            module, owner = self._module_of(index), self._owner_of(index)
+            if id(module) not in seen:
+                yield owner, self._layers[owner], module
+                seen.add(id(module))
+
+    def owns(self, index: int) -> bool:
+        """False for a layer of another stage whose weights this stage shares."""
+        return self._local_start <= index < self._local_stop
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """Hugging Face name, parameter, and whether this stage owns it; those of `local_layers`."""
+        for index, layer, module in self.local_layers():
+            for name, parameter in module.named_parameters():
+                yield layer.hf_prefix + name, parameter, self.owns(index)
 
     @property
     def has_first_layer(self) -> bool:

@@ -138,9 +138,10 @@ def _plan_stage(
         layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, interval, tokens, vocab_size, state, config.precision
     )
     forward = sum(layer.forward_flops for layer in layers)
-    # Twice the forward pass, and once more what is recomputed; the head's logits are made in the loss, which is not.
+    # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
+    # loss, which is not.
     head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
-    backward = 2 * forward + (forward - head if interval else 0)
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (forward - head if interval else 0)
     rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,

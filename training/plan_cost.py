@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from models.adapters import Adapter
 from models.architecture import Layer
 from training.config import Precision
+from training.trainable import choose_trained
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 POSITION_BYTES = 8  # position_ids are int64
@@ -31,6 +33,7 @@ class LayerCost:
 
     num_active: parameters that take part in a token's computation; fewer than num_parameters where experts are chosen.
     forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean number of keys.
+    frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
     attention_width: heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     is_estimated: the layer does not run on the meta device, and saved_bytes is an upper estimate.
@@ -40,24 +43,36 @@ class LayerCost:
     num_parameters: int
     num_trainable: int
     num_active: int
-    largest_parameter: int
+    largest_trainable: int
     forward_flops: float
     attention_width: int
     saved_bytes: int
     output_bytes: int
     tied_key: str | None = None
     is_estimated: bool = False
+    frozen_flops: float = 0
 
 
 def count_layers(
-    layers: Sequence[Layer], config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype
+    layers: Sequence[Layer],
+    config: PretrainedConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    adapter: Adapter | None = None,
+    freeze: Sequence[str] = (),
 ) -> list[LayerCost]:
-    """The cost of each layer. Layers of one class, one set of shapes and one kind of attention are counted once."""
+    """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is trained are counted
+    once. adapter, freeze: as in training."""
     known: dict[Any, LayerCost] = {}
     costs = []
     for index, layer in enumerate(layers):
         module = layer.build_on_meta().to(dtype)
-        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), tuple(p.shape for p in module.parameters()))
+        choose_trained(module, index, layer, adapter, freeze)
+        kind = (
+            layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config),
+            tuple((p.shape, p.requires_grad) for p in module.parameters()),
+        )  # fmt: skip
         if kind not in known:
             known[kind] = _count_layer(layer, module, config, micro_batch_size, seq_length, dtype, is_first=index == 0)
         costs.append(known[kind])
@@ -69,6 +84,7 @@ def _count_layer(
 ) -> LayerCost:
     parameters = dict(module.named_parameters())
     active = {name: parameter.numel() * _active_share(name, config) for name, parameter in parameters.items()}
+    multiplied = list(_multiplied(layer, module, config))
     width = _attention_width(module, config)
     keys = mean_keys(seq_length, _window(module, config))
     saved, is_estimated = _count_saved(layer, module, config, micro_batch_size, seq_length, dtype, is_first)
@@ -77,8 +93,9 @@ def _count_layer(
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_active=round(sum(active.values())),
-        largest_parameter=max((p.numel() for p in parameters.values()), default=0),
-        forward_flops=2 * sum(active[name] for name in _multiplied(layer, module, config)) + 2 * keys * width,
+        largest_trainable=max((p.numel() for p in parameters.values() if p.requires_grad), default=0),
+        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width,
+        frozen_flops=2 * sum(active[name] for name in multiplied if not parameters[name].requires_grad),
         attention_width=width,
         saved_bytes=saved,
         output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,

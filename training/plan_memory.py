@@ -120,7 +120,7 @@ def compute_memory(
         kept, recomputation = sum(inputs) + positions, max(saved)
     else:
         kept, recomputation = sum(saved), 0
-    largest = max(layer.largest_parameter for layer in stage_layers)
+    largest = max(layer.largest_trainable for layer in stage_layers)
     # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
     in_transit = (0 if is_first else hidden + positions) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
     return Memory(

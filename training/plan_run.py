@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.architecture import Layer, build_layers
+from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
 from training.config import NOT_GIVEN, HardwareConfig, RunConfig, to_typed
@@ -22,6 +22,7 @@ from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
 from training.ranks import Ranks, exit_on_user_error
 from training.run_folder import RunFolder
+from training.trainable import build_adapter, check_freeze
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 
@@ -87,7 +88,8 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
     else:
         where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
         raise UserError(f"{where}model=from_checkpoint states no architecture to plan; choose one of conf/model, such as model=llama_7b")
-    architecture._attn_implementation = config.attn_implementation.value
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
+    check_length(architecture, config.max_seq_length)
     return architecture
 
 
@@ -95,7 +97,10 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     """The plan of exactly this config on complete `hardware`."""
     layout = build_layout(config, config.world_size, len(layers), has_accelerator=True)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    costs = count_layers(layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision])
+    check_freeze(config, layers)
+    costs = count_layers(
+        layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision], build_adapter(config, layers), config.freeze
+    )
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 
 

@@ -20,6 +20,7 @@ from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
 from training.plan_cost import DTYPES, LayerCost, count_layers
 from training.plan_report import largest_kind, render_rows, render_seconds
+from training.trainable import build_adapter
 
 # Keep all activations, or make them again: that takes the same time in groups of any size, so the size with the least memory is taken.
 INTERVALS = ((0,), (1, 2, 4, 8))
@@ -40,11 +41,14 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     Raises UserError when the global batch cannot be cut for any split.
     """
     candidates = []
+    adapter = build_adapter(config, layers)
     costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
     total = _global_batch_size(config, len(layers))
     for num_stages, micro_batch_size in _list_layouts(config.world_size, len(layers), total):
         if micro_batch_size not in costs:
-            costs[micro_batch_size] = count_layers(layers, architecture, micro_batch_size, config.max_seq_length, DTYPES[config.precision])
+            costs[micro_batch_size] = count_layers(
+                layers, architecture, micro_batch_size, config.max_seq_length, DTYPES[config.precision], adapter, config.freeze
+            )
         dp_size = config.world_size // num_stages
         layout = Layout(config.world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
         bounds = compute_bounds(layers, num_stages, _method(config))

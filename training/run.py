@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,23 +21,30 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import loader as loaders
 from data.order import GlobalOrder
-from data.sft import SFTEncoder
-from data.tokenized import TokenizedDataset, prepare_dataset
+from data.rows import count_rows
+from data.tokenized import load_summary
 from errors import UserError
-from models.architecture import Layer, build_layers
+from models.adapters import Adapter
+from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
-from training.checkpoint import TrainerState, check_resumable, find_resume, load_checkpoint, read_state, remove_leftovers
+from training.checkpoint import (
+    Resumable, TrainerState, check_resumable, damaged_error, find_damage, find_resume, load_checkpoint, read_state, remove_leftovers,
+)  # fmt: skip
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AttnImplementation, Precision, RunConfig, to_typed
+from training.config import AdapterName, AttnImplementation, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
+from training.inspection import print_inspection
 from training.layout import Layout, build_layout
 from training.loop import Horizon, TrainingLoop
 from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
-from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.preparation import build_row_plan, prepare_file
+from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.requests import exit_code
 from training.run_folder import RunFolder
+from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, read_trained_adapter, save_adapter_config
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -48,12 +56,25 @@ def run(composed: DictConfig) -> None:
     ranks = read_ranks()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         config = to_typed(composed)
+        if config.inspect_data:
+            return inspect_data(config, ranks)
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
     with exit_on_user_error(ranks, says_rank=True):
-        train(config, plan, folder, ranks)
+        signum = train(config, plan, folder, ranks)
     dist.destroy_process_group()
+    if signum:
+        sys.exit(exit_code(signum))
+
+
+def inspect_data(config: RunConfig, ranks: Ranks) -> None:
+    """Tells what the model will see. One process is enough: no layout, device or process group is asked for. Raises UserError."""
+    if not ranks.is_main:
+        return
+    check_config(config, has_accelerator=True)
+    tokenizer = load_tokenizer(config, open_weights(_weights_path(config), config.trust_remote_code))
+    print_inspection(config, tokenize(config, tokenizer, ranks), tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +85,9 @@ class CheckedRun:
     layers: list[Layer]
     layout: Layout
     bounds: list[int]
+    adapter: Adapter | None
     resume_from: Path | None
+    resumable: Resumable | None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -78,17 +101,27 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_attention(config.attn_implementation, has_accelerator)
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
-    resume_from = find_resume(config.resume, folder.checkpoints)
-    source = open_weights(str(resume_from or _weights_path(config)), config.trust_remote_code)
+    resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
+    resume_from = resumable.candidates[0] if resumable else None
+    source = open_weights(_source_path(config, resume_from), config.trust_remote_code)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
-    source.config._attn_implementation = config.attn_implementation.value
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
+    check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config)
     source.check_complete(layers)
+    check_freeze(config, layers)
+    adapter = build_adapter(config, layers)
+    check_same_adapter(config, adapter, resume_from)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, resume_from)
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable)
+
+
+def _source_path(config: RunConfig, resume_from: Path | None) -> str:
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone, beside the model it started from."""
+    return _weights_path(config) if resume_from is None or config.adapter.name is AdapterName.lora else str(resume_from)
 
 
 def _weights_path(config: RunConfig) -> str:
@@ -127,8 +160,8 @@ def say(ranks: Ranks, text: str) -> None:
         print(text, file=sys.__stderr__, flush=True)
 
 
-def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> None:
-    """The run itself: prepare the data, join the ranks, build the stage, train, export."""
+def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+    """The run itself: prepare the data, join the ranks, build the stage, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
         folder.take()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
@@ -139,19 +172,22 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
+    plan = confirm_resume(config, plan, ranks)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
-    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval)
+    module = StageModule(
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
+    )
     engine = initialize_engine(module, config, plan.layout)
     if plan.resume_from is not None:
-        load_checkpoint(engine, plan.resume_from)
+        load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
-        prepare_folder(config, plan.source, tokenizer, folder)
+        prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
         run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
 
@@ -159,20 +195,62 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     state = loop.run()
     for reporter in reporters:
         reporter.close()
-    if ranks.is_main:
-        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+    if loop.signum:
+        say(ranks, f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest")
+    elif ranks.is_main:
+        export(plan, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-        say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, Hugging Face model in {folder.export}")
+        exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
+        say(ranks, f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
     dist.barrier()
     folder.release()
+    return loop.signum
 
 
-def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:
+    """Reads the checkpoint against its manifest, each rank a share of it; `resume=latest` goes back to the newest one that is whole.
+
+    Raises UserError when none is.
+    """
+    if plan.resumable is None:
+        return plan
+    damages = list(plan.resumable.damages)
+    for chosen in plan.resumable.candidates:
+        found: list[str | None] = [None] * ranks.world_size
+        dist.all_gather_object(found, find_damage(chosen, ranks.rank, ranks.world_size))
+        if not any(found):
+            break
+        damages.append(next(filter(None, found)))
+    else:
+        raise_together(damaged_error(damages))
+    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
+        say(ranks, f"resume: {text}")
+    if plan.adapter is not None:
+        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(chosen, plan.layers))
+        return dataclasses.replace(plan, resume_from=chosen, adapter=adapter)
+    if chosen == plan.resume_from:
+        return plan
+    return dataclasses.replace(plan, resume_from=chosen, source=open_weights(str(chosen), config.trust_remote_code))
+
+
+def export(plan: CheckedRun, folder: RunFolder) -> None:
+    """What was trained, for others to load: a Hugging Face model, or a peft folder."""
+    if plan.adapter is not None:
+        export_adapter(folder.checkpoints, plan.layers, folder.export)
+    else:
+        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+
+
+def prepare_folder(
+    config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, adapter: Adapter | None
+) -> None:
     """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
     tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    if adapter is not None:
+        save_adapter_config(adapter, folder.checkpoints)
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     source.config.save_pretrained(folder.checkpoints)
@@ -198,16 +276,12 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 
 def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, log: bool = True) -> dict[str, Path]:
     """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
-    data = config.data
-    encoder = SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
-    folders = {}
-    for key in ("train_file", "eval_file"):
-        if getattr(config, key) is not None:
-            folders[key] = prepare_dataset(
-                getattr(config, key), key=key, encoder=encoder, tokenizer=tokenizer, max_seq_length=config.max_seq_length,
-                cache_dir=data.cache_dir, num_proc=data.num_proc, log=lambda text: say(ranks, text) if log else None,
-            )  # fmt: skip
-    return folders
+
+    def tell(text: str) -> None:
+        if log:
+            say(ranks, text)
+
+    return {key: prepare_file(config, key, tokenizer, tell) for key in ("train_file", "eval_file") if getattr(config, key) is not None}
 
 
 def take_device(ranks: Ranks) -> None:
@@ -235,23 +309,26 @@ def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pa
 
 def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
     layout = plan.layout
-    num_samples = len(TokenizedDataset(datasets["train_file"], False, False))
-    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed).steps_per_epoch
+    num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    unit = "packed rows" if config.data.packing else "samples"
+    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
-        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed
-    )
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
+        config.precision.value, config.optimizer.name.value,
+    )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
-        check_resumable(saved, start, plan.resume_from)
+        for difference in check_resumable(saved, start, plan.resume_from, config.resume_allow_changes):
+            print(f"resume: {difference}", file=sys.__stderr__, flush=True)
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
     if start.step >= last_step:
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
-        evaluation = TokenizedDataset(datasets["eval_file"], False, False)
-        horizon = dataclasses.replace(horizon, eval_samples=len(evaluation), eval_targets=int(evaluation.num_targets.sum()))
+        eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
+        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=load_summary(datasets["eval_file"]).num_targets)
     return horizon, start
 
 
@@ -266,9 +343,9 @@ def build_loaders(
         dp_rank=layout.dp_rank(ranks.rank),
         dp_size=layout.dp_size,
         micro_batch_size=layout.micro_batch_size,
-        max_seq_length=config.max_seq_length,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=loaders.PadTo(config.data.pad_to.value),
+        row_plan=build_row_plan(config, "train_file"),
         num_workers=config.num_workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
@@ -276,6 +353,7 @@ def build_loaders(
     train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
     if "eval_file" not in datasets:
         return train_loader, None
+    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"))
     return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)
 
 

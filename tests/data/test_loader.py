@@ -11,14 +11,16 @@ import torch
 from data.loader import Batch, EvalLoader, LoaderOptions, PlaceholderLoader, TrainLoader
 from data.loader import build_eval_loader, build_train_loader
 from data.order import GlobalOrder
+from data.rows import RowPlan
 from data.sft import SFTEncoder
-from data.tokenized import TokenizedDataset, prepare_dataset
+from data.tokenized import TokenizedDataset
+from data.tokenizing import Encoding, prepare_dataset
 
 PAD = 2
 NUM_SAMPLES = 21
 ORDER = GlobalOrder(num_samples=NUM_SAMPLES, global_batch_size=8, seed=1)
 OPTIONS = LoaderOptions(
-    reads_inputs=True, reads_labels=True, dp_rank=0, dp_size=1, micro_batch_size=2, max_seq_length=60, pad_token_id=PAD
+    reads_inputs=True, reads_labels=True, dp_rank=0, dp_size=1, micro_batch_size=2, row_plan=RowPlan(60), pad_token_id=PAD
 )
 # dp_size, micro_batch_size, gradient_accumulation_steps of the same global batch
 LAYOUTS = [(1, 2, 4), (1, 8, 1), (2, 2, 2), (4, 2, 1), (2, 1, 4)]
@@ -34,11 +36,9 @@ def path(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return prepare_dataset(
-        str(folder / "a.jsonl"),
+        [str(folder / "a.jsonl")],
         key="train_file",
-        encoder=SFTEncoder(),
-        tokenizer=tokenizer,
-        max_seq_length=60,
+        encoding=Encoding(SFTEncoder(), tokenizer, max_seq_length=60),
         cache_dir=folder / "cache",
     )
 
@@ -199,6 +199,6 @@ def test_ranks_that_disagree_are_stopped(path: Path) -> None:
     with pytest.raises(RuntimeError, match="holds 21 samples, but the ranks agreed on 20"):
         build_train_loader(path, OPTIONS, replace(ORDER, num_samples=20), 4)
     with pytest.raises(RuntimeError, match="longer than max_seq_length=20"):
-        build_eval_loader(path, replace(OPTIONS, max_seq_length=20), NUM_SAMPLES)
+        build_eval_loader(path, replace(OPTIONS, row_plan=RowPlan(20)), NUM_SAMPLES)
     with pytest.raises(ValueError, match="the ranks read 6 samples a step, the order has 8"):
         build_train_loader(path, OPTIONS, ORDER, 3)

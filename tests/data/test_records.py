@@ -51,16 +51,16 @@ def test_a_relative_path_says_relative_to_what(tmp_path: Path, monkeypatch: pyte
 
 def test_json_lines_are_numbered_as_in_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n   \n{"a": "\xc3\xa9\xe2\x80\xa8"}')
-    records = [(location, parse_record(location, text)) for location, text in read_records(path)]
+    records = [(r.location, parse_record(r.location, r.text)) for r in read_records(path)]
     assert records == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": "\u00e9\u2028"})]
 
 
 def test_json_files_hold_an_array_or_lines(tmp_path: Path) -> None:
     array = write(tmp_path / "array.json", '\n[{"a": 1},\n {"a": "\\ud83d\\ude00"}]')
     lines = write(tmp_path / "lines.json", '{"a": 1}\n{"a": 2}\n')
-    parsed = [(location, parse_record(location, text)) for location, text in read_records(array)]
+    parsed = [(r.location, parse_record(r.location, r.text)) for r in read_records(array)]
     assert parsed == [(f"{array}: record 1", {"a": 1}), (f"{array}: record 2", {"a": "\U0001f600"})]
-    assert [location for location, _ in read_records(lines)] == [f"{lines}:1", f"{lines}:2"]
+    assert [r.location for r in read_records(lines)] == [f"{lines}:1", f"{lines}:2"]
 
 
 def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     write(folder / "test.jsonl", '{"a": "x"}\n{"a": "y"}\n')
     source = f"hf:{folder}:test"
-    assert [(location, json.loads(text)) for location, text in read_records(source)] == [
+    assert [(r.location, json.loads(r.text)) for r in read_records(source)] == [
         (f"{source}: record 1", {"a": "x"}),
         (f"{source}: record 2", {"a": "y"}),
     ]
@@ -79,8 +79,9 @@ def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: py
 
 def test_text_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:
     lines = write(tmp_path / "latin.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n')
-    with pytest.raises(UserError, match=f"{lines}:2: not UTF-8 text \\(byte 0xe9 at position 10\\)"):
-        list(read_records(lines))
+    good, bad = read_records(lines)
+    assert good.problem is None and bad.location == f"{lines}:2"
+    assert bad.problem == f"{lines}:2: not UTF-8 text (byte 0xe9 at position 10); convert the file to UTF-8"
     array = write(tmp_path / "latin.json", b'[{"a": 1},\n{"a": "caf\xe9"}]\n')
     with pytest.raises(UserError, match=f"{array}:2: not UTF-8 text"):
         list(read_records(array))

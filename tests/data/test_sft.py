@@ -15,8 +15,8 @@ TEMPLATE_WITHOUT_EOS = (
 RECORD = {"prompt": "Is {x} {prompt}?", "completion": "The capital of France."}
 
 
-def encode(record: dict, tokenizer: PreTrainedTokenizerFast, length: int = 512, **options: str) -> Sample:
-    return SFTEncoder(**options).encode(record, "train.jsonl:12", tokenizer, length)
+def encode(record: dict, tokenizer: PreTrainedTokenizerFast, **options: str) -> Sample:
+    return SFTEncoder(**options).encode(record, "train.jsonl:12", tokenizer)
 
 
 def read_runs(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
@@ -40,7 +40,6 @@ def test_loss_is_on_the_completion_and_the_end_token(tokenizer: PreTrainedTokeni
     assert len(completion) > 3
     assert sample["input_ids"] == prompt + completion + [tokenizer.eos_token_id]
     assert sample["labels"] == [-100] * len(prompt) + completion + [tokenizer.eos_token_id]
-    assert not sample["truncated"]
     assert count_targets(sample["labels"]) == len(completion) + 1
 
 
@@ -71,26 +70,6 @@ def test_template_and_named_fields(tokenizer: PreTrainedTokenizerFast) -> None:
     options = {"prompt_field": "q", "completion_field": "a", "prompt_template": "{json}\nQ: {prompt}\nA:"}
     sample = encode({"q": "{a}", "a": " b"}, tokenizer, **options)
     assert read_runs(sample, tokenizer) == [("masked", "{json}\nQ: {a}\nA:"), ("loss", " b</s>")]
-
-
-def test_truncation_cuts_on_the_right(tokenizer: PreTrainedTokenizerFast) -> None:
-    whole = encode(RECORD, tokenizer)
-    length = len(whole["input_ids"]) - 2
-    cut = encode(RECORD, tokenizer, length)
-    assert cut["truncated"] and cut["input_ids"] == whole["input_ids"][:length]
-    assert cut["labels"] == whole["labels"][:length]
-    assert not encode(RECORD, tokenizer, length + 2)["truncated"]
-
-
-def test_a_completion_cut_away_entirely(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt_length = encode(RECORD, tokenizer)["labels"].count(IGNORE_INDEX)
-    assert count_targets(encode(RECORD, tokenizer, prompt_length + 1)["labels"]) == 1
-    message = f"^train.jsonl:12: the prompt has {prompt_length} tokens and max_seq_length is {prompt_length}, so"
-    with pytest.raises(UserError, match=message + ".*; raise max_seq_length, or shorten or remove the record"):
-        encode(RECORD, tokenizer, prompt_length)
-    # One target that the shift takes away is none: nothing predicts the first token.
-    with pytest.raises(UserError, match="the prompt has 0 tokens and max_seq_length is 1"):
-        encode(RECORD | {"prompt": ""}, tokenizer, 1, prompt_template="{prompt}")
 
 
 @pytest.mark.parametrize(
@@ -174,12 +153,6 @@ def test_which_fields_a_record_is_read_by(chat_tokenizer: PreTrainedTokenizerFas
     assert read_runs(encode(both, chat_tokenizer), chat_tokenizer) == [("masked", "a\n"), ("loss", "b<|im_end|>")]
     with_prompt_only = CONVERSATION | {"prompt": "a"}
     assert encode(with_prompt_only, chat_tokenizer) == encode(CONVERSATION, chat_tokenizer)
-
-
-def test_a_conversation_cut_away_entirely(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    first_prompt = encode(CONVERSATION, chat_tokenizer)["labels"].index(chat_tokenizer.encode("E")[0])
-    with pytest.raises(UserError, match=f"the prompt has {first_prompt} tokens and max_seq_length is 5"):
-        encode(CONVERSATION, chat_tokenizer, 5)
 
 
 @pytest.mark.parametrize(

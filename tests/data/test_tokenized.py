@@ -5,15 +5,17 @@ import multiprocessing
 import os
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
+from data.length import LengthPolicy
 from data.sft import SFTEncoder
-from data.tokenized import TokenizedDataset, prepare_dataset
+from data.tokenized import TokenizedDataset
+from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
 from errors import UserError
 
 RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight {n}."} for n in range(12)]
@@ -25,16 +27,16 @@ class SlowEncoder(SFTEncoder):
 
     trace: str = ""
 
-    def encode(self, record, location, tokenizer, max_seq_length):
+    def split(self, record, location, tokenizer):
         with open(self.trace, "a") as file:
             file.write(f"{location}\n")
         time.sleep(0.02)
-        return super().encode(record, location, tokenizer, max_seq_length)
+        return super().split(record, location, tokenizer)
 
 
 @dataclass(frozen=True)
 class BrokenEncoder(SFTEncoder):
-    def encode(self, record, location, tokenizer, max_seq_length):
+    def split(self, record, location, tokenizer):
         raise KeyError("a bug, not a mistake of the user")
 
 
@@ -51,12 +53,12 @@ def prepare(train_file: Path, tokenizer):
 
     def call(**changes) -> tuple[Path, list[str]]:
         lines: list[str] = []
+        encoding = {"encoder": SFTEncoder(), "tokenizer": tokenizer, "max_seq_length": 64}
+        encoding |= {name: changes.pop(name) for name in set(changes) & {field.name for field in fields(Encoding)}}
         options = {
-            "files": str(train_file),
+            "entries": [str(train_file)],
             "key": "train_file",
-            "encoder": SFTEncoder(),
-            "tokenizer": tokenizer,
-            "max_seq_length": 64,
+            "encoding": Encoding(**encoding),
             "cache_dir": train_file.parent / "cache",
             "log": lines.append,
         }
@@ -72,18 +74,22 @@ def list_cache(train_file: Path) -> list[str]:
 def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
     path, lines = prepare(max_seq_length=15)
     data = TokenizedDataset(path, reads_inputs=True, reads_labels=True)
-    samples = [SFTEncoder().encode(record, "", tokenizer, 15) for record in RECORDS]
-    assert len(data) == len(samples)
-    for index, sample in enumerate(samples):
-        assert data.input_ids(index).tolist() == sample["input_ids"]
-        assert data.labels(index).tolist() == sample["labels"]
-        assert data.lengths[index] == len(sample["input_ids"])
-        assert data.num_targets[index] == sum(label != -100 for label in sample["labels"][1:])
-    truncated = sum(sample["truncated"] for sample in samples)
+    whole = [SFTEncoder().encode(record, "", tokenizer) for record in RECORDS]
+    assert len(data) == len(whole)
+    for index, sample in enumerate(whole):
+        assert data.input_ids(index).tolist() == sample["input_ids"][:15]
+        assert data.labels(index).tolist() == sample["labels"][:15]
+        assert data.lengths[index] == min(15, len(sample["input_ids"]))
+        assert data.num_targets[index] == sum(label != -100 for label in sample["labels"][1:15])
+    lengths = [len(sample["input_ids"]) for sample in whole]
+    truncated, lost = sum(length > 15 for length in lengths), sum(max(0, length - 15) for length in lengths)
+    lost_targets = sum(label != -100 for sample in whole for label in sample["labels"][15:])
     assert 0 < truncated < 12
     tokens, targets = data.lengths.sum(), data.num_targets.sum()
-    expected = f"12 samples, {tokens} tokens, {targets} target tokens, {truncated} samples truncated"
-    assert lines == [f"train_file: {expected}; tokenized into {path}"]
+    expected = f"12 samples, {tokens} tokens, {targets} target tokens; {truncated} samples truncated"
+    assert lines == [
+        f"train_file: {expected}, {lost} tokens lost by it ({lost_targets} of them targets); tokenized into {path}"
+    ]
 
 
 def test_processes_make_the_same_data(prepare, tmp_path: Path) -> None:
@@ -95,7 +101,7 @@ def test_processes_make_the_same_data(prepare, tmp_path: Path) -> None:
 def test_many_chunks_are_indexed_right(prepare, tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"prompt": "", "completion": str(n)}) + "\n" for n in range(2500)))
-    data = TokenizedDataset(prepare(files=str(path))[0], True, False)
+    data = TokenizedDataset(prepare(entries=[str(path)])[0], True, False)
     assert len(data) == len({tuple(data.input_ids(n)) for n in range(2500)}) == 2500
     for index in (0, 999, 1000, 1001, 1999, 2000, 2499):
         assert len(data.input_ids(index)) == data.lengths[index] == len(str(index)) + 2
@@ -189,6 +195,61 @@ def test_a_bad_record_comes_out_bare_and_leaves_nothing(prepare, train_file, num
     assert type(caught.value) is UserError and message in str(caught.value)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert list_cache(train_file) == []
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc: int) -> None:
+    bad = [b'{"prompt": "a"}', b'{"prompt": "a"', b'{"prompt": "\xff"}', b"[]"]
+    good = train_file.read_bytes().splitlines()
+    train_file.write_bytes(b"\n".join([good[0], *bad, *good[1:]]))
+    path, lines = prepare(on_bad_record=OnBadRecord.SKIP, num_proc=num_proc)
+    assert len(TokenizedDataset(path, True, True)) == 12
+    (line,) = lines
+    assert line.startswith("train_file: 12 samples, ") and "; 4 of 16 records skipped as bad, such as " in line
+    assert f"{train_file}:" in line.partition("such as ")[2]
+    with pytest.raises(UserError, match="train.jsonl:2: no field 'completion'"):
+        prepare()  # a run that does not skip does not find the other's cache
+
+
+def test_nothing_left_of_the_records(prepare, train_file: Path) -> None:
+    train_file.write_text('{"prompt": "a"}\n' * 3)
+    with pytest.raises(UserError) as caught:
+        prepare(on_bad_record=OnBadRecord.SKIP)
+    expected = "train_file: none of its 3 records is left: 3 skipped as bad, 0 dropped as too long; the first: "
+    assert str(caught.value).startswith(f"{expected}{train_file}:1: no field 'completion'")
+    assert list_cache(train_file) == []
+    train_file.write_text(json.dumps({"prompt": "legs " * 99, "completion": "b"}))
+    with pytest.raises(UserError, match="0 skipped as bad, 1 dropped as too long; mend the data, data.length_policy"):
+        prepare(length_policy=LengthPolicy.DROP)
+
+
+def test_lengths_are_fitted_as_the_policy_says(prepare) -> None:
+    dropped, lines = prepare(length_policy=LengthPolicy.DROP, max_seq_length=15)
+    split, more = prepare(length_policy=LengthPolicy.SPLIT, max_seq_length=15)
+    whole, rest = prepare(max_seq_length=None)
+    count = [len(TokenizedDataset(path, False, False)) for path in (dropped, whole, split)]
+    assert 0 < count[0] < count[1] == 12 < count[2]
+    assert f"{12 - count[0]} samples too long and dropped" in lines[0] and f"{12 - count[0]} samples split" in more[0]
+    targets = [TokenizedDataset(path, False, False).num_targets.sum() for path in (whole, split)]
+    assert targets[0] == targets[1] and "tokens lost" not in rest[0]
+
+
+DAMAGE = {
+    "cut off": lambda path: os.truncate(next(path.glob("data-*.arrow")), 100),
+    "a file less": lambda path: (path / "state.json").unlink(),
+    "a summary of nothing": lambda path: (path / "summary.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_told_and_made_again(prepare, name: str) -> None:
+    path, _ = prepare()
+    before = TokenizedDataset(path, True, False).input_ids(3).tolist()
+    DAMAGE[name](path)
+    again, lines = prepare()
+    assert again == path and TokenizedDataset(path, True, False).input_ids(3).tolist() == before
+    assert lines[0].startswith(f"train_file: the tokenized data in {path} is damaged (") and "made again" in lines[0]
+    assert "tokenized into" in lines[1] and "cached in" in prepare()[1][0]
 
 
 def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) -> None:

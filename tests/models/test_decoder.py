@@ -23,6 +23,7 @@ class Chain(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
+        self.config = model.config
         self.layers: list[Layer] = build_layers(model.config)
         shared: dict[str, nn.Module] = {}
         built = []
@@ -37,13 +38,18 @@ class Chain(nn.Module):
             built.append(module)
         self.stages = nn.ModuleList(built)
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V]."""
+    def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last layer hands to the loss: hidden states [B, T, D], head weight [V, D]."""
         inputs = (input_ids, position_ids)
         for layer, module in zip(self.layers, self.stages, strict=True):
             inputs = layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
-        hidden_states, weight = inputs  # [B, T, D], [V, D]
-        return F.linear(hidden_states, weight)
+        return inputs
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V], as the loss makes them."""
+        logits = F.linear(*self.run(input_ids, position_ids))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Hugging Face name -> gradient."""
@@ -116,7 +122,7 @@ def test_rotary_frequencies_stay_in_fp32_when_the_stage_is_cast(pair) -> None:
     assert not any("inv_freq" in name for name, _ in chain.named_buffers())
 
     far = torch.arange(8000, 8000 + T).repeat(B, 1)
-    cos, sin = context(torch.zeros(B, T, 48, dtype=torch.bfloat16), far)["position_embeddings"]
+    cos, sin = context(torch.zeros(B, T, 48, dtype=torch.bfloat16), far, "full_attention")["position_embeddings"]
     angles = far[0, :, None].double() * before.double()  # [T, head_dim / 2]
     assert cos.dtype == torch.bfloat16
     for got, exact in ((cos, angles.cos()), (sin, angles.sin())):

@@ -87,13 +87,18 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "unknown model_type": (
         "hf",
         lambda d: edit_json(d / "config.json", model_type="flan"),
-        ("config.json", "'flan'", "known: llama"),
+        ("config.json", "'flan'", "known: ", "llama, mistral"),
     ),
     "no model_type": ("hf", lambda d: (d / "config.json").write_text("{}"), ("config.json", "model_type")),
     "custom code": (
         "hf",
         lambda d: edit_json(d / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"}),
         ("custom code", "AutoModelForCausalLM", "--trust_remote_code"),
+    ),
+    "quantized weights": (
+        "hf",
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "fp8"}),
+        ("config.json", "quantized (fp8)", "bf16"),
     ),
     "untied weights": (
         "tied",

@@ -13,13 +13,15 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
+from data.rows import count_rows
 from data.tokenized import TokenizedDataset
-from models.architecture import build_layers
+from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
 from training.config import RunConfig, register_schema
 from training.layout import Layout, build_layout
 from training.loop import Horizon
 from training.partition import compute_bounds
+from training.preparation import build_row_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,21 +59,23 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.engine import initialize_engine
     from training.pipeline import StageModule
     from training.ranks import Ranks
+    from training.trainable import build_adapter
     from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
 
     config = case.config()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = Ranks(rank, world_size, rank, world_size)
     source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = config.attn_implementation.value
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = build_layers(source.config)
     layout = build_layout(config, world_size, len(layers), False)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer, ranks)
-    module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval)
+    adapter = build_adapter(config, layers)
+    module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze)
     engine = initialize_engine(module, config, layout)
-    horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), case.steps, case.steps)
+    horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
     train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
     return engine, train_loader, config, layout, bounds
 
@@ -124,13 +128,17 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def train_oracle(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an attention mask."""
+def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an attention mask.
+
+    model: another one than the case's, such as it is with an adapter.
+    """
     config = replace(case).config()
-    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=dtype)
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
     model.train()
-    pad = AutoTokenizer.from_pretrained(config.model_name_or_path).pad_token_id
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    pad = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path or config.model_name_or_path).pad_token_id
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay)
     dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
     order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
     losses, norms = [], []
@@ -142,8 +150,21 @@ def train_oracle(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, An
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
         losses.append(loss.item())
         optimizer.step()
-    weights = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
+    tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+    weights = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, dataset: TokenizedDataset) -> tuple[float, int]:
+    """Loss a target token over a data set, sample by sample, and the number of targets."""
+    loss_sum, num_targets = 0.0, 0
+    for i in range(len(dataset)):
+        labels = torch.from_numpy(dataset.labels(i).astype("int64"))[None]
+        targets = int((labels[:, 1:] != -100).sum())
+        loss_sum += model.eval()(torch.from_numpy(dataset.input_ids(i).astype("int64"))[None], labels=labels).loss.item() * targets
+        num_targets += targets
+    return loss_sum / num_targets, num_targets
 
 
 def _collate(dataset: TokenizedDataset, ids: Any, pad: int) -> dict[str, torch.Tensor]:

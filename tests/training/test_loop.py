@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from configs import build_config
@@ -13,6 +15,7 @@ from configs import build_config
 from training import loop
 from training.checkpoint import TrainerState
 from training.loop import Horizon, TrainingLoop
+from training.requests import Request
 from training.run_folder import RunFolder
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
@@ -24,7 +27,7 @@ class Engine:
     device, global_rank = torch.device("cpu"), 0
 
     def __init__(self) -> None:
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}])
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}], overflow=False)
         self.rates: list[float] = []
 
     def train_batch(self, micro_batches: Any) -> torch.Tensor:
@@ -36,6 +39,9 @@ class Engine:
     def get_global_grad_norm(self) -> torch.Tensor:
         return torch.tensor(0.25)
 
+    def fp16_enabled(self) -> bool:
+        return False
+
     def reset_activation_shape(self) -> None:
         pass
 
@@ -43,6 +49,9 @@ class Engine:
 class Loader:
     def iterate(self, start_step: int = 0, end_step: int = 0) -> Any:
         return iter(range(start_step, end_step))
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        return np.arange(100) + step
 
     def step_info(self, step: int) -> SimpleNamespace:
         return SimpleNamespace(num_targets=TARGETS[step], num_tokens=TOKENS[step])
@@ -64,12 +73,17 @@ class Reporter:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """run(*overrides, start=..., last=...): (events in order, the engine, the final state)."""
+    """run(*overrides, start=..., last=..., asked={step: request}): (events in order, the engine, the final state)."""
 
-    def start(*overrides: str, start: int = 0, last: int = 5, evaluates: bool = False) -> tuple[list[Any], Engine, TrainerState]:
+    def start(
+        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
+    ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
-        monkeypatch.setattr(loop, "save_checkpoint", lambda engine, folder, state: events.append(f"save {state.step}"))
+        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None))
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        nothing = lambda: None  # noqa: E731
+        requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite)))
+        monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
@@ -127,3 +141,24 @@ def test_stopping_early_leaves_the_schedule(run) -> None:
     events, stopped, final = run("logging_steps=10", last=2)
     assert stopped.rates == whole.rates[:2] and final.step == 2
     assert events[-1] == "save 2" and events[0]["step"] == 2
+
+
+def test_a_request_comes_into_force_after_its_step(run) -> None:
+    events, _, final = run("logging_steps=10", "eval_file=e", evaluates=True, asked={2: Request(save=True), 3: Request(stop=True)})
+    assert events[0] == "save 2" and final.step == 3
+    assert [e if isinstance(e, str) else list(e)[1] for e in events[1:]] == ["loss", "eval_loss", "save 3"]
+
+
+def test_a_signal_leaves_no_time_for_an_evaluation(run) -> None:
+    events, _, final = run("logging_steps=10", "eval_file=e", "eval_steps=1", evaluates=True, asked={1: Request(signum=15)})
+    assert [e if isinstance(e, str) else list(e)[1] for e in events] == ["loss", "save 1"] and final.step == 1
+
+
+def test_a_skipped_step_counts_for_nothing_but_its_tokens(run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(f"{__name__}.LOSSES", [4.0, float("nan"), *LOSSES[2:]])
+    events, _, final = run("logging_steps=2", "on_nonfinite=skip")
+    lines = [event for event in events if isinstance(event, dict)]
+    assert [(line["step"], line["loss"]) for line in lines] == [(2, 4.0), (4, pytest.approx((2 * 20 + 1 * 5) / 25)), (5, 0.5)]
+    assert final.num_tokens == 1500
+    assert "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err) and "64 and 36 more of train_file" in said

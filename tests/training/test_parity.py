@@ -7,7 +7,6 @@ because otherwise the weights would agree whatever the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,4 +57,13 @@ def test_five_sgd_steps_equal_hugging_face(workers, material, layout: str, tied:
     oracle = train_oracle(case)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize("split", ["[7,1]", "[1,7]"], ids=["head-alone", "embedding-alone"])
+def test_a_stage_without_matrices_or_vectors(workers, material, split: str) -> None:
+    """The optimizer's groups are summed over the stages one by one; every stage must have them all."""
+    case = material(False, "pp2", f"partition_method={split}", CLIPPED)
+    result, oracle = run(workers, case), train_oracle(case)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)

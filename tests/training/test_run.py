@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, relative_difference, train_run
+from cases import Case, mean_loss, relative_difference, train_run
 from data.tokenized import TokenizedDataset
 from distributed import WorkerGroup
 from safetensors.torch import load_file
@@ -58,9 +58,9 @@ def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
     [
         (2, 2, False, ()),
         (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
-        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length")),
+        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true")),
     ],
-    ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers"],
+    ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
 def test_resume_continues_exactly(run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]) -> None:
     whole = run("whole", num_stages, world_size, *overrides, tied=tied)
@@ -79,17 +79,13 @@ def test_export_gives_the_reported_eval_loss_in_plain_transformers(run, root: Pa
     output_dir = run("run", num_stages, world_size)
     reported = read_metrics(output_dir)[-1]
 
-    model = AutoModelForCausalLM.from_pretrained(output_dir / "hf").eval()
-    dataset = next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
-    loss_sum, num_targets = 0.0, 0
-    with torch.no_grad():
-        for i in range(len(dataset)):
-            labels = torch.from_numpy(dataset.labels(i).astype("int64"))[None]
-            targets = int((labels[:, 1:] != -100).sum())
-            loss_sum += model(torch.from_numpy(dataset.input_ids(i).astype("int64"))[None], labels=labels).loss.item() * targets
-            num_targets += targets
+    loss, num_targets = mean_loss(AutoModelForCausalLM.from_pretrained(output_dir / "hf"), eval_dataset(root))
     assert reported["eval_tokens"] == num_targets
-    assert abs(loss_sum / num_targets - reported["eval_loss"]) < 1e-4
+    assert abs(loss - reported["eval_loss"]) < 1e-4
+
+
+def eval_dataset(root: Path) -> TokenizedDataset:
+    return next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
 
 
 def _open(folder: Path) -> TokenizedDataset | None:

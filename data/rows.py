@@ -1,0 +1,191 @@
+"""What one row of a micro-batch holds: a sample, or several that are packed, or documents end to end.
+
+Which samples make up a row is an index beside the tokens, `KEY/rows-.../`, made once by whoever comes first and memory-mapped
+ever after; the tokens themselves are written once, however they are packed. `Rows` reads it: a row is what the order
+shuffles, what `micro_batch_size` counts, and what a rank gets tokens, positions and labels of.
+
+P pieces (what one row holds of one sample), R rows, T tokens of a row.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from data.cache import lock_folder
+from data.mixture import Mixture
+from data.packing import Pieces, concatenate, lay_singly, pack_best_fit
+from data.sample import IGNORE_INDEX
+from data.tokenized import TokenizedDataset
+from errors import UserError
+
+COLUMNS = ("sample_ids", "starts", "stops", "offsets")
+TARGETS_FILE = "num_targets.npy"  # of each row, [R]
+INDEX_VERSION = 1  # raise it when the same plan begins to give other rows
+
+
+class Packing(StrEnum):
+    """`none`: one sample a row. `best_fit`: whole samples share a row. `concatenate`: end to end, cut where a row is full."""
+
+    NONE = "none"
+    BEST_FIT = "best_fit"
+    CONCATENATE = "concatenate"
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How samples become rows of at most `max_seq_length` tokens."""
+
+    max_seq_length: int
+    packing: Packing = Packing.NONE
+    mixture: Mixture | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length < 2:
+            raise UserError(f"max_seq_length={self.max_seq_length}: at least 2, a token is predicted from the one before it")
+
+    @property
+    def is_trivial(self) -> bool:
+        """Row r is sample r: nothing is written for it."""
+        return self.packing is Packing.NONE and self.mixture is None
+
+    def folder(self, path: str | Path) -> Path:
+        name = hashlib.sha256(f"{INDEX_VERSION} {self!r}".encode()).hexdigest()[:16]
+        return Path(path) / f"rows-{name}"
+
+
+def prepare_rows(
+    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] = print, names: Sequence[str] = ()
+) -> None:
+    """Write the index of a tokenized folder's rows unless it is there.
+
+    key: what the log calls the files. names: of the mixture's sources.
+    """
+    if plan.is_trivial:
+        return
+    folder = plan.folder(path)
+    dataset = TokenizedDataset(path, False, False)
+    if not _is_whole(folder):
+        with lock_folder(path, log):
+            if not _is_whole(folder):
+                _write_index(folder, _build_pieces(dataset, plan), TokenizedDataset(path, False, True))
+    rows = Rows(path, plan, False, False)
+    if plan.mixture is not None:
+        log(f"{key}: {plan.mixture.describe(names, dataset.sources, dataset.lengths, rows.sample_ids)}")
+    if plan.packing is not Packing.NONE:
+        log(f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full")
+
+
+def compute_fill(rows: "Rows", plan: RowPlan) -> float:
+    """The share of `max_seq_length` x rows that holds tokens: packing efficiency."""
+    return int(rows.lengths.sum(dtype=np.int64)) / (len(rows) * plan.max_seq_length)
+
+
+def count_rows(path: str | Path, plan: RowPlan) -> int:
+    return len(Rows(path, plan, False, False))
+
+
+def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Pieces:
+    sample_ids = np.arange(len(dataset))
+    if plan.mixture is not None:
+        sample_ids = plan.mixture.choose_samples(dataset.sources, dataset.lengths)
+    if plan.packing is Packing.BEST_FIT:
+        return pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
+    if plan.packing is Packing.CONCATENATE:
+        return concatenate(sample_ids, dataset.lengths, plan.max_seq_length)
+    return lay_singly(sample_ids, dataset.lengths)
+
+
+def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
+    """Targets of each row, int64 [R]: none is a piece's first token."""
+    counts = dataset.num_targets[pieces.sample_ids].astype(np.int64)
+    lengths = pieces.stops - pieces.starts
+    for piece in np.flatnonzero(lengths < dataset.lengths[pieces.sample_ids]):
+        labels = dataset.labels(pieces.sample_ids[piece])[pieces.starts[piece] + 1 : pieces.stops[piece]]
+        counts[piece] = np.count_nonzero(labels != IGNORE_INDEX)
+    return np.add.reduceat(counts, pieces.offsets[:-1])
+
+
+def _write_index(folder: Path, pieces: Pieces, dataset: TokenizedDataset) -> None:
+    """The folder appears whole, by a rename."""
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.mkdir()
+    for name in COLUMNS:
+        np.save(temporary / f"{name}.npy", getattr(pieces, name))
+    np.save(temporary / TARGETS_FILE, _count_targets(pieces, dataset))
+    os.rename(temporary, folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        pieces = _load_index(folder)
+        num_targets = np.load(folder / TARGETS_FILE)
+    except (OSError, ValueError):
+        return False
+    return len(pieces.sample_ids) == len(pieces.starts) == len(pieces.stops) == pieces.offsets[-1] and len(num_targets) == pieces.num_rows
+
+
+def _load_index(folder: Path) -> Pieces:
+    return Pieces(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in COLUMNS))
+
+
+class Rows:
+    """The rows of a tokenized folder. A rank touches only the columns it reads, lengths and target counts aside.
+
+    Positions restart and the first label is -100 at each piece: that is what keeps documents apart.
+    """
+
+    def __init__(self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool) -> None:
+        self._arguments = (path, plan, reads_inputs, reads_labels)
+        self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
+        self._pieces: Pieces | None = None
+        self.lengths: np.ndarray = dataset.lengths  # [R]
+        self.num_targets: np.ndarray = dataset.num_targets  # [R]
+        if not plan.is_trivial:
+            self._pieces = pieces = _load_index(plan.folder(path))
+            self.lengths = pieces.compute_row_lengths()
+            self.num_targets = np.load(plan.folder(path) / TARGETS_FILE)
+
+    def __reduce__(self) -> tuple:
+        # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
+        return type(self), self._arguments
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        """The samples of all rows, each as often as it comes; one that is cut counts where it begins."""
+        if self._pieces is None:
+            return np.arange(len(self))
+        return self._pieces.sample_ids[self._pieces.starts == 0]
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """(sample id, start, stop) of what the row holds."""
+        if self._pieces is None:
+            return [(row, 0, int(self.lengths[row]))]
+        run = slice(*self._pieces.offsets[row : row + 2])
+        columns = (self._pieces.sample_ids, self._pieces.starts, self._pieces.stops)
+        return list(zip(*(column[run].tolist() for column in columns)))
+
+    def input_ids(self, row: int) -> np.ndarray:
+        """int32 [T]"""
+        return np.concatenate([self._dataset.input_ids(i)[start:stop] for i, start, stop in self.pieces(row)])
+
+    def position_ids(self, row: int) -> np.ndarray:
+        """int64 [T], from 0 at each piece."""
+        return np.concatenate([np.arange(stop - start) for _, start, stop in self.pieces(row)])
+
+    def labels(self, row: int) -> np.ndarray:
+        """int32 [T], -100 on the first token of each piece."""
+        pieces = [self._dataset.labels(i)[start:stop].copy() for i, start, stop in self.pieces(row)]
+        for piece in pieces:
+            piece[0] = IGNORE_INDEX
+        return np.concatenate(pieces)

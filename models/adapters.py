@@ -1,0 +1,150 @@
+"""LoRA (2106.09685) through peft: put on the layers of a stage, saved as a standard peft folder, merged layer by layer.
+
+peft works on the modules of one layer at a time, so it never sees a whole model; what it would name
+"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own, and the name in the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from errors import UserError
+from models.architecture import Layer
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
+
+    from models.weights import WeightSource
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+_NAME = "default"  # peft's own for an adapter that has none
+_PREFIX = "base_model.model."
+
+
+def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], **options: Any) -> LoraConfig:
+    """peft's config for the layers' model.
+
+    target_modules: names of projections, or "all-linear" for every one in the decoder layers (not the head).
+    options: further fields of `peft.LoraConfig`.
+    Raises UserError for a name that no projection bears.
+    """
+    from peft import LoraConfig
+
+    known: dict[str, type[nn.Module]] = {}
+    for layer in layers:
+        known |= {name: type(module) for name, module in list_projections(layer.build_on_meta()).items()}
+    short = sorted({name.rsplit(".", 1)[-1] for name in known})
+    targets = short if target_modules == ALL_LINEAR else [target_modules] if isinstance(target_modules, str) else list(target_modules)
+    for target in targets:
+        if not any(_is_named(name, target) for name in known):
+            raise UserError(
+                f"adapter.target_modules: no projection of the model is named '{target}'; there are {', '.join(short)}, or {ALL_LINEAR} for all"
+            )
+    transposed = any(issubclass(module_class, Conv1D) for module_class in known.values())
+    return LoraConfig(target_modules=targets, fan_in_fan_out=transposed, task_type="CAUSAL_LM", **options)
+
+
+def list_projections(module: nn.Module) -> dict[str, nn.Module]:
+    """Name -> what an adapter can be put on: matrices inside a decoder layer."""
+    return {name: child for name, child in module.named_modules() if name and isinstance(child, (nn.Linear, Conv1D))}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is put on the layers.
+
+    tensors: weights to start from, named as in a peft folder; none: peft's random ones, equal at every layout for one seed.
+    """
+
+    config: LoraConfig
+    seed: int = 0
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def attach(self, module: nn.Module, index: int, layer: Layer) -> None:
+        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules.
+
+        Raises UserError for start weights that do not fit.
+        """
+        module.requires_grad_(False)
+        if not any(_is_named(name, target) for name in list_projections(module) for target in self.config.target_modules):
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed * 1_000_003 + index)
+            _inject(self.config, module)
+        if self.tensors:
+            fill_adapter(module, {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)})
+
+
+def adapter_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters() if "lora_" in name]
+
+
+def to_peft_name(name: str, layer: Layer) -> str:
+    """The name in a peft folder of the adapter parameter `name` of the layer's module."""
+    ending = f".{_NAME}.weight" if "lora_magnitude_vector" in name else f".{_NAME}"  # DoRA's vector goes without
+    return _PREFIX + layer.hf_prefix + name.replace(ending, "")
+
+
+@torch.no_grad()
+def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Sets adapter parameters by their names in the module. Raises UserError for a missing one or another shape."""
+    parameters = dict(module.named_parameters())
+    for name in adapter_names(module):
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != parameters[name].shape:
+            state = "missing" if tensor is None else f"of shape {list(tensor.shape)}, not {list(parameters[name].shape)}"
+            raise UserError(f"the adapter's '{name}' is {state}; it was trained with other targets or another rank")
+        parameters[name].copy_(tensor)
+
+
+class AdaptedWeights:
+    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
+
+    def __init__(
+        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]
+    ) -> None:
+        """read_adapter(index, layer, names): the layer's adapter tensors, by their names in the module."""
+        self.base, self.config = base, base.config
+        self.path = path if (path / "config.json").is_file() else base.path
+        self._lora, self._read_adapter = config, read_adapter
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self.base.check_complete(layers)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        tensors = self.base.read_layer(index, layer)
+        module = layer.build_on_meta()
+        targets = [
+            name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules)
+        ]
+        if not tensors or not targets:
+            return tensors
+        changed = {f"{name}.weight" for name in targets}
+        module.load_state_dict({name: t.clone() if name in changed else t for name, t in tensors.items()}, assign=True)
+        _inject(self._lora, module)
+        fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
+        for name in targets:
+            projection = module.get_submodule(name)
+            projection.merge()
+            tensors[f"{name}.weight"] = projection.base_layer.weight.detach()
+        return tensors
+
+
+def _inject(config: LoraConfig, module: nn.Module) -> None:
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(copy.deepcopy(config), module, adapter_name=_NAME)
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)

@@ -1,0 +1,48 @@
+"""GPT-2, and the anatomy of GPT-3: learned positions, biases everywhere, layer norms, dropout, tied head.
+
+The position table is a layer of its own behind the token embedding: a tied head shares the token embedding alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from models.architecture import Layer
+from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
+
+LEARNED_POSITIONS = True
+NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_head.")
+
+
+class PositionEmbedding(nn.Embedding):
+    """Adds the learned position to the token embedding."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.embd_pdrop)
+
+    def forward(self, inputs: Activations) -> Activations:
+        hidden_states, position_ids = inputs
+        return self.dropout(hidden_states + super().forward(position_ids)), position_ids
+
+
+class MaskOnly(DecoderContext):
+    """No rotary angles: positions are in the hidden states already."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config, nn.Identity())
+
+    def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class DecoderLayer(PipelineDecoderLayer, GPT2Block):
+    pass
+
+
+def build_layers(config: GPT2Config) -> list[Layer]:
+    layers = build_decoder(config, DecoderLayer, FinalLayerNorm, MaskOnly(config), names=NAMES)
+    return [layers[0], Layer("transformer.wpe.", PositionEmbedding, (config,)), *layers[1:]]

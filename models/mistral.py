@@ -1,0 +1,21 @@
+"""Mistral: a Llama whose attention looks back no further than a sliding window (2310.06825)."""
+
+from __future__ import annotations
+
+from transformers import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm, MistralRotaryEmbedding
+
+from models.architecture import Layer
+from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+
+
+class DecoderLayer(PipelineDecoderLayer, MistralDecoderLayer):
+    pass
+
+
+class FinalNorm(PipelineNorm, MistralRMSNorm):
+    pass
+
+
+def build_layers(config: MistralConfig) -> list[Layer]:
+    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, MistralRotaryEmbedding(config)))

@@ -1,0 +1,21 @@
+"""Qwen2 and 2.5: biases on the query, key and value projections; a sliding window in the upper layers where the config asks for it."""
+
+from __future__ import annotations
+
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+from models.architecture import Layer
+from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+
+
+class DecoderLayer(PipelineDecoderLayer, Qwen2DecoderLayer):
+    pass
+
+
+class FinalNorm(PipelineNorm, Qwen2RMSNorm):
+    pass
+
+
+def build_layers(config: Qwen2Config) -> list[Layer]:
+    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Qwen2RotaryEmbedding(config)))

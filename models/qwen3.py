@@ -1,0 +1,21 @@
+"""Qwen3: norms on queries and keys, a head size of its own."""
+
+from __future__ import annotations
+
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from models.architecture import Layer
+from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+
+
+class DecoderLayer(PipelineDecoderLayer, Qwen3DecoderLayer):
+    pass
+
+
+class FinalNorm(PipelineNorm, Qwen3RMSNorm):
+    pass
+
+
+def build_layers(config: Qwen3Config) -> list[Layer]:
+    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Qwen3RotaryEmbedding(config)))

@@ -1,0 +1,114 @@
+"""A step whose loss or gradient is not finite, made so in the data of a real run: it is named, and neither weights nor checkpoints take it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from cases import Case, train_run
+from data import loader
+from data.order import GlobalOrder
+from distributed import WorkerGroup
+from tiny import save_llama, save_records, save_tokenizer
+
+from training import checkpoint_writer
+from training.checkpoint_writer import ShareFile
+
+BAD_STEP = 2  # from 0
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("nonfinite")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", SAMPLES)
+    return Case(root / "hf", root / "train.jsonl", root, 2, 2, 4, ("optimizer=adamw", "learning_rate=1e-3", "save_steps=1", "logging_steps=1"))
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], case: Case, tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+    """run(*overrides, world_size=2): its output_dir, and its error or ''."""
+
+    def start(*overrides: str, world_size: int = 2) -> tuple[Path, str]:
+        out = tmp_path / "out"
+        changed = replace(case, world_size=world_size, overrides=(*case.overrides, f"output_dir={out}", *overrides))
+        errors = workers(world_size).run(train_on_bad_data, changed)
+        return out, max(errors)
+
+    return start
+
+
+def train_on_bad_data(case: Case) -> str:
+    """On a rank: a run in which the loss of one step is divided by zero. Ranks that would go quietly answer ''."""
+    from training import loop, ranks
+
+    build = loader.TrainLoader._build_batch
+
+    def build_bad(self: loader.TrainLoader, index: int) -> loader.Batch:
+        inputs, targets = build(self, index)
+        if targets is not None and index // self._gradient_accumulation_steps == BAD_STEP:
+            targets = (targets[0], torch.zeros((), dtype=torch.float64))
+        return inputs, targets
+
+    def raise_together(error: Any) -> None:
+        with patch.object(ranks.time, "sleep"):
+            ranks.raise_together(error)
+
+    with patch.object(loader.TrainLoader, "_build_batch", build_bad), patch.object(loop, "raise_together", raise_together):
+        try:
+            train_run(case)
+        except ValueError as error:
+            return str(error)
+        except SystemExit:
+            pass
+        return ""
+
+
+def read(out: Path) -> tuple[list[int], list[str]]:
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return steps, sorted(path.name for path in (out / "checkpoints").glob("global_step*"))
+
+
+def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(file, weights_only=True) for file in sorted((out / "checkpoints" / f"global_step{step}").glob("layer_*"))]
+
+
+@pytest.mark.parametrize("world_size, precision", [(2, "fp32"), (4, "bf16")], ids=["pp2-fp32", "pp2xdp2-bf16"])
+def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, precision: str) -> None:
+    out, error = run(f"precision={precision}", world_size=world_size)
+    ids = ", ".join(map(str, GlobalOrder(SAMPLES, 8, case.config().seed).sample_ids(BAD_STEP)))
+    assert error.startswith(f"step 3: loss nan, gradient norm inf; samples {ids} of train_file") or error.startswith(f"step 3: loss inf, gradient norm inf; samples {ids} of")
+    assert "on_nonfinite=skip" in error and "resume=latest" in error
+    assert read(out) == ([1, 2], ["global_step1", "global_step2"]) and not (out / "completed.json").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size",
+    [(("precision=fp32",), 2), (("precision=bf16",), 4), (("precision=bf16", "offload_optimizer=cpu"), 2)],
+    ids=["fp32", "pp2xdp2-bf16", "offloaded"],
+)
+def test_skip_leaves_the_weights_as_they_were_and_goes_on(run, overrides: tuple[str, ...], world_size: int) -> None:
+    out, error = run("on_nonfinite=skip", *overrides, world_size=world_size)
+    assert error == ""
+    steps, saved = read(out)
+    assert steps == [1, 2, 4] and len(saved) == 4
+    before, skipped, after = (layers_of(out, step) for step in (2, 3, 4))
+    for a, b, c in zip(before, skipped, after, strict=True):
+        assert all(torch.equal(a[name], b[name]) and c[name].isfinite().all() for name in a)
+    assert not torch.equal(skipped[1]["self_attn.q_proj.weight"], after[1]["self_attn.q_proj.weight"])
+    assert "NaN" not in (out / "metrics.jsonl").read_text() and "Infinity" not in (out / "metrics.jsonl").read_text()
+
+
+def test_weights_that_are_not_finite_are_not_saved() -> None:
+    good, bad = torch.zeros(3), torch.tensor([0.0, float("nan"), 0.0])
+    assert checkpoint_writer.find_nonfinite([ShareFile("a", {"x": good})], 7) is None
+    error = checkpoint_writer.find_nonfinite([ShareFile("a", {"x": good}), ShareFile("b", {"y": bad})], 7)
+    assert "saving: 'y' of b is not finite after step 7, so that step is not saved" in str(error)

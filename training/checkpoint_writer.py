@@ -1,0 +1,212 @@
+"""Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
+
+A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the replicas of a stage
+share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state and manifest, renames the folder and moves
+`latest`. All that happens in a thread, which talks to the other ranks' threads over a process group of its own. With `async_save` it writes
+a copy of the state in the host's memory while training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled
+writer queues the tensors themselves, which training then changes; seen in 0.19.8.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from errors import UserError
+from models.conversion import ENGINE_STATE, save_torch
+from models.folders import check_disk_space, exchange, sync_to_disk
+from models.safetensors_writer import TensorInfo, write_safetensors_to
+from models.weights import layer_file
+from training import optimizer_state
+from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState
+from training.manifest import FileRecord, HashedFile, write_manifest
+from training.ranks import raise_together
+from training.retention import delete_superfluous
+from training.run_folder import write_atomically
+
+ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
+_SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
+_SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
+_SPARE_BYTES = 16 * 2**20  # headers, state, manifest
+
+
+@dataclass(frozen=True)
+class ShareFile:
+    """A file of this rank's share, and the tensors that go into it."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def copy(self) -> ShareFile:
+        """With tensors of its own, in the host's memory."""
+        return ShareFile(self.name, {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
+
+
+def plan_share(engine: PipelineEngine) -> list[ShareFile]:
+    """The files that this rank writes, with the engine's own tensors."""
+    module, grid = engine.module, engine.grid
+    stage_id, dp_rank, dp_size = grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()
+    files = [
+        ShareFile(layer_file(Path(), index).name, module.saved_tensors(layer_module))
+        for index, _, layer_module in module.local_layers()
+        if module.owns(index) and index % dp_size == dp_rank
+    ]
+    if state := optimizer_state.collect_state(module, engine.optimizer):
+        files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank), state))
+    return files
+
+
+class CheckpointWriter:
+    """Saves the state of one engine into one `checkpoints` folder. All ranks call each method at the same step."""
+
+    def __init__(
+        self, engine: PipelineEngine, checkpoints: Path, keep_last: int | None = None, keep_best: int | None = None, asynchronous: bool = False
+    ) -> None:
+        self._engine, self._checkpoints, self._keep = engine, checkpoints, (keep_last, keep_best)
+        self._asynchronous = asynchronous
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        self._thread: threading.Thread | None = None
+        self._error: UserError | None = None
+
+    def save(self, state: TrainerState) -> None:
+        """Writes `global_step{state.step}`; asynchronously, only takes a copy and starts to write it.
+
+        Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
+        """
+        self.wait()
+        share = plan_share(self._engine)
+        folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
+        fits = self._prepare(folder, sum(file.nbytes for file in share))
+        if self._asynchronous and fits:
+            share = [file.copy() for file in share]
+        self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
+        self._thread.start()
+        if not (self._asynchronous and fits):
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises UserError when the disk did not take it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            raise_together(self._error)
+
+    def _prepare(self, folder: Path, nbytes: int) -> bool:
+        """An empty folder that all ranks see, on a disk that has room for what all of them write.
+
+        Returns whether a copy of what the ranks of this host write fits into its memory.
+        """
+        told: list[Any] = [None] * self._world_size
+        host = socket.gethostname()
+        dist.all_gather_object(told, (host, nbytes), group=self._group)
+        error = None
+        if self._rank == 0:
+            try:
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                check_disk_space(self._checkpoints, sum(count for _, count in told) + _SPARE_BYTES)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            except (UserError, OSError) as mistake:
+                error = _explain(mistake, folder)
+        raise_together(error)
+        return sum(count for where, count in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
+
+    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
+        """In the thread. Every rank ends with the same `_error`, or none."""
+        records: dict[str, FileRecord] = {}
+        error = None
+        try:
+            error = find_nonfinite(share, state.step)
+            if error is None:
+                records = write_share(folder, share, writes_engine_state=self._rank == 0)
+        except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
+            error = _explain(mistake, folder)
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, (records, error), group=self._group)
+        errors = [error for _, error in told if error is not None]
+        if self._rank == 0 and not errors:
+            try:
+                publish(folder, self._checkpoints, state, {name: record for part, _ in told for name, record in part.items()})
+                delete_superfluous(self._checkpoints / f"global_step{state.step}", *self._keep)
+            except Exception as mistake:
+                errors = [_explain(mistake, folder)]
+        self._error = errors[0] if errors else None
+
+
+def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
+    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made it."""
+    for file in share:
+        for name, tensor in file.tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return UserError(
+                    f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the checkpoints before it "
+                    "are untouched. Lower learning_rate and go on with resume=latest"
+                )
+    return None
+
+
+def write_share(folder: Path, share: list[ShareFile], writes_engine_state: bool) -> dict[str, FileRecord]:
+    """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
+    records = {file.name: _write_file(folder / file.name, lambda stream, file=file: _fill(stream, file)) for file in share}
+    if writes_engine_state:
+        records[ENGINE_STATE_NAME] = _write_file(folder / ENGINE_STATE_NAME, lambda stream: save_torch(ENGINE_STATE, stream))
+    sync_to_disk(folder)
+    return records
+
+
+def _fill(stream: HashedFile, file: ShareFile) -> None:
+    if file.name.endswith(".pt"):
+        # copy: torch.save writes whole storages, and ZeRO makes the weights views of one flat buffer
+        save_torch({name: tensor.to("cpu", copy=True) for name, tensor in file.tensors.items()}, stream)
+        return
+    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in file.tensors.items()]
+    infos.sort(key=lambda info: -info.dtype.itemsize)  # stable; each tensor is aligned in its file
+    write_safetensors_to(stream, file.name, infos, read=lambda info: file.tensors[info.name].cpu())
+
+
+def _write_file(path: Path, fill: Callable[[HashedFile], Any]) -> FileRecord:
+    with HashedFile(path) as stream:
+        fill(stream)
+        return stream.finish()
+
+
+def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[str, FileRecord]) -> None:
+    """Makes the written folder a checkpoint, and `latest` name it."""
+    text = json.dumps(asdict(state), indent=2) + "\n"
+    record = _write_file(folder / STATE_NAME, lambda stream: stream.write(text.encode()))
+    write_manifest(folder, {**records, STATE_NAME: record})
+    sync_to_disk(folder)
+    final = checkpoints / folder.name.removeprefix(TEMPORARY_PREFIX)
+    if final.exists():  # the run went back and came here again: the old one keeps its name until the new one takes it
+        exchange(folder, final)
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        os.rename(folder, final)
+    sync_to_disk(checkpoints)
+    write_atomically(checkpoints / "latest", final.name)
+
+
+def _explain(error: Exception, folder: Path) -> UserError:
+    if isinstance(error, OSError):
+        reason = f"{error.filename or folder} cannot be written ({error.strerror or error})"
+    else:
+        reason = str(error) if isinstance(error, UserError) else f"{folder} could not be written ({type(error).__name__}: {error})"
+    return UserError(f"saving: {reason}; the checkpoints before it are untouched. Make room or mend the disk, then go on with resume=latest")

@@ -1,0 +1,77 @@
+"""From the data keys of a run to its tokenized rows: what `conf/data/` says, in the words of `data/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import ChatEncoder
+from data.length import LengthPolicy
+from data.mixture import MixtureUnit
+from data.pretrain import PretrainEncoder
+from data.rows import Packing, RowPlan, prepare_rows
+from data.sample import Encoder
+from data.sft import SFTEncoder
+from data.targets import TARGET, build_target
+from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from errors import UserError
+from training.config import DataConfig, DataKind, RunConfig
+from training.config import LengthPolicy as LengthPolicyKey
+from training.train_files import TrainFiles, parse_files
+
+
+def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]) -> Path:
+    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; made by whoever comes first.
+
+    Raises UserError for whatever is wrong with the files or a record.
+    """
+    data = config.data
+    plan = build_row_plan(config, key)
+    files = _parse_files(config, key)
+    encoding = Encoding(
+        encoder=build_encoder(data),
+        tokenizer=tokenizer,
+        max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
+        length_policy=LengthPolicy(data.length_policy.value),
+        on_bad_record=OnBadRecord(data.on_bad_record.value),
+    )
+    path = prepare_dataset(files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
+    prepare_rows(path, plan, key, log, files.entries)
+    return path
+
+
+def build_encoder(data: DataConfig) -> Encoder:
+    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
+    if data.encoder is not None:
+        if not isinstance(data.encoder, dict):
+            raise UserError(f"data.encoder={data.encoder}: give a mapping, such as {{_target_: my_data.MyEncoder, field: value}}")
+        encoder = build_target({TARGET: None, **data.encoder}, "data.encoder")
+        if not callable(getattr(encoder, "encode", None)) or not is_dataclass(encoder):
+            raise UserError(
+                f"data.encoder: {data.encoder[TARGET]} must be a dataclass with a method encode(record, location, tokenizer); "
+                "its fields are part of the cache's key"
+            )
+        return encoder
+    if data.name is DataKind.chat:
+        return ChatEncoder(data.messages_field)
+    if data.name is DataKind.pretrain:
+        return PretrainEncoder(data.text_field)
+    return SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
+
+
+def build_row_plan(config: RunConfig, key: str) -> RowPlan:
+    """How the samples of `train_file` or `eval_file` become rows. Raises UserError for keys that contradict each other."""
+    data = config.data
+    packing = Packing.BEST_FIT if data.packing else Packing.NONE
+    if data.name is DataKind.pretrain:
+        if not data.packing or data.length_policy is not LengthPolicyKey.split:
+            raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
+        packing = Packing.CONCATENATE
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture)
+
+
+def _parse_files(config: RunConfig, key: str) -> TrainFiles:
+    return parse_files(getattr(config, key), key, MixtureUnit(config.data.mixture_by.value))
