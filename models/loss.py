@@ -11,24 +11,36 @@ one [N, V] in bf16, or none in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
 IGNORE_INDEX = -100
 PIECE = 2**25  # logits in one piece: 128 MiB in fp32, few enough to be small, many enough to keep a matrix product busy
 
 
+Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+
+
+def build_loss(config: PretrainedConfig) -> Loss:
+    """The loss of the model that `config` describes: some families cap their logits."""
+    return partial(causal_lm_loss, logit_softcap=getattr(config, "final_logit_softcapping", None))
+
+
 def causal_lm_loss(
-    outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
+    outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor], logit_softcap: float | None = None
 ) -> torch.Tensor:
     """Next-token cross entropy of one micro-batch.
 
     outputs: hidden_states [B, T, D] after the final norm, head weight [V, D].
     targets: labels [B, T] aligned with input_ids and -100 where ignored (shifted here, as in Hugging Face), and the scalar
         `loss_denominator`.
+    logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
     Returns a scalar, fp32 at least. Logits are made only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
@@ -37,9 +49,12 @@ def causal_lm_loss(
     has_target = shifted != IGNORE_INDEX
     chosen, target_ids = hidden_states[:, :-1][has_target], shifted[has_target]  # [N, D], [N]
     if weight.dtype is torch.float16:  # its gradient needs the loss scale before it is rounded, and that is known in the backward pass only
-        return F.cross_entropy(F.linear(chosen, weight).float(), target_ids, reduction="sum") / loss_denominator.float()
+        logits = F.linear(chosen, weight)
+        if logit_softcap is not None:
+            logits = logit_softcap * torch.tanh(logits / logit_softcap)
+        return F.cross_entropy(logits.float(), target_ids, reduction="sum") / loss_denominator.float()
     needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, needs_gradient)
+    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, logit_softcap, needs_gradient)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -47,7 +62,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, denominator: torch.Tensor, needs_gradient: bool
+        context: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        denominator: torch.Tensor,
+        logit_softcap: float | None,
+        needs_gradient: bool,
     ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         gradients = _Gradients(hidden, weight, context.needs_input_grad[1]) if needs_gradient else None
@@ -55,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, PIECE // weight.shape[0])
         for start in range(0, len(hidden), rows):
             piece = slice(start, start + rows)
-            loss += _sum_piece(piece, hidden, weight, target_ids, loss.dtype, gradients)
+            loss += _sum_piece(piece, hidden, weight, target_ids, logit_softcap, gradients)
         context.gradients, context.denominator = gradients, denominator.to(dtype)
         return loss / context.denominator
 
@@ -64,19 +85,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(context: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_hidden, of_weight = context.gradients.finish(of_loss / context.denominator)
         context.gradients = None  # the graph outlives its backward pass, since the engine keeps the loss
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, of_weight, None, None, None, None
 
 
 def _sum_piece(
-    piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, dtype: torch.dtype, gradients: _Gradients | None
+    piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None, gradients: _Gradients | None
 ) -> torch.Tensor:
     """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is made here goes."""
-    log_probabilities = F.log_softmax(F.linear(hidden[piece], weight), dim=-1, dtype=dtype)  # [n, V]
+    logits, squashed = F.linear(hidden[piece], weight), None  # [n, V]
+    if logit_softcap is not None:
+        squashed = torch.tanh(logits / logit_softcap)
+        logits = logit_softcap * squashed
+    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(weight.dtype, torch.float32))
     own = target_ids[piece].unsqueeze(1)  # [n, 1]
     loss = -log_probabilities.gather(1, own).sum()
     if gradients is not None:
         probabilities = log_probabilities.exp_()
-        gradients.add(piece, probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own)))
+        of_logits = probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own))
+        if squashed is not None:
+            of_logits.mul_(1 - squashed.to(of_logits.dtype).square())
+        gradients.add(piece, of_logits)
     return loss
 
 

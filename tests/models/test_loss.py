@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -70,11 +72,15 @@ def test_logits_are_made_for_targets_only(batch, monkeypatch: pytest.MonkeyPatch
     assert made == [(22, D)]
 
 
-def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def plain_loss(
+    outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor], logit_softcap: float | None = None
+) -> torch.Tensor:
     """The same, whole."""
     (hidden_states, weight), (labels, denominator) = outputs, targets
     has_target = labels[:, 1:] != -100
     logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
     return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator.to(logits.dtype)
 
@@ -91,13 +97,18 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("logit_softcap", [None, 3.0])
 @pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
-def test_pieces_are_the_whole(batch, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_the_whole(
+    batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the size of a piece: one target, some that do not divide the targets, all."""
     monkeypatch.setattr("models.loss.PIECE", piece)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
-    found = loss_and_gradients(causal_lm_loss, hidden_states, weight, batch[2])
-    expected = loss_and_gradients(plain_loss, hidden_states, weight, batch[2])
+    found, expected = (
+        loss_and_gradients(partial(function, logit_softcap=logit_softcap), hidden_states, weight, batch[2])
+        for function in (causal_lm_loss, plain_loss)
+    )
     for ours, plain in zip(found, expected, strict=True):
         assert ours.dtype == plain.dtype
         assert (ours - plain).abs().max() <= TOLERANCES[dtype] * plain.abs().max()
