@@ -61,7 +61,7 @@ def test_a_right_command_line_passes(line: str) -> None:
         ("optmizer=sgd", "unknown key 'optmizer'; did you mean 'optimizer'?"),
         ("xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
         ("+xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
-        ("++data.xyzzy=1", "unknown key 'data.xyzzy'; known are data.prompt_field, "),
+        ("++data.xyzzy=1", "unknown key 'data.xyzzy'; known are data.name, "),
         ("model.hidden_size=1", "unknown key 'model.hidden_size'; to add a key to 'model', write +model.hidden_size=..."),
         ("seed", "'seed' is no key=value"),
         ("~seed", "~seed: a key cannot be taken away"),
@@ -106,9 +106,9 @@ def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> Non
 
 def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
     register_schema()
-    for file in [*CONF.glob("*/*.yaml"), CONF / "base.yaml"]:
+    for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
         copy = tmp_path / file.relative_to(CONF)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(file.read_text())
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nlearning_rte: 1\n")
     with pytest.raises(UserError, match="unknown key 'learning_rte'; did you mean 'learning_rate'?"):
