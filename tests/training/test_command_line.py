@@ -108,7 +108,7 @@ def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
     register_schema()
     for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
         copy = tmp_path / file.relative_to(CONF)
-        copy.parent.mkdir(exist_ok=True, parents=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(file.read_text())
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nlearning_rte: 1\n")
     with pytest.raises(UserError, match="unknown key 'learning_rte'; did you mean 'learning_rate'?"):
