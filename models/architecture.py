@@ -4,7 +4,7 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES`. Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
+and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/published.py`). Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
 also say, where its family differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
@@ -107,7 +107,7 @@ class Layer:
 def build_layers(config: PretrainedConfig) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
-    Raises UserError for a `model_type` that is not in the table, and for a feature that its layers do not carry.
+    Raises UserError for a `model_type` that is neither in the table nor published, and for a feature that its layers do not carry.
     """
     return _load_architecture(config).build_layers(config)
 
@@ -143,9 +143,19 @@ def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
 
 
 def _load_architecture(config: PretrainedConfig) -> ModuleType:
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"model_type '{config.model_type}' is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
-            "docs/add_a_model.md says how to add one"
-        )
-    return importlib.import_module(ARCHITECTURES[config.model_type])
+    if config.model_type in ARCHITECTURES:
+        return importlib.import_module(ARCHITECTURES[config.model_type])
+    if not is_supported(config):
+        raise UserError(unsupported(config.model_type))
+    return importlib.import_module("models.published")
+
+
+def is_supported(config: PretrainedConfig) -> bool:
+    return config.model_type in ARCHITECTURES or importlib.import_module("models.published").is_published(config)
+
+
+def unsupported(model_type: str | None) -> str:
+    return (
+        f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, and Llama-like ones for which transformers "
+        "publishes a pipeline plan. docs/add_a_model.md says how to add one"
+    )

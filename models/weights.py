@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
 from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, to_peft_name
-from models.architecture import ARCHITECTURES, Layer, is_ignored
+from models.architecture import Layer, is_ignored, is_supported, unsupported
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -135,18 +135,18 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
 def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad value."""
     model_type = fields.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise UserError(
-            f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}. "
-            "docs/add_a_model.md says how to add one"
-        )
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{file}: {unsupported(model_type)}")
     if "quantization_config" in fields:
         method = fields["quantization_config"].get("quant_method", "unknown")
         raise UserError(f"{file}: the weights are quantized ({method}), which the layers do not carry; convert them to bf16 first")
     try:
-        return AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
+        config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
     except Exception as error:  # transformers validates with types of its own
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
+    if not is_supported(config):
+        raise UserError(f"{file}: {unsupported(model_type)}")
+    return config
 
 
 def load_json(file: Path) -> dict[str, Any]:
