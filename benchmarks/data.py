@@ -90,7 +90,7 @@ def measure_tokenizing(folder: Path, arguments: argparse.Namespace) -> list[floa
 
     def run_ours(name: str) -> None:
         config = build_config(folder, arguments, f"data.cache_dir={folder}/{name}")
-        prepare_file(config, "train_file", tokenizer, lambda text: None)
+        prepare_file(config, "train_file", tokenizer, None)
 
     ratios = []
     for number in range(-1, arguments.rounds):  # the first round warms both up

@@ -14,6 +14,7 @@ A row is one sample, or several that are packed (`data/rows.py`); the order and 
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
 """
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -264,8 +265,14 @@ def _iterate(build_batch: Callable[[int], Batch], indices: range, options: Loade
         pin_memory=options.pin_memory,
         # An iterator draws a seed; drawn from the global generator it would shift the dropout of a resumed run.
         generator=torch.Generator(),
+        worker_init_fn=_ignore_interrupt if options.num_workers else None,
     )
     return iter(loader)
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """A terminal's Ctrl-C goes to workers too; the rank still needs them for the step that it ends and saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _keep(batch: Batch) -> Batch:

@@ -60,22 +60,29 @@ class RowPlan:
 
 
 def prepare_rows(
-    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] = print, names: Sequence[str] = ()
+    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, names: Sequence[str] = ()
 ) -> None:
     """Write the index of a tokenized folder's rows unless it is there.
 
-    key: what the log calls the files. names: of the mixture's sources.
+    key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
+    sources.
     """
     if plan.is_trivial:
         return
     folder = plan.folder(path)
-    dataset = TokenizedDataset(path, False, False)
     if not _is_whole(folder):
-        with lock_folder(path, log):
+        with lock_folder(path, log or (lambda text: None)):
             if not _is_whole(folder):
-                _write_index(folder, _build_pieces(dataset, plan), TokenizedDataset(path, False, True))
+                dataset = TokenizedDataset(path, False, True)
+                _write_index(folder, _build_pieces(dataset, plan), dataset)
+    if log is not None:
+        _describe_rows(path, plan, key, log, names)
+
+
+def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.mixture is not None:
+        dataset = TokenizedDataset(path, False, False)
         log(f"{key}: {plan.mixture.describe(names, dataset.sources, dataset.lengths, rows.sample_ids)}")
     if plan.packing is not Packing.NONE:
         log(f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full")

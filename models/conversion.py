@@ -251,8 +251,11 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_torch(content: dict[str, Any], file: Any) -> None:
-    """`file`: a path, or anything with `write`. Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
-    complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it."""
+    """`file`: a path, or anything with `write`.
+
+    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
+    complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
+    """
     with_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -38,6 +38,12 @@ def run_deepspeed(arguments: Sequence[str], cwd: Path, num_gpus: int = 2, while_
     return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
 
 
+def run_supervised(output_dir: Path, arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> Ended:
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "trainer_base_ds_mp.py")]
+    supervisor = [sys.executable, str(ROOT / "scripts" / "supervise.py"), "--output_dir", str(output_dir), "--"]
+    return run([*supervisor, *launcher, *arguments], cwd, while_running)
+
+
 def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -> Ended:
     launcher = ["torchrun", "--nproc_per_node", str(nproc_per_node), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Launch, run_deepspeed, run_torchrun
+from launching import Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
 from omegaconf import OmegaConf
 from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,6 +77,39 @@ def test_torchrun_gives_the_same_and_its_exit_code(root: Path, tmp_path: Path) -
     assert list(line) == FIELDS and line["step"] == 1
     assert json.loads((out / "completed.json").read_text())["step"] == 1
     assert (out / "hf" / "config.json").is_file() and (out / "logs" / "rank_1.log").is_file()
+
+
+def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def preempt_rank_1(launch: Launch) -> None:
+        launch.wait_for("step 2/")
+        os.kill(launch.rank(1), signal.SIGTERM)
+
+    ended = run_deepspeed(arguments(root, out, "max_steps=100000"), tmp_path, while_running=preempt_rank_1)
+    assert ended.left_alive == [] and ended.errors() == [], ended.output
+    step = read_metrics(out)[-1]["step"]
+    assert f"stopped by SIGTERM at step {step}; go on with resume=latest" in ended.output
+    assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}" and not (out / "completed.json").exists()
+
+    ended = run_alone(arguments(root, out, "max_steps=100000", "stop_after_steps=1", "num_stages=1", "resume=latest"), tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    assert json.loads((out / "completed.json").read_text())["step"] == step + 1
+
+
+@pytest.mark.full
+def test_a_supervised_run_outlives_a_killed_rank(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def kill_rank_1(launch: Launch) -> None:
+        launch.wait_for("step 2/")
+        os.kill(launch.rank(1), signal.SIGKILL)
+
+    command = arguments(root, out, "save_steps=1", "max_steps=40")
+    ended = run_supervised(out, command, tmp_path, while_running=kill_rank_1)
+    assert (ended.code, ended.left_alive) == (0, []), ended.output
+    assert "start 2 of 4" in ended.output and json.loads((out / "completed.json").read_text())["step"] == 40
+    assert [line["step"] for line in read_metrics(out) if "loss" in line] == list(range(1, 41))
 
 
 def test_cfg_job_under_the_launcher_prints_the_config_once(root: Path, tmp_path: Path) -> None:

@@ -70,11 +70,12 @@ class TrainingLoop:
         self._interval.start()
         self._requests.start()
         try:
-            while not self._step_and_after(micro_batches):
-                pass
+            ended = self.state.step >= self.horizon.last_step
+            while not ended:
+                ended = self._step_and_after(micro_batches)
+            self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
         finally:
             self._requests.close()
-        self._writer.wait()
         return self.state
 
     def _step_and_after(self, micro_batches: Any) -> bool:
@@ -121,7 +122,8 @@ class TrainingLoop:
         if self.reporters:
             ids = self.train_loader.sample_ids(step).tolist()
             named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
-            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {float(self.engine.get_global_grad_norm()):g}; samples {named} of train_file (counted from 0)"
+            norm = float(self.engine.get_global_grad_norm())
+            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0)"
             if self.config.on_nonfinite is OnNonfinite.skip:
                 print(f"skipped {text}", file=sys.__stderr__, flush=True)
             else:

@@ -31,6 +31,7 @@ class HashedFile:
     """A file to write into, front to back; a context. `finish` flushes it to the disk and says what it holds."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = open(path, "wb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -39,7 +40,13 @@ class HashedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # bytes that a full disk did not take; what has been raised before says so
+            pass
+
+    def __str__(self) -> str:
+        return str(self._path)
 
     def write(self, data: Any) -> int:
         """`data`: bytes, or anything that shows its bytes."""

@@ -23,9 +23,10 @@ from training.config import LengthPolicy as LengthPolicyKey
 from training.train_files import TrainFiles, parse_files
 
 
-def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]) -> Path:
+def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None) -> Path:
     """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; made by whoever comes first.
 
+    log: None on a rank that keeps quiet.
     Raises UserError for whatever is wrong with the files or a record.
     """
     data = config.data

@@ -28,9 +28,7 @@ from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
-from training.checkpoint import (
-    Resumable, TrainerState, check_resumable, damaged_error, find_damage, find_resume, load_checkpoint, read_state, remove_leftovers,
-)  # fmt: skip
+from training.checkpoint import TrainerState, load_checkpoint, read_state, remove_leftovers
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
@@ -41,8 +39,9 @@ from training.metrics import Reporter, build_reporters
 from training.partition import compute_bounds
 from training.pipeline import StageModule
 from training.preparation import build_row_plan, prepare_file
-from training.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.requests import exit_code
+from training.resume import Resumable, check_resumable, choose_whole, find_resume
 from training.run_folder import RunFolder
 from training.trainable import build_adapter, check_freeze, check_same_adapter, export_adapter, read_trained_adapter, save_adapter_config
 
@@ -87,7 +86,7 @@ class CheckedRun:
     bounds: list[int]
     adapter: Adapter | None
     resume_from: Path | None
-    resumable: Resumable | None
+    resumable: Resumable | None  # what resume_from is chosen from
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -172,7 +171,8 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer, ranks, log=False)  # finds it done
-    plan = confirm_resume(config, plan, ranks)
+    if plan.resumable is not None:
+        plan = take_up(plan, choose_whole(plan.resumable, lambda text: say(ranks, text)), config)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     say(ranks, f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
@@ -207,30 +207,12 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     return loop.signum
 
 
-def confirm_resume(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> CheckedRun:
-    """Reads the checkpoint against its manifest, each rank a share of it; `resume=latest` goes back to the newest one that is whole.
-
-    Raises UserError when none is.
-    """
-    if plan.resumable is None:
-        return plan
-    damages = list(plan.resumable.damages)
-    for chosen in plan.resumable.candidates:
-        found: list[str | None] = [None] * ranks.world_size
-        dist.all_gather_object(found, find_damage(chosen, ranks.rank, ranks.world_size))
-        if not any(found):
-            break
-        damages.append(next(filter(None, found)))
-    else:
-        raise_together(damaged_error(damages))
-    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
-        say(ranks, f"resume: {text}")
+def take_up(plan: CheckedRun, step_dir: Path, config: RunConfig) -> CheckedRun:
+    """The plan with the weights of the checkpoint `step_dir`: the model's, or the adapter's beside the model it started from."""
     if plan.adapter is not None:
-        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(chosen, plan.layers))
-        return dataclasses.replace(plan, resume_from=chosen, adapter=adapter)
-    if chosen == plan.resume_from:
-        return plan
-    return dataclasses.replace(plan, resume_from=chosen, source=open_weights(str(chosen), config.trust_remote_code))
+        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(step_dir, plan.layers))
+        return dataclasses.replace(plan, resume_from=step_dir, adapter=adapter)
+    return dataclasses.replace(plan, resume_from=step_dir, source=open_weights(str(step_dir), config.trust_remote_code))
 
 
 def export(plan: CheckedRun, folder: RunFolder) -> None:
@@ -276,11 +258,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 
 def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, log: bool = True) -> dict[str, Path]:
     """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
-
-    def tell(text: str) -> None:
-        if log:
-            say(ranks, text)
-
+    tell = (lambda text: say(ranks, text)) if log and ranks.is_main else None
     return {key: prepare_file(config, key, tokenizer, tell) for key in ("train_file", "eval_file") if getattr(config, key) is not None}
 
 
@@ -323,7 +301,8 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
             print(f"resume: {difference}", file=sys.__stderr__, flush=True)
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
-    if start.step >= last_step:
+    unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
+    if start.step > last_step or start.step == last_step and not unfinished:
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:

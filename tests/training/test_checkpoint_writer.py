@@ -16,8 +16,9 @@ from test_checkpoint import STATE
 
 from errors import UserError
 from training import checkpoint_writer, manifest
-from training.checkpoint import find_damage, find_resume, list_checkpoints, read_state, remove_leftovers, step_of
+from training.checkpoint import list_checkpoints, read_state, remove_leftovers, step_of
 from training.checkpoint_writer import CheckpointWriter, ShareFile
+from training.resume import find_damage, find_resume
 
 TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensors": 2.0}
 
@@ -81,6 +82,26 @@ def test_a_save_that_fails_leaves_the_one_before(
     remove_leftovers(tmp_path)
     save(writer, 4)
     assert latest(tmp_path) == tmp_path / "global_step4"
+
+
+@pytest.mark.parametrize("size", [10, 10_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_disk_that_is_full_is_survived(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    save(writer, 2)
+
+    class OnFullDisk(manifest.HashedFile):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            if path.name == name:
+                self._file = open("/dev/full", "wb")
+
+    monkeypatch.setattr(checkpoint_writer, "plan_share", lambda _: [ShareFile(n, {"x@0": torch.zeros(size)}) for n in TENSORS])
+    monkeypatch.setattr(checkpoint_writer, "HashedFile", OnFullDisk)
+    with pytest.raises(UserError, match="saving: .*tmp-global_step4.* cannot be written .*; the checkpoints before it are untouched. Make room"):
+        save(writer, 4)
+    assert latest(tmp_path) == tmp_path / "global_step2"
 
 
 def test_no_room_is_told_before_a_byte_is_written(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

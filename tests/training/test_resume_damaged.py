@@ -46,7 +46,7 @@ def choose(workers: Callable[[int], WorkerGroup], saved: Case) -> Callable[[Path
 
     def run(resume: Path | str) -> tuple[str, list[str]]:
         first, second = workers(2).run(choose_checkpoint, saved, f"resume={resume}")
-        assert first[0] == second[0] and second[1] == []  # all ranks the same; one speaks
+        assert first == second
         return first
 
     return run
@@ -56,24 +56,20 @@ def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
     """On a rank: what `trainer_base_ds_mp.py` does about `resume` before it builds anything."""
     import torch.distributed as dist
 
-    from training import run
+    from training import resume as resuming
     from training.ranks import Ranks
+    from training.run import check_run
 
     config = Case(case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)).config()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
     said: list[str] = []
 
-    def say(ranks: Ranks, text: str) -> None:
-        if ranks.is_main:
-            said.append(text)
+    def raise_here(error: UserError) -> None:
+        raise error
 
-    def raise_here(error: UserError | None) -> None:
-        if error is not None:
-            raise error
-
-    with patch.object(run, "say", say), patch.object(run, "raise_together", raise_here):  # each rank answers, instead of going quietly
+    with patch.object(resuming, "raise_together", raise_here):  # each rank answers, instead of going quietly
         try:
-            return str(run.confirm_resume(config, run.check_run(config, ranks), ranks).resume_from), said
+            return str(resuming.choose_whole(check_run(config, ranks).resumable, said.append)), said
         except UserError as error:
             return str(error), said
 

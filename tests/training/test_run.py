@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cases import Case, mean_loss, relative_difference, train_run
 from data.tokenized import TokenizedDataset
-from distributed import WorkerGroup
+from distributed import WorkerError, WorkerGroup
 from safetensors.torch import load_file
 from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,18 @@ def test_resume_continues_exactly(run, num_stages: int, world_size: int, tied: b
     assert [record["step"] for record in resumed if "loss" in record] == [1, 2, 3, 4]
     expected = export_of(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(halves).items())
+
+
+def test_a_run_that_died_in_its_export_is_finished(run) -> None:
+    output_dir = run("run", 2, 2)
+    expected, steps = export_of(output_dir), read_metrics(output_dir)
+    shutil.rmtree(output_dir / "hf")
+    (output_dir / "completed.json").unlink()
+    run("run", 2, 2, "resume=latest")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(output_dir).items())
+    assert json.loads((output_dir / "completed.json").read_text())["step"] == 4 and read_metrics(output_dir) == steps
+    with pytest.raises(WorkerError, match="stands at step 4 of 4, there is nothing left; raise max_steps"):
+        run("run", 2, 2, "resume=latest")
 
 
 @pytest.mark.parametrize("num_stages, world_size", [(1, 1), (2, 2), (2, 4)], ids=["pp1", "pp2", "pp2xdp2"])

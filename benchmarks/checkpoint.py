@@ -1,0 +1,155 @@
+"""Saving and resuming a training state against copies of the same bytes, in memory and on the disk.
+
+    python benchmarks/checkpoint.py [--dir DIR] [--pairs 5] [--num_layers 6]
+
+A random Llama in bf16 with fp32 weights and AdamW's moments, in one process (1.9 GB with 6 layers). What is compared runs in turn:
+
+    stall    `save` until training can go on, asynchronously          : a copy of the state in memory
+    save     `save` to the last byte on the disk, synchronously       : `cp -r` of the checkpoint, each file synced
+    resume   the manifest checked, weights, engine, optimizer's state : the same `cp -r`
+
+Everything is in the page cache before it is read. DIR needs three times the state's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from transformers import LlamaConfig  # noqa: E402
+
+from models.architecture import Layer, build_layers  # noqa: E402
+from models.weights import open_weights  # noqa: E402
+from training.checkpoint import TrainerState, load_checkpoint  # noqa: E402
+from training.checkpoint_writer import CheckpointWriter, plan_share  # noqa: E402
+from training.resume import find_damage  # noqa: E402
+
+STATE = TrainerState(1, 0, 1, 1, 1, 1, 1, 1, 0, "bf16", "adamw")
+
+
+class RandomWeights:
+    """Weights of a model that is nowhere."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = config
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return {name: 0.02 * torch.randn(shape) for name, shape in layer.shapes().items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", help="where to work (default: the system's temporary folder)")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--num_layers", type=int, default=6)
+    arguments = parser.parse_args()
+    config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=arguments.num_layers, num_attention_heads=16)
+    config.tie_word_embeddings = False
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+        measure(Path(folder), config, arguments.pairs)
+
+
+def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+    import deepspeed
+
+    sys.stdout = open(os.devnull, "w")  # DeepSpeed reports its memory
+    from training.engine import train_step
+
+    deepspeed.init_distributed("gloo")
+    run_config = compose_config()
+    engine = build_engine(RandomWeights(config), run_config)
+    train_step(engine, make_batches(), run_config, 0, 10)  # so that the moments are there
+    checkpoints, copy = folder / "checkpoints", folder / "copy"
+    config.save_pretrained(checkpoints)
+    times: dict[str, list[tuple[float, float]]] = {"stall": [], "save": [], "resume": []}
+    writers = {asynchronous: CheckpointWriter(engine, checkpoints, asynchronous=asynchronous) for asynchronous in (False, True)}
+    for pair in range(pairs + 1):  # the first warms up
+        state = replace(STATE, step=pair + 1)
+        step_dir = checkpoints / f"global_step{state.step}"
+        taken = {"copy": clock(lambda: [file.copy() for file in plan_share(engine)])}
+        taken["stall"] = clock(lambda: writers[True].save(state))
+        writers[True].wait()
+        shutil.rmtree(step_dir)
+        taken["save"] = clock(lambda: writers[False].save(state))
+        taken["cp"] = clock(lambda: copy_synced(step_dir, copy))
+        taken["resume"] = clock(lambda: resume(step_dir, run_config))
+        size = sum(file.stat().st_size for file in step_dir.iterdir())
+        shutil.rmtree(step_dir)
+        shutil.rmtree(copy)
+        for name, other in (("stall", "copy"), ("save", "cp"), ("resume", "cp")):
+            times[name] += [(taken[name], taken[other])] if pair else []
+    print(f"\n{size / 1e9:.2f} GB, {pairs} pairs, median (lowest to highest)", file=sys.__stdout__)
+    for name, other in (("stall", "copy in memory"), ("save", "cp, synced"), ("resume", "cp, synced")):
+        ratios = sorted(ours / theirs for ours, theirs in times[name])
+        seconds = statistics.median(ours for ours, _ in times[name])
+        print(f"{name:8} {seconds:6.2f} s   {statistics.median(ratios):.2f} x {other} ({ratios[0]:.2f} to {ratios[-1]:.2f})", file=sys.__stdout__)
+
+
+def resume(step_dir: Path, run_config: Any) -> None:
+    """What a run does before its first step, but for the data and the engine's own buffers' allocation, which any start has."""
+    assert find_damage(step_dir, 0, 1) is None
+    engine = build_engine(open_weights(str(step_dir)), run_config)
+    load_checkpoint(engine, step_dir, STATE)
+
+
+def compose_config() -> Any:
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from training.config import register_schema
+
+    register_schema()
+    overrides = [
+        "model_name_or_path=none", "train_file=none", "output_dir=none", "micro_batch_size=1", "global_batch_size=1", "precision=bf16",
+        "activation_checkpoint_interval=0", "warmup_ratio=0",
+    ]  # fmt: skip
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_object(compose("base", overrides))
+
+
+def build_engine(source: Any, run_config: Any) -> Any:
+    from training.engine import initialize_engine
+    from training.layout import Layout
+    from training.pipeline import StageModule
+
+    layers = build_layers(source.config)
+    module = StageModule(layers, [0, len(layers)], source, torch.bfloat16, 0)
+    return initialize_engine(module, run_config, Layout(1, 1, 1, 1))
+
+
+def make_batches() -> Iterator[Any]:
+    ids = torch.arange(16)[None]
+    return iter([((ids, ids), (ids, torch.tensor(15.0, dtype=torch.float64)))])
+
+
+def copy_synced(source: Path, target: Path) -> None:
+    os.system(f"cp -r --reflink=never '{source}' '{target}'")
+    for file in (*target.iterdir(), target):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def clock(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
