@@ -52,7 +52,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError(f"optimizer.eps={eps}: more than 0")
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
-        if key == "train_file" and not files or not isinstance(files, (str, list, dict, type(None))):
+        is_function = isinstance(files, dict) and "_target_" in files
+        if key == "train_file" and not files or not is_function and not isinstance(files, (str, list, type(None))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")

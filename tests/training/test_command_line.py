@@ -61,7 +61,7 @@ def test_a_right_command_line_passes(line: str) -> None:
         ("optmizer=sgd", "unknown key 'optmizer'; did you mean 'optimizer'?"),
         ("xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
         ("+xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
-        ("++data.xyzzy=1", "unknown key 'data.xyzzy'; known are data.prompt_field, "),
+        ("++data.xyzzy=1", "unknown key 'data.xyzzy'; known are data.name, "),
         ("model.hidden_size=1", "unknown key 'model.hidden_size'; to add a key to 'model', write +model.hidden_size=..."),
         ("seed", "'seed' is no key=value"),
         ("~seed", "~seed: a key cannot be taken away"),
@@ -101,14 +101,14 @@ def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> Non
     configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
     assert message_of("-cn llama_9b") == f"-cn llama_9b: there is no conf/llama_9b.yaml; there are {configs}"
     assert message_of("optimizer=adam") == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, sgd"
-    assert message_of("model=llama-7b").startswith("model=llama-7b: there is no conf/model/llama-7b.yaml; there are from_checkpoint, ")
+    assert message_of("model=llama-7b").startswith("model=llama-7b: there is no conf/model/llama-7b.yaml; there are deepseek_v3, from_checkpoint, ")
 
 
 def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
     register_schema()
-    for file in [*CONF.glob("*/*.yaml"), CONF / "base.yaml"]:
+    for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
         copy = tmp_path / file.relative_to(CONF)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(file.read_text())
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nlearning_rte: 1\n")
     with pytest.raises(UserError, match="unknown key 'learning_rte'; did you mean 'learning_rate'?"):

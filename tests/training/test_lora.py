@@ -119,9 +119,11 @@ def test_adapters_start_equal_at_every_layout(workers: Callable[[int], WorkerGro
 @pytest.mark.parametrize(
     "freeze", [["embed_tokens", "layers\\.[0-2]\\."], ["layers\\.[34]\\.", "norm", "lm_head"]], ids=["first-stage", "last-stage"]
 )
-def test_a_stage_with_nothing_to_train(workers: Callable[[int], WorkerGroup], root: Path, freeze: list[str], tied: bool) -> None:  # noqa: F811
+def test_a_stage_with_nothing_to_train(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, freeze: list[str], tied: bool  # noqa: F811
+) -> None:
     pattern = ",".join(f'"{p}"' for p in freeze)
-    case = Case(root / f"tied{tied}", root / "train.jsonl", root, 2, 2, overrides=(f"freeze=[{pattern}]", "partition_method=[4,4]", CLIPPED))
+    case = Case(root / f"tied{tied}", root / "train.jsonl", tmp_path, 2, 2, overrides=(f"freeze=[{pattern}]", "partition_method=[4,4]", CLIPPED))
     result = merge(workers(2).run(train_case, case))
     model = AutoModelForCausalLM.from_pretrained(root / f"tied{tied}")
     for name, parameter in model.named_parameters():
