@@ -17,7 +17,7 @@ from distributed import WorkerGroup
 from tiny import save_llama, save_records, save_tokenizer
 
 from benchmarks.allocation import AllocationPeak
-from models.architecture import build_layers
+from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
 from training.config import Device, HardwareConfig, RunConfig
 from training.layout import Layout, build_layout
@@ -86,7 +86,7 @@ def test_predicted_and_real_peak(
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
     config, architecture = case.config(), open_weights(str(root / "hf")).config
-    architecture._attn_implementation = config.attn_implementation.value
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     layers = build_layers(architecture)
     layout = build_layout(config, 2, len(layers), False)
     costs = count_layers(layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision])
