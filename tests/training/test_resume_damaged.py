@@ -115,6 +115,7 @@ class Malicious:
         return os.mkdir, (str(self.trace),)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("write", ["torch.save", "pickle"])
 def test_a_malicious_pickle_does_not_run(choose, copied: Path, tmp_path: Path, write: str) -> None:
     step_dir, trace = copied / "global_step3", tmp_path / "it ran"
