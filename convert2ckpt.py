@@ -45,6 +45,10 @@ def convert(args: argparse.Namespace) -> None:
     tokens = SpecialTokens(args.bos_token, args.eos_token, args.pad_token, tuple(args.add_special_tokens))
     if args.to_hf and tokens:
         raise UserError("special tokens are added on the way to a pipeline checkpoint; leave them away with --to_hf")
+    if args.unpad_vocab and not args.to_hf:
+        raise UserError("--unpad_vocab goes with --to_hf")
+    if args.to_hf and args.pad_vocab_to_multiple_of != 1:
+        raise UserError("the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with --to_hf")
     max_shard_size = parse_size(args.max_shard_size)
     check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
     source = open_weights(args.model_name_or_path, args.trust_remote_code)
@@ -59,6 +63,7 @@ def convert(args: argparse.Namespace) -> None:
                 args.output_dir,
                 dtype=DTYPES.get(args.dtype),
                 max_shard_size=max_shard_size,
+                unpad_vocab=args.unpad_vocab,
                 overwrite=args.overwrite,
                 progress=progress,
             )
@@ -68,6 +73,7 @@ def convert(args: argparse.Namespace) -> None:
                 args.output_dir,
                 dtype=DTYPES.get(args.dtype),
                 special_tokens=tokens,
+                pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
                 trust_remote_code=args.trust_remote_code,
                 overwrite=args.overwrite,
                 progress=progress,
@@ -86,6 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="with --to_hf: of a safetensors file (default: %(default)s)"
     )
+    parser.add_argument(
+        "--pad_vocab_to_multiple_of", type=int, default=1, metavar="N", help="further rows of embedding and head, such as a GPU likes them"
+    )
+    parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: leave those rows away again")
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
     tokens = parser.add_argument_group(

@@ -1,4 +1,5 @@
-"""LoRA (2106.09685) through peft: put on the layers of a stage, saved as a standard peft folder, merged layer by layer.
+"""LoRA (2106.09685) through peft: put on the layers of a stage, saved as a standard peft folder, merged layer by layer; and QLoRA
+(2305.14314), the projections beside the adapters in 4 bits, through bitsandbytes.
 
 peft works on the modules of one layer at a time, so it never sees a whole model; what it would name
 "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own, and the name in the layer.
@@ -64,11 +65,13 @@ class Adapter:
     """What is put on the layers.
 
     tensors: weights to start from, named as in a peft folder; none: peft's random ones, equal at every layout for one seed.
+    in_4bit: whether the projections of the layers that get adapters are kept in 4 bits (nf4).
     """
 
     config: LoraConfig
     seed: int = 0
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    in_4bit: bool = False
 
     def attach(self, module: nn.Module, index: int, layer: Layer) -> None:
         """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules.
@@ -78,11 +81,26 @@ class Adapter:
         module.requires_grad_(False)
         if not any(_is_named(name, target) for name in list_projections(module) for target in self.config.target_modules):
             return
+        if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
+            quantize_projections(module)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
             _inject(self.config, module)
         if self.tensors:
             fill_adapter(module, {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)})
+
+
+def quantize_projections(module: nn.Module) -> None:
+    """Replaces a layer's projections, weights loaded, by ones in nf4 with quantized constants, which compute in the old dtype."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, linear in list_projections(module).items():
+        weight = linear.weight
+        quantized = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)
+        quantized.bias = linear.bias
+        module.set_submodule(name, quantized)
+    module.is_loaded_in_4bit = True  # peft asks for it before it puts an adapter on such a projection
 
 
 def adapter_names(module: nn.Module) -> list[str]:

@@ -43,6 +43,7 @@ from models.weights import WeightSource, layer_file, load_json, parse_config
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
+UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
 # whatever the number of stages.
@@ -66,6 +67,7 @@ def convert_to_pipeline(
     *,
     dtype: torch.dtype | None = None,
     special_tokens: SpecialTokens | None = None,
+    pad_vocab_to_multiple_of: int = 1,
     trust_remote_code: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -74,6 +76,7 @@ def convert_to_pipeline(
 
     dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
     special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
+    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json tells as `unpadded_vocab_size` how many are used.
     Raises UserError for whatever is wrong with the source, the output folder or the disk.
     """
     check_output_dir(output_dir, overwrite, source.path)
@@ -82,7 +85,7 @@ def convert_to_pipeline(
         raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
-    config = _grow_vocabulary(source, tokenizer) if tokenizer else source.config
+    config = _grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
     weights = _Weights(source, config, dtype, progress)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
@@ -106,15 +109,17 @@ def export_hugging_face(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    unpad_vocab: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
 
+    unpad_vocab: leave away the rows that `pad_vocab_to_multiple_of` has added.
     `dtype` and UserError as in `convert_to_pipeline`.
     """
     check_output_dir(output_dir, overwrite, source.path)
-    weights = _Weights(source, source.config, dtype, progress)
+    weights = _Weights(source, _trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
@@ -168,7 +173,7 @@ class _Weights:
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
         if not place and tensor.shape != info.shape:
-            tensor = grow_rows(tensor, info.shape[0])
+            tensor = grow_rows(tensor, info.shape[0]) if info.shape[0] > tensor.shape[0] else tensor[: info.shape[0]]
         converted = tensor.to(info.dtype)
         if info.dtype == torch.float16 and tensor.dtype != torch.float16:
             _check_fp16(converted, tensor, info.name)
@@ -195,13 +200,28 @@ class _Weights:
         return infos
 
 
-def _grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The config with a row for every id of the tokenizer. Many models have rows to spare; then nothing changes."""
-    rows = count_rows(tokenizer)
-    if rows <= source.config.vocab_size:
+def _grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
+    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
+    if multiple < 1:
+        raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
+    used = max(source.config.vocab_size, count_rows(tokenizer) if tokenizer else 0)
+    rows = -(-used // multiple) * multiple
+    if rows == source.config.vocab_size:
         return source.config
     file = source.path / "config.json"
-    return parse_config({**load_json(file), "vocab_size": rows}, file)
+    fields = {**load_json(file), "vocab_size": rows}
+    if rows != used:
+        fields[UNPADDED] = getattr(source.config, UNPADDED, used)
+    return parse_config(fields, file)
+
+
+def _trim_vocabulary(source: WeightSource) -> PretrainedConfig:
+    """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
+    file = source.path / "config.json"
+    fields = load_json(file)
+    if UNPADDED not in fields:
+        raise UserError(f"{file} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing to take away")
+    return parse_config({**fields, "vocab_size": fields[UNPADDED]}, file)
 
 
 def _write_model_files(
@@ -213,10 +233,15 @@ def _write_model_files(
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
     _set_dtype(fields, weights.dtypes)
+    if weights.config.vocab_size != weights.source.config.vocab_size:
+        fields["vocab_size"] = weights.config.vocab_size
+        unpadded = getattr(weights.config, UNPADDED, fields["vocab_size"])
+        fields |= {UNPADDED: unpadded} if unpadded != fields["vocab_size"] else {}
+    if fields.get(UNPADDED) == fields.get("vocab_size"):
+        fields.pop(UNPADDED, None)
     generation_file = source_dir / "generation_config.json"
     generation_fields = load_json(generation_file) if generation_file.is_file() else None
     if tokenizer is not None and tokens is not None:
-        fields["vocab_size"] = weights.config.vocab_size
         update_token_ids(fields, tokenizer, tokens)
         if generation_fields is not None:
             update_token_ids(generation_fields, tokenizer, tokens)

@@ -138,6 +138,7 @@ class AdapterConfig:
     target_modules: Any = "all-linear"
     use_rslora: bool = False
     use_dora: bool = False
+    load_in_4bit: bool = False
     name_or_path: str | None = None
 
 

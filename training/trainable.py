@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, to_peft_name
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, list_projections, to_peft_name
 from models.architecture import Layer
 from models.folders import copy_tokenizer_files, staged_folder
 from models.weights import PipelineCheckpoint, load_adapter_tensors, load_lora_config
@@ -30,6 +31,8 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
     for key, value, fits in (("r", options.r, options.r >= 1), ("lora_dropout", options.lora_dropout, 0 <= options.lora_dropout < 1)):
         if not fits:
             raise UserError(f"adapter.{key}={value}: " + ("at least 1" if key == "r" else "from 0 to below 1"))
+    if options.load_in_4bit:
+        check_4bit(layers)
     if options.name_or_path is not None:
         path = Path(options.name_or_path).expanduser()
         if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
@@ -37,12 +40,22 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         lora = load_lora_config(path)
         lora.inference_mode = False
         lora.base_model_name_or_path = config.model_name_or_path
-        return Adapter(lora, config.seed, load_adapter_tensors(path))
+        return Adapter(lora, config.seed, load_adapter_tensors(path), options.load_in_4bit)
     lora = build_lora_config(
         layers, options.target_modules, r=options.r, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
         use_rslora=options.use_rslora, use_dora=options.use_dora, base_model_name_or_path=config.model_name_or_path,
     )  # fmt: skip
-    return Adapter(lora, config.seed)
+    return Adapter(lora, config.seed, in_4bit=options.load_in_4bit)
+
+
+def check_4bit(layers: Sequence[Layer]) -> None:
+    """Raises UserError where bitsandbytes is missing, or a projection is none that it can quantize."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError("adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false")
+    for layer in layers:
+        for name, projection in list_projections(layer.build_on_meta()).items():
+            if not isinstance(projection, nn.Linear):
+                raise UserError(f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which cannot be quantized")
 
 
 def choose_trained(module: nn.Module, index: int, layer: Layer, adapter: Adapter | None, freeze: Sequence[str]) -> None:

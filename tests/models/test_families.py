@@ -151,3 +151,20 @@ def test_windows_and_caps_bite() -> None:
         assert difference(logits, without) > 1e-3, (model_type, field)
 
 
+
+
+@EVERY_FAMILY
+@TIED
+def test_a_padded_vocabulary_goes_there_and_back(model_type: str, tied: bool, tmp_path: Path) -> None:
+    build_family(model_type, tied).save_pretrained(tmp_path / "hf")
+    padded = convert(tmp_path / "hf", tmp_path / "pipeline", pad_vocab_to_multiple_of=128)
+    config = open_weights(str(padded)).config
+    assert config.vocab_size == 384 and config.unpadded_vocab_size == VOCAB_SIZE
+    loaded = load_transformers(export(padded, tmp_path / "padded"))
+    original = load_transformers(tmp_path / "hf")
+    assert set({name: t.shape[0] for name, t in loaded.items() if t.shape != original[name].shape}.values()) == {384}
+    back = export(padded, tmp_path / "back", unpad_vocab=True)
+    assert_same_bits(load_file(back / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors"))
+    assert "unpadded_vocab_size" not in (back / "config.json").read_text()
+    with pytest.raises(UserError, match="names no unpadded_vocab_size"):
+        export(tmp_path / "hf", tmp_path / "other", unpad_vocab=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, mean_loss, merge, train_case, train_oracle, worst_difference
+from cases import Case, mean_loss, merge, relative_difference, train_case, train_oracle, worst_difference
 from distributed import WorkerGroup
 from families import FAMILIES, save_family
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -76,6 +76,30 @@ def to_peft_weights(result: dict[str, Any], oracle: dict[str, Any], config: Pret
     }
     expected = {name.replace("_vector.default.weight", "_vector").replace(".default", ""): t for name, t in oracle["weights"].items() if "lora_" in name}
     return trained, expected
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp1", marks=pytest.mark.full)])
+def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str) -> None:
+    """The oracle is peft on a Hugging Face model whose projections hold what nf4 makes of them, in fp32."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model_folder = save_family(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
+    save_tokenizer(tmp_path / "model")
+    model = make_adapter(tmp_path / "adapter", model_folder)
+    changed = 0.0
+    for name, parameter in model.named_parameters():
+        if "base_layer" in name:
+            rounded = functional.dequantize_4bit(*functional.quantize_4bit(parameter.data, quant_type="nf4", compress_statistics=True))
+            changed = max(changed, relative_difference(rounded, parameter.data))
+            parameter.data = rounded
+    assert changed > 0.01  # it does round
+    num_stages, world_size = LAYOUTS[layout]
+    overrides = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", "adapter.load_in_4bit=true", CLIPPED)
+    case = Case(model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=overrides)
+    result = merge(workers(world_size).run(train_case, case))
+    oracle = train_oracle(case, model)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

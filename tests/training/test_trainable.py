@@ -94,3 +94,13 @@ def test_an_adapter_folder_that_cannot_be_opened(fields: dict[str, object], expe
     with pytest.raises(UserError) as caught:
         open_weights(str(tmp_path))
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_4_bits_want_their_package_and_plain_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_config("adapter=lora", "adapter.load_in_4bit=true")
+    assert build_adapter(config, LLAMA).in_4bit
+    with pytest.raises(UserError, match=r"adapter.load_in_4bit=true: 'transformer.h.0.attn.c_attn' is a Conv1D, which cannot be quantized"):
+        build_adapter(config, GPT2)
+    monkeypatch.setattr("training.trainable.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the package bitsandbytes"):
+        build_adapter(config, LLAMA)
