@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, merge, train_case, train_oracle, worst_difference
+from cases import Case, mean_loss, merge, train_case, train_oracle, train_run, worst_difference
 from distributed import WorkerGroup
 from families import FAMILIES, save_family
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS
+from test_run import eval_dataset, read_metrics
 from tiny import save_records, save_tokenizer
+from transformers import AutoModelForCausalLM
 
 OVERRIDES = ("learning_rate=0.05", CHECKPOINTED, CLIPPED)
 FAST = [(family, "pp2", index % 2 == 0) for index, family in enumerate(sorted(FAMILIES))]
@@ -31,6 +33,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     """case(family, layout, tied): its model is made on first use, the records once."""
     root = tmp_path_factory.mktemp("families")
     records = save_records(root / "train.jsonl", 40)
+    save_records(root / "eval.jsonl", 11, seed=1)
     save_tokenizer(root / "tokenizer")  # not beside the models: transformers adds tokens of its own to a qwen2's
 
     def case(family: str, layout: str, tied: bool) -> Case:
@@ -54,3 +57,17 @@ def test_five_sgd_steps_equal_hugging_face(workers: Callable[[int], WorkerGroup]
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in ("deepseek_v3", "gemma2", "mpt") else pytest.mark.full) for family in sorted(FAMILIES)]
+)
+def test_a_trained_export_gives_the_trainers_loss(workers: Callable[[int], WorkerGroup], material, tmp_path: Path, family: str) -> None:
+    case = material(family, "pp2", False)
+    # a cache of its own: `train_oracle` takes the one data set that it finds in the other
+    case.overrides += (f"eval_file={case.workdir}/eval.jsonl", f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "max_steps=2")
+    workers(2).run(train_run, case)
+    reported = read_metrics(tmp_path / "out")[-1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")
+    loss, num_targets = mean_loss(model, eval_dataset(tmp_path))
+    assert reported["eval_tokens"] == num_targets and abs(loss - reported["eval_loss"]) < 1e-4
