@@ -19,11 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Layer
+from models.tensor_files import load_json, open_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
     from models.weights import WeightSource
+
+ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]  # number, layer, names in its module -> its adapter's tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -125,13 +128,41 @@ def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) 
         parameters[name].copy_(tensor)
 
 
+def load_lora_config(path: Path) -> LoraConfig:
+    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is no LoRA."""
+    from peft import LoraConfig
+
+    fields = load_json(path / ADAPTER_CONFIG)
+    if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
+        what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
+        raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
+    try:
+        return LoraConfig.from_pretrained(str(path))
+    except Exception as error:  # peft validates with types of its own
+        raise UserError(f"{path / ADAPTER_CONFIG}: {' '.join(str(error).split())}") from None
+
+
+def read_adapter_folder(path: Path) -> ReadAdapter:
+    """How a peft folder's tensors are read, by their names in a layer's module."""
+    tensors = load_adapter_tensors(path)
+    return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
+
+
+def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or damaged."""
+    file = path / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
+    opened = open_tensors(file)
+    return {name: opened.get_tensor(name) for name in opened.keys()}
+
+
 class AdaptedWeights:
     """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
 
     def __init__(
-        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]
+        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter
     ) -> None:
-        """read_adapter(index, layer, names): the layer's adapter tensors, by their names in the module."""
         self.base, self.config = base, base.config
         self.path = path if (path / "config.json").is_file() else base.path
         self._lora, self._read_adapter = config, read_adapter

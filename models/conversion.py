@@ -38,7 +38,8 @@ from models.safetensors_writer import (
     write_safetensors,
 )
 from models.special_tokens import SpecialTokens, count_rows, grow_rows, load_extended_tokenizer, update_token_ids
-from models.weights import WeightSource, layer_file, load_json, parse_config
+from models.tensor_files import load_json
+from models.weights import WeightSource, layer_file, parse_config
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4

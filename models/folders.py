@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from errors import UserError
-from models.weights import load_json
+from models.tensor_files import load_json
 
 # What a tokenizer may consist of, by the names that transformers and sentencepiece give.
 TOKENIZER_FILES = (

@@ -10,24 +10,18 @@ Both are opened memory-mapped: a tensor's bytes are read when they are used, and
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, to_peft_name
+from models.adapters import ADAPTER_CONFIG, AdaptedWeights, ReadAdapter, load_lora_config, read_adapter_folder
 from models.architecture import Layer, is_ignored, is_supported, unsupported
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
-ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]
+from models.tensor_files import load_json, load_torch_file, open_tensors
 
 
 class WeightSource(Protocol):
@@ -81,35 +75,6 @@ def _open_adapted(path: Path, read_adapter: ReadAdapter | None, trust_remote_cod
     return AdaptedWeights(base, path, config, read_adapter)
 
 
-def load_lora_config(path: Path) -> LoraConfig:
-    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is no LoRA."""
-    from peft import LoraConfig
-
-    fields = load_json(path / ADAPTER_CONFIG)
-    if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
-        what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
-        raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
-    try:
-        return LoraConfig.from_pretrained(str(path))
-    except Exception as error:  # peft validates with types of its own
-        raise UserError(f"{path / ADAPTER_CONFIG}: {' '.join(str(error).split())}") from None
-
-
-def read_adapter_folder(path: Path) -> ReadAdapter:
-    """How a peft folder's tensors are read, by their names in a layer's module."""
-    tensors = load_adapter_tensors(path)
-    return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
-
-
-def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or damaged."""
-    file = path / ADAPTER_WEIGHTS
-    if not file.is_file():
-        raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
-    opened = _open_tensors(file)
-    return {name: opened.get_tensor(name) for name in opened.keys()}
-
-
 def layer_file(step_dir: Path, index: int) -> Path:
     """DeepSpeed's name for a layer's weights."""
     return step_dir / f"layer_{index:02d}-model_states.pt"
@@ -149,19 +114,6 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     return config
 
 
-def load_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError when the file is something else or half-written."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON (line {error.lineno}: {error.msg}); it may be half-written") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error})") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{file} holds a JSON {type(fields).__name__} where an object belongs")
-    return fields
-
-
 class PipelineCheckpoint:
     """Layer files, from the converter or from training."""
 
@@ -179,7 +131,7 @@ class PipelineCheckpoint:
 
     def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
         """What the file of layer `index` holds, unchecked."""
-        return _load_torch_file(layer_file(self.step_dir, index))
+        return load_torch_file(layer_file(self.step_dir, index))
 
     def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
         tensors = self.read_parameters(index)
@@ -189,7 +141,7 @@ class PipelineCheckpoint:
         if not layer.owns_weights:
             return {}
         file = layer_file(self.step_dir, index)
-        tensors = _load_torch_file(file)
+        tensors = load_torch_file(file)
         _check_tensors(tensors, layer, str(file))
         return tensors
 
@@ -274,7 +226,7 @@ class HuggingFaceFolder:
             raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
         file = self._files[name]
         if file not in self._open:
-            self._open = {file: _open_tensors(file)}  # one shard mapped at a time
+            self._open = {file: open_tensors(file)}  # one shard mapped at a time
         opened, name = self._open[file], name.removeprefix(self._prefix)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
@@ -313,36 +265,7 @@ def _find_tensors(path: Path) -> dict[str, Path]:
     files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     if not files:
         raise UserError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin), nor a file 'latest'")
-    return {name: file for file in files for name in _open_tensors(file).keys()}
-
-
-def _open_tensors(file: Path) -> object:
-    """A mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
-    if file.suffix != ".safetensors":
-        return _load_torch_file(file)
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
-
-
-def _load_torch_file(file: Path) -> dict[str, torch.Tensor]:
-    """A .pt or .bin file, memory-mapped where its format allows, never unpickling anything but tensors."""
-    if not file.is_file():
-        raise UserError(f"{file} is missing; the checkpoint is incomplete")
-    try:
-        try:
-            tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):  # files older than torch 1.6 are no zip archives
-                raise
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen types for a damaged file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file} cannot be read ({reason}); it is half-written or no checkpoint") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise UserError(f"{file} holds something else than tensors by name; it is no file of weights")
-    return tensors
+    return {name: file for file in files for name in open_tensors(file).keys()}
 
 
 def _download(hub_id: str) -> Path:

@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, list_projections, to_peft_name
+from models.adapters import (
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, list_projections, load_adapter_tensors, load_lora_config, to_peft_name,
+)  # fmt: skip
 from models.architecture import Layer
 from models.folders import copy_tokenizer_files, staged_folder
-from models.weights import PipelineCheckpoint, load_adapter_tensors, load_lora_config
+from models.weights import PipelineCheckpoint
 from training.config import AdapterName, RunConfig
 
 

@@ -6,6 +6,7 @@ What `make parity` prints as a table (docs/parity.md) is this, layout by layer a
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
