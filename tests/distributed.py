@@ -109,18 +109,3 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, log: Path) ->
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        _close_groups()
-
-
-def _close_groups() -> None:
-    """Ends the process groups that a case has made, but for that of all ranks: each is three threads of gloo, and hundreds of cases
-    make thousands of them. DeepSpeed remembers some of them in a module's variables."""
-    import deepspeed
-    import torch.distributed as dist
-
-    for name, value in vars(deepspeed.utils.groups).items():
-        if isinstance(value, dist.ProcessGroup):
-            setattr(deepspeed.utils.groups, name, None)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
