@@ -160,17 +160,19 @@ def build_way(config: Any, ranks: Any) -> Way:
     from models.weights import open_weights
     from training.engine import initialize_engine, train_step
     from training.layout import build_layout
-    from training.loop import Horizon
+    from training.horizon import Horizon
     from training.pipeline import StageModule
     from training.preparation import build_row_plan
-    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
+    from training.preparation import load_tokenizer, tokenize
+    from training.run import DTYPES
+    from training.stage_loaders import build_loaders
 
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = config.attn_implementation.value
     layers = build_layers(source.config)
     layout = build_layout(config, 1, len(layers), False)
     tokenizer = load_tokenizer(config, source)
-    datasets = tokenize(config, tokenizer, ranks, log=False)
+    datasets = tokenize(config, tokenizer)
     module = StageModule(layers, [0, len(layers)], source, DTYPES[config.precision], 0)
     engine = initialize_engine(module, config, layout)
     plan = build_row_plan(config, "train_file")

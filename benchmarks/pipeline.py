@@ -101,7 +101,7 @@ def work(rank: int, port: int, folder: Path, arguments: argparse.Namespace) -> N
     import torch.distributed as dist
 
     from training.ranks import read_ranks
-    from training.run import take_device
+    from training.process import take_device
 
     take_device(read_ranks())
     deepspeed.init_distributed()
@@ -193,14 +193,16 @@ def build_copies(shared: Shared) -> Callable[[], object]:
 def build_ours(shared: Shared) -> Callable[[], object]:
     from data.tokenized import TokenizedDataset
     from training.engine import initialize_engine, train_step
-    from training.loop import Horizon
+    from training.horizon import Horizon
     from training.pipeline import StageModule
     from training.ranks import read_ranks
-    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
+    from training.preparation import load_tokenizer, tokenize
+    from training.run import DTYPES
+    from training.stage_loaders import build_loaders
 
     config, ranks, horizon_steps = shared.config, read_ranks(), 10**5
     tokenizer = load_tokenizer(config, shared.source)
-    datasets = tokenize(config, tokenizer, ranks)
+    datasets = tokenize(config, tokenizer)
     module = StageModule(shared.layers, shared.bounds, shared.source, DTYPES[config.precision], 0)
     engine = initialize_engine(module, config, shared.layout)
     horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)

@@ -22,7 +22,10 @@ from models.weights import open_weights
 from training.command_line import check_command_line, clean_arguments
 from training.config import register_schema
 from training.ranks import Ranks
-from training.run import check_run, compute_horizon, load_tokenizer, to_typed, tokenize
+from training.checked_run import check_run
+from training.config import to_typed
+from training.horizon import compute_horizon
+from training.preparation import load_tokenizer, tokenize
 
 SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is no test of speed
 OUR_FRAMES = 'trainer_base_ds_mp.py", line'  # in a stack trace; torchrun prints one of its own
@@ -58,7 +61,7 @@ def prepare_run(line: list[str], world_size: int) -> None:
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks)
     tokenizer = load_tokenizer(config, plan.source)
-    compute_horizon(config, plan, tokenize(config, tokenizer, ranks))
+    compute_horizon(config, plan, tokenize(config, tokenizer, ranks.say))
 
 
 @pytest.fixture

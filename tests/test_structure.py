@@ -17,10 +17,11 @@ ENTRY_POINTS = {"trainer_base_ds_mp", "convert2ckpt"}
 CONFIGURATION = {"hydra", "omegaconf"}
 # Where DeepSpeed may appear in the project itself; benchmarks compare with it.
 DEEPSPEED_FILES = {
-    "training/checkpoint.py", "training/checkpoint_writer.py", "training/engine.py", "training/loop.py", "training/pipeline.py", "training/run.py",
+    "training/checkpoint.py", "training/checkpoint_writer.py", "training/engine.py", "training/loop.py", "training/pipeline.py", "training/process.py",
+    "training/run.py", "training/stage_loaders.py",
 }  # fmt: skip
 # Where Hydra and OmegaConf end: behind these, only typed objects.
-CONFIGURATION_FILES = {"trainer_base_ds_mp.py", "training/command_line.py", "training/config.py", "training/run.py"}
+CONFIGURATION_FILES = {"trainer_base_ds_mp.py", "training/command_line.py", "training/config.py", "training/outputs.py", "training/run.py"}
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

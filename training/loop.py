@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
 from training.config import OnNonfinite, RunConfig
 from training.engine import evaluate, is_nonfinite, train_step
+from training.horizon import Horizon
 from training.metrics import Record, Reporter
 from training.ranks import raise_together
 from training.requests import Requests
@@ -23,17 +24,6 @@ from training.run_folder import RunFolder
 
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """The numbers that all ranks must agree on. Rank 0 computes them from the data; the others are told."""
-
-    num_samples: int
-    total_steps: int  # the schedule's length
-    last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
-    eval_samples: int = 0
-    eval_targets: int = 0
 
 
 class TrainingLoop:

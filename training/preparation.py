@@ -1,4 +1,4 @@
-"""From the data keys of a run to its tokenized rows: what `conf/data/` says, in the words of `data/`."""
+"""From the data keys of a run to its tokenizer and its tokenized rows: what `conf/data/` says, in the words of `data/`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import ChatEncoder
 from data.length import LengthPolicy
@@ -18,9 +18,30 @@ from data.sft import SFTEncoder
 from data.targets import TARGET, build_target
 from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
 from errors import UserError
+from models.weights import WeightSource
 from training.config import DataConfig, DataKind, RunConfig
 from training.config import LengthPolicy as LengthPolicyKey
 from training.train_files import TrainFiles, parse_files
+
+
+def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
+    """Raises UserError when there is none, or when it has more tokens than the embedding has rows."""
+    path = config.tokenizer_name_or_path or str(source.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
+    if len(tokenizer) > source.config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, the embedding {source.config.vocab_size} rows; "
+            "grow it with convert2ckpt.py --add_special_tokens, or give the tokenizer of this model"
+        )
+    return tokenizer
+
+
+def tokenize(config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None) -> dict[str, Path]:
+    """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
+    return {key: prepare_file(config, key, tokenizer, log) for key in ("train_file", "eval_file") if getattr(config, key) is not None}
 
 
 def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None) -> Path:

@@ -29,6 +29,11 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """Tells the person at the screen, once: on the main rank alone."""
+        if self.is_main:
+            print(text, file=sys.__stderr__, flush=True)
+
 
 def read_ranks() -> Ranks:
     """From the variables that `deepspeed` and `torchrun` set; a process started without either is alone, and made so for torch."""

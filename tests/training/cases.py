@@ -19,7 +19,7 @@ from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
 from training.config import RunConfig, register_schema
 from training.layout import Layout, build_layout
-from training.loop import Horizon
+from training.horizon import Horizon
 from training.partition import compute_bounds
 from training.preparation import build_row_plan
 
@@ -60,7 +60,9 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.pipeline import StageModule
     from training.ranks import Ranks
     from training.trainable import build_adapter
-    from training.run import DTYPES, build_loaders, load_tokenizer, tokenize
+    from training.preparation import load_tokenizer, tokenize
+    from training.run import DTYPES
+    from training.stage_loaders import build_loaders
 
     config = case.config()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -71,7 +73,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     layout = build_layout(config, world_size, len(layers), False)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     tokenizer = load_tokenizer(config, source)
-    datasets = tokenize(config, tokenizer, ranks)
+    datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze)
     engine = initialize_engine(module, config, layout)
@@ -110,7 +112,8 @@ def train_run(case: Case) -> None:
     import torch.distributed as dist
 
     from training.ranks import Ranks
-    from training.run import check_run, train
+    from training.checked_run import check_run
+    from training.run import train
     from training.run_folder import RunFolder
 
     config = case.config()

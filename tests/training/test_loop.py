@@ -14,7 +14,8 @@ from configs import build_config
 
 from training import loop
 from training.checkpoint import TrainerState
-from training.loop import Horizon, TrainingLoop
+from training.horizon import Horizon
+from training.loop import TrainingLoop
 from training.requests import Request
 from training.run_folder import RunFolder
 

@@ -58,7 +58,7 @@ def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
 
     from training import resume as resuming
     from training.ranks import Ranks
-    from training.run import check_run
+    from training.checked_run import check_run
 
     config = Case(case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)).config()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())

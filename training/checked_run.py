@@ -1,0 +1,92 @@
+"""What can be known of a run before a process group exists: its checks, and the facts that they find on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+
+from errors import UserError
+from models.adapters import Adapter
+from models.architecture import Layer, build_layers, check_length, choose_attention
+from models.weights import WeightSource, open_weights
+from training.checks import check_config, check_deepspeed_version, check_model_fields
+from training.config import AdapterName, AttnImplementation, RunConfig
+from training.layout import Layout, build_layout
+from training.partition import compute_bounds
+from training.process import has_accelerator
+from training.ranks import Ranks
+from training.resume import Resumable, find_resume
+from training.run_folder import RunFolder
+from training.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRun:
+    """What the checks have found out on the way."""
+
+    source: WeightSource
+    layers: list[Layer]
+    layout: Layout
+    bounds: list[int]
+    adapter: Adapter | None
+    resume_from: Path | None
+    resumable: Resumable | None  # what resume_from is chosen from
+
+
+def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
+    """Everything that can be known to be wrong before a process group exists; the same on all ranks.
+
+    Raises UserError.
+    """
+    check_deepspeed_version()
+    check_config(config, has_accelerator())
+    check_attention(config.attn_implementation)
+    folder = RunFolder(config.output_dir)
+    folder.check_usable(config.resume is not None, config.overwrite_output_dir)
+    resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
+    resume_from = resumable.candidates[0] if resumable else None
+    source = open_weights(_source_path(config, resume_from), config.trust_remote_code)
+    if config.overwrite_output_dir:
+        folder.check_keeps(source.path)
+    check_model_fields(config.model, source.config, str(source.path))
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
+    check_length(source.config, config.max_seq_length)
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    check_freeze(config, layers)
+    adapter = build_adapter(config, layers)
+    check_same_adapter(config, adapter, resume_from)
+    layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable)
+
+
+def take_up(plan: CheckedRun, step_dir: Path, config: RunConfig) -> CheckedRun:
+    """The plan with the weights of the checkpoint `step_dir`: the model's, or the adapter's beside the model it started from."""
+    if plan.adapter is not None:
+        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(step_dir, plan.layers))
+        return dataclasses.replace(plan, resume_from=step_dir, adapter=adapter)
+    return dataclasses.replace(plan, resume_from=step_dir, source=open_weights(str(step_dir), config.trust_remote_code))
+
+
+def _source_path(config: RunConfig, resume_from: Path | None) -> str:
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone, beside the model it started from."""
+    return weights_path(config) if resume_from is None or config.adapter.name is AdapterName.lora else str(resume_from)
+
+
+def weights_path(config: RunConfig) -> str:
+    path = config.model_name_or_path
+    if path.startswith("outputs/demo/") and not Path(path).exists():
+        raise UserError(f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data")
+    return path
+
+
+def check_attention(implementation: AttnImplementation) -> None:
+    """Raises UserError for a kernel that this machine cannot run."""
+    if implementation in (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3):
+        package = "flash_attn" if implementation is AttnImplementation.flash_attention_2 else "flash_attn_interface"
+        if not has_accelerator() or find_spec(package) is None:
+            raise UserError(f"attn_implementation={implementation.value} needs a GPU and the package {package}; use sdpa")
+    if implementation is AttnImplementation.flex_attention and not has_accelerator():
+        raise UserError("attn_implementation=flex_attention has no backward pass on a CPU; use sdpa")

@@ -1,0 +1,55 @@
+"""How long a run is and where it starts: the numbers that all ranks must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from data.order import GlobalOrder
+from data.rows import count_rows
+from data.tokenized import load_summary
+from errors import UserError
+from training.checked_run import CheckedRun
+from training.checkpoint import TrainerState, read_state
+from training.config import RunConfig
+from training.preparation import build_row_plan
+from training.resume import check_resumable
+from training.run_folder import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class Horizon:
+    """Rank 0 computes it from the data; the others are told."""
+
+    num_samples: int
+    total_steps: int  # the schedule's length
+    last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
+    eval_samples: int = 0
+    eval_targets: int = 0
+
+
+def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
+    layout = plan.layout
+    num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    unit = "packed rows" if config.data.packing else "samples"
+    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
+    total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+    start = TrainerState(
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
+        config.precision.value, config.optimizer.name.value,
+    )  # fmt: skip
+    if plan.resume_from is not None:
+        saved = read_state(plan.resume_from)
+        for difference in check_resumable(saved, start, plan.resume_from, config.resume_allow_changes):
+            print(f"resume: {difference}", file=sys.__stderr__, flush=True)
+        start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
+    last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
+    unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
+    if start.step > last_step or start.step == last_step and not unfinished:
+        raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
+    horizon = Horizon(num_samples, total_steps, last_step)
+    if "eval_file" in datasets:
+        eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
+        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=load_summary(datasets["eval_file"]).num_targets)
+    return horizon, start

@@ -1,0 +1,43 @@
+"""This process: its device and cores, and where what libraries print goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from training.ranks import Ranks
+
+
+def has_accelerator() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
+def take_device(ranks: Ranks) -> None:
+    """This rank's GPU; without one, its share of the host's cores, or the ranks fight over them."""
+    if has_accelerator():
+        get_accelerator().set_device(ranks.local_rank)
+        return
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks.local_size)
+    torch.set_num_threads(share)
+    if share * ranks.local_size <= len(cores):
+        os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
+
+
+def send_noise_to_log(file: Path) -> None:
+    """What libraries print goes to this rank's log file; stderr stays for us, for errors, and for stack traces."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout = open(file, "a", buffering=1)
+    handler = logging.StreamHandler(sys.stdout)
+    for name in (None, "DeepSpeed", "transformers", "datasets"):
+        logging.getLogger(name).handlers = [handler]
+    for name in ("DeepSpeed", "transformers", "datasets"):
+        logging.getLogger(name).propagate = False
+    logging.captureWarnings(True)

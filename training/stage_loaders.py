@@ -1,0 +1,44 @@
+"""The loaders of this rank's stage, from a run's config: `data/loader.py` in the words of `training/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedTokenizerBase
+
+from data import loader as loaders
+from data.order import GlobalOrder
+from training.config import RunConfig
+from training.horizon import Horizon
+from training.layout import Layout
+from training.pipeline import StageModule
+from training.preparation import build_row_plan
+from training.ranks import Ranks
+
+
+def build_loaders(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: Horizon, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing."""
+    options = loaders.LoaderOptions(
+        reads_inputs=module.has_first_layer,
+        reads_labels=module.has_loss,
+        dp_rank=layout.dp_rank(ranks.rank),
+        dp_size=layout.dp_size,
+        micro_batch_size=layout.micro_batch_size,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_to=loaders.PadTo(config.data.pad_to.value),
+        row_plan=build_row_plan(config, "train_file"),
+        num_workers=config.num_workers,
+        pin_memory=get_accelerator().device_name() == "cuda",
+    )
+    order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
+    train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
+    if "eval_file" not in datasets:
+        return train_loader, None
+    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"))
+    return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)
