@@ -20,6 +20,9 @@ from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
 _SECONDS_A_CASE = 600
+# Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its process lives. An
+# engine makes several groups: workers with more threads than this are ended, and the next case starts new ones.
+_MAX_THREADS = 400
 
 
 class WorkerError(AssertionError):
@@ -39,10 +42,13 @@ class WorkerGroup:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers = [self._answer(rank) for rank in range(self.world_size)]
+        crowded = any(count_threads(process.pid) > _MAX_THREADS for process in self._processes)
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
         if failed:
             self.close()
             raise WorkerError("\n".join(failed))
+        if crowded:
+            self.close()
         return [answer for _, answer in answers]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
@@ -77,6 +83,11 @@ class WorkerGroup:
             if process.is_alive():
                 process.kill()
         self._processes, self._pipes = [], []
+
+
+def count_threads(pid: int) -> int:
+    tasks = Path(f"/proc/{pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0  # gone, or no Linux
 
 
 def free_port() -> int:

@@ -61,10 +61,6 @@ class Table:
         self.records = save_records(root / "train.jsonl", NUM_SAMPLES)
         save_tokenizer(root / "tokenizer")
 
-    def close(self) -> None:
-        for group in self._groups.values():
-            group.close()  # started anew when they are needed
-
     def run(self, case: Case, function: Callable[..., Any] = train_case, *arguments: Any) -> list[Any]:
         group = self._groups.setdefault(case.world_size, WorkerGroup(case.world_size, self.root))
         return group.run(function, case, *arguments)
@@ -158,7 +154,6 @@ def main() -> None:
                     worst = max(worst, *figures)
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |")
                     print(lines[-1], flush=True)
-            table.close()  # each engine leaves gloo's threads behind in its process: a few hundred of them slow it down
     if arguments.output is not None:
         arguments.output.write_text(render_page(lines, worst))
     print(f"worst: {worst:.1e}, bound {BOUND:.0e}")
