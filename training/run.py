@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from training.metrics import Reporter, build_reporters
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
 from training.preparation import load_tokenizer, tokenize
-from training.process import send_noise_to_log, take_device
+from training.process import choose_interface, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.requests import exit_code
 from training.resume import choose_whole
@@ -73,6 +74,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     if ranks.local_rank == 0:
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None)  # the other ranks of the host wait for the process group meanwhile
     take_device(ranks)
+    choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer)  # finds it done
@@ -80,6 +82,10 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
+
+    hosts = gather_hosts()
+    if len(set(hosts)) > 1:
+        ranks.say(f"hosts: {plan.layout.describe_placement(hosts)}")
 
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
@@ -119,6 +125,13 @@ def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pa
         agreed = [compute_horizon(config, plan, datasets)]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
+
+
+def gather_hosts() -> list[str]:
+    """The name of each rank's host."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
 
 
 def _sizes(bounds: list[int]) -> list[int]:
