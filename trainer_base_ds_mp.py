@@ -15,9 +15,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.command_line import check_command_line, clean_arguments
+from training.command_line import asks_for_sweep, check_command_line, clean_arguments
 from training.config import register_schema
-from training.ranks import exit_on_user_error, read_ranks
+from training.ranks import ALONE, exit_on_user_error, read_ranks
+from training.sweep import build_launch, plan_sweep, run_sweep
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 DEFAULT_CONFIG = "llama_tiny_pp2"
@@ -39,13 +40,22 @@ def run_composed(config: DictConfig) -> None:
 def main() -> None:
     sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
+        sys.exit(sweep())
     ranks = read_ranks()
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, ranks.world_size)
+        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
     run_composed()
+
+
+def sweep() -> int:
+    register_schema()
+    with exit_on_user_error(ALONE):
+        jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+    return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ class Ranks:
             print(text, file=sys.__stderr__, flush=True)
 
 
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
 def read_ranks() -> Ranks:
     """From the variables that `deepspeed`, `torchrun` and `srun` set; a process started without any is alone, and made so for torch.
 
@@ -43,13 +46,17 @@ def read_ranks() -> Ranks:
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # a batch script itself lacks the latter: it is alone
         _translate_slurm()
     if "RANK" not in os.environ:
-        with socket.socket() as probe:  # any port: another run on this machine may hold the usual one
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
     environ = os.environ
     local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ["WORLD_SIZE"]
     return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local_size))
+
+
+def find_free_port() -> int:
+    """Another run on this machine may hold the usual one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _translate_slurm() -> None:
