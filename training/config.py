@@ -92,6 +92,7 @@ class OptimizerName(Enum):
 class LoggerName(Enum):
     none = "none"
     wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 class WandbMode(Enum):

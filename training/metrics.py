@@ -1,4 +1,4 @@
-"""What a run says while it trains: `metrics.jsonl`, one progress bar, Weights & Biases. Main rank only.
+"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/loggers.py` has the rest. Main rank only.
 
 A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from errors import UserError
-from training.config import LoggerConfig, LoggerName
 from training.run_folder import write_atomically
 
 Record = dict[str, float | int]
@@ -93,40 +90,6 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class WandbLogger:
-    """Weights & Biases; `logger.mode=offline` writes to `output_dir/wandb/` and needs no network."""
-
-    def __init__(self, config: LoggerConfig, output_dir: Path, run_config: dict[str, Any]) -> None:
-        import wandb  # slow to import, and off unless asked for
-
-        try:
-            self._run = wandb.init(
-                project=config.project, name=config.run_name, mode=config.mode.value, dir=str(output_dir), config=run_config
-            )
-        except wandb.errors.Error as error:
-            raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
-
-    def report(self, record: Record) -> None:
-        self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def build_reporters(
-    config: LoggerConfig, output_dir: Path, run_config: dict[str, Any], first_step: int, total_steps: int
-) -> list[Reporter]:
-    reporters: list[Reporter] = [
-        MetricsFile(output_dir / "metrics.jsonl", first_step), ProgressBar(first_step, total_steps, sys.__stderr__)
-    ]
-    if config.name is LoggerName.wandb:
-        reporters.append(WandbLogger(config, output_dir, run_config))
-    return reporters
 
 
 def perplexity(loss: float) -> float:

@@ -20,10 +20,12 @@ from training.checkpoint import TrainerState, load_checkpoint
 from training.checks import check_config
 from training.config import Precision, RunConfig, to_typed
 from training.engine import initialize_engine
+from training.environment import describe_environment
 from training.horizon import Horizon, compute_horizon
 from training.inspection import print_inspection
+from training.loggers import build_loggers
 from training.loop import TrainingLoop
-from training.metrics import Reporter, build_reporters
+from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
 from training.preparation import load_tokenizer, tokenize
@@ -99,8 +101,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
-        run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-        reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
+        reporters = [MetricsFile(folder.metrics, start.step), ProgressBar(start.step, horizon.last_step, sys.__stderr__)]
+        facts = {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
+        reporters += build_loggers(config.logger, folder.path, facts, start.step)
 
     loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters)
     state = loop.run()
