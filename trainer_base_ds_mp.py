@@ -7,6 +7,7 @@ Hydra composes `conf/`, every mistake that can be known early is told at once, a
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import redirect_stdout
@@ -27,6 +28,7 @@ DEFAULT_CONFIG = "llama_tiny_pp2"
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
+        gc.disable()  # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
         from training.plan_run import run_plan  # without DeepSpeed: a plan is there before that is imported
 
         run_plan(config)
