@@ -17,7 +17,7 @@ from errors import UserError
 from training.config import LoggerConfig, LoggerName
 from training.run_folder import write_atomically
 
-Record = dict[str, float | int]
+Record = dict[str, float | int | list[float] | list[int]]  # a list has a figure a stage
 
 
 class Reporter(Protocol):
@@ -109,7 +109,7 @@ class WandbLogger:
             raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
 
     def report(self, record: Record) -> None:
-        self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        self._run.log({key: value for key, value in split_stages(record).items() if key != "step"}, step=record["step"])
 
     def advance(self, step: int) -> None:
         pass
@@ -127,6 +127,14 @@ def build_reporters(
     if config.name is LoggerName.wandb:
         reporters.append(WandbLogger(config, output_dir, run_config))
     return reporters
+
+
+def split_stages(record: Record) -> Record:
+    """A list of the stages' figures as one figure each: `wait_time/stage_0`, ..."""
+    split: Record = {}
+    for key, value in record.items():
+        split |= {f"{key}/stage_{s}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
+    return split
 
 
 def perplexity(loss: float) -> float:
