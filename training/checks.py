@@ -28,10 +28,10 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
-    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "max_steps", "stop_after_steps", "keep_last", "keep_best"):
+    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "profile_step", "max_steps", "stop_after_steps", "keep_last", "keep_best"):
         value = getattr(config, key)
         if value is not None and value < 1:
-            raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps")) else ""))
+            raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else ""))
     for key in ("save_minutes", "grace_seconds"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -168,6 +169,7 @@ class HardwareConfig:
     host_memory: float | None = MISSING
     host_memory_bandwidth: float | None = MISSING
     host_link_bandwidth: float | None = MISSING
+    device_name: str = MISSING
 
 
 @dataclass
@@ -217,6 +219,7 @@ class RunConfig:
     stop_after_steps: int | None = MISSING
 
     logging_steps: int = MISSING
+    profile_step: int | None = MISSING
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
@@ -238,6 +241,12 @@ class RunConfig:
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def load_hardware() -> list[HardwareConfig]:
+    """All machines of `conf/hardware/`."""
+    files = sorted((Path(__file__).resolve().parent.parent / "conf" / "hardware").glob("*.yaml"))
+    return [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file))) for file in files]
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from errors import UserError
 from training.config import LoggerConfig, LoggerName
-from training.metrics import Record, Reporter
+from training.metrics import Record, Reporter, split_stages
 
 Facts = Mapping[str, Any]  # "config", "environment", ...: what is known of the run before its first step
 
@@ -42,7 +42,7 @@ class WandbLogger:
             raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
 
     def report(self, record: Record) -> None:
-        self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        self._run.log({key: value for key, value in split_stages(record).items() if key != "step"}, step=record["step"])
 
     def advance(self, step: int) -> None:
         pass
@@ -62,7 +62,7 @@ class TensorBoardLogger:
             self._writer.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
 
     def report(self, record: Record) -> None:
-        for key, value in record.items():
+        for key, value in split_stages(record).items():
             if key != "step":
                 self._writer.add_scalar(key, value, record["step"])
 

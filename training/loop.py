@@ -21,6 +21,7 @@ from training.metrics import Record, Reporter
 from training.ranks import raise_together
 from training.requests import Requests
 from training.run_folder import RunFolder
+from training.telemetry import Telemetry
 
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
@@ -39,10 +40,12 @@ class TrainingLoop:
         state: TrainerState,
         folder: RunFolder,
         reporters: list[Reporter],
+        telemetry: Telemetry,
     ) -> None:
         """state: where the run starts. reporters: empty on all ranks but the main one."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
+        self._telemetry = telemetry
         self.last_eval: Record | None = None
         self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
@@ -70,10 +73,15 @@ class TrainingLoop:
 
     def _step_and_after(self, micro_batches: Any) -> bool:
         """One step, and what is due after it. Returns whether the run ends here."""
+        profiled = self.state.step + 1 == self.config.profile_step
+        self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
         request = self._requests.agree(is_nonfinite(self.engine, loss))
+        laps = self._telemetry.finish_step()
         self.signum = request.signum
         self._account(loss, request.nonfinite)
+        if profiled:
+            self._off_the_clock(lambda: self._telemetry.draw(laps, self.state.step, self.folder.path))
         last = self.state.step == self.horizon.last_step or request.ends
         if self._due(self.config.logging_steps) or last:
             self._report_interval()
@@ -126,6 +134,7 @@ class TrainingLoop:
             raise_together(error)
 
     def _report_interval(self) -> None:
+        measured = self._telemetry.gather()  # of all ranks, by all ranks
         if not self.reporters or self._interval.is_empty:
             return
         loss, tokens_per_second, step_time = self._interval.finish()
@@ -138,6 +147,7 @@ class TrainingLoop:
                 "num_tokens": self.state.num_tokens,
                 "tokens_per_second": tokens_per_second,
                 "step_time": step_time,
+                **self._telemetry.describe(measured, tokens_per_second),
             }
         )
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from training.run_folder import write_atomically
 
-Record = dict[str, float | int]
+Record = dict[str, float | int | list[float] | list[int]]  # a list has a figure a stage
 
 
 class Reporter(Protocol):
@@ -90,6 +90,14 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def split_stages(record: Record) -> Record:
+    """A list of the stages' figures as one figure each: `wait_time/stage_0`, ..."""
+    split: Record = {}
+    for key, value in record.items():
+        split |= {f"{key}/stage_{s}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
+    return split
 
 
 def perplexity(loss: float) -> float:

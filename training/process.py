@@ -19,6 +19,17 @@ def has_accelerator() -> bool:
     return get_accelerator().device_name() != "cpu"
 
 
+def current_device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def describe_device() -> str:
+    """What the driver calls the accelerator; "cpu" without one."""
+    if not has_accelerator():
+        return "cpu"
+    return torch.get_device_module(get_accelerator().device_name()).get_device_name()
+
+
 def take_device(ranks: Ranks) -> None:
     """This rank's GPU; without one, its share of the host's cores, or the ranks fight over them."""
     if has_accelerator():
