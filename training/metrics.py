@@ -72,7 +72,7 @@ class ProgressBar:
 
     def report(self, record: Record) -> None:
         if "eval_loss" in record:
-            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  perplexity {perplexity(record['eval_loss']):.2f}")
+            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  {_describe_quality(record)}")
         elif self._bar is not None:
             self._bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
@@ -80,7 +80,7 @@ class ProgressBar:
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             self._line(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.3f}  "
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}grad_norm {record['grad_norm']:.3f}  "
                 f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
@@ -127,6 +127,17 @@ def build_reporters(
     if config.name is LoggerName.wandb:
         reporters.append(WandbLogger(config, output_dir, run_config))
     return reporters
+
+
+def _describe_rewards(record: Record) -> str:
+    return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  " if "rewards_accuracy" in record else ""
+
+
+def _describe_quality(record: Record) -> str:
+    """Of an evaluation: the perplexity, or the share of pairs whose chosen answer has the higher reward."""
+    if "eval_rewards_accuracy" in record:
+        return f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    return f"perplexity {perplexity(record['eval_loss']):.2f}"
 
 
 def perplexity(loss: float) -> float:

@@ -25,13 +25,15 @@ from training.loop import TrainingLoop
 from training.metrics import Reporter, build_reporters
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
+from training.preferences import build_dpo_loss
 from training.preparation import load_tokenizer, tokenize
 from training.process import send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.reference import prepare_reference
 from training.requests import exit_code
 from training.resume import choose_whole
 from training.run_folder import RunFolder
-from training.stage_loaders import build_loaders
+from training.stage_loaders import build_loaders, build_options
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -82,12 +84,17 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
     module = StageModule(
-        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
-    )
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
+        build_dpo_loss(config, plan.source.config),
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
+    reference = {}
+    if plan.reference is not None:
+        options = build_options(config, plan.layout, module, tokenizer, ranks)
+        reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
-    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
+    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
