@@ -69,7 +69,7 @@ class ProgressBar:
 
     def report(self, record: Record) -> None:
         if "eval_loss" in record:
-            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  perplexity {perplexity(record['eval_loss']):.2f}")
+            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  {_describe_quality(record)}")
         elif self._bar is not None:
             self._bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
@@ -77,7 +77,7 @@ class ProgressBar:
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             self._line(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.3f}  "
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}grad_norm {record['grad_norm']:.3f}  "
                 f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
@@ -98,6 +98,17 @@ def split_stages(record: Record) -> Record:
     for key, value in record.items():
         split |= {f"{key}/stage_{s}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
     return split
+
+
+def _describe_rewards(record: Record) -> str:
+    return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  " if "rewards_accuracy" in record else ""
+
+
+def _describe_quality(record: Record) -> str:
+    """Of an evaluation: the perplexity, or the share of pairs whose chosen answer has the higher reward."""
+    if "eval_rewards_accuracy" in record:
+        return f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    return f"perplexity {perplexity(record['eval_loss']):.2f}"
 
 
 def perplexity(loss: float) -> float:

@@ -29,14 +29,16 @@ from training.loop import TrainingLoop
 from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
+from training.preferences import build_dpo_loss
 from training.preparation import load_tokenizer, tokenize
 from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.reference import prepare_reference
 from training.requests import exit_code
 from training.resume import choose_whole
 from training.run_folder import RunFolder
 from training.stage_clock import MemoryPeak, StageClock
-from training.stage_loaders import build_loaders
+from training.stage_loaders import build_loaders, build_options
 from training.telemetry import Telemetry
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -95,12 +97,17 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
 
     memory = MemoryPeak(current_device())
     module = StageModule(
-        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
-    )
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
+        build_dpo_loss(config, plan.source.config),
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
+    reference = {}
+    if plan.reference is not None:
+        options = build_options(config, plan.layout, module, tokenizer, ranks)
+        reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
-    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
+    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
