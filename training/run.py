@@ -87,8 +87,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
 
     memory = MemoryPeak(current_device())
     module = StageModule(
-        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
-    )
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
+        config.activation_checkpoint_mode, config.compile,
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)

@@ -75,7 +75,10 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
-    module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze)
+    module = StageModule(
+        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
+        config.activation_checkpoint_mode, config.compile,
+    )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
     train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)

@@ -58,6 +58,8 @@ def test_the_defaults_pass() -> None:
         ("weight_decay=-1", "weight_decay=-1.0: 0 or more"),
         ("num_workers=-1", "num_workers=-1: 0 or more"),
         ("activation_checkpoint_interval=-1", "activation_checkpoint_interval=-1: 0 or more"),
+        ("activation_checkpoint_mode=every activation_checkpoint_interval=0", "activation_checkpoint_mode=every recomputes nothing"),
+        ("activation_checkpoint_mode=selective compile=true", "activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false"),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: two numbers"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0]: two numbers from 0 to below 1"),
@@ -70,7 +72,7 @@ def test_the_defaults_pass() -> None:
 )
 def test_a_value_out_of_range(override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_config(build_config(override), has_accelerator=False)
+        check_config(build_config(*override.split(" ")), has_accelerator=False)
     assert message in str(caught.value)
 
 
