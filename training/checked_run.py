@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +45,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_deepspeed_version()
     check_config(config, has_accelerator())
     check_attention(config.attn_implementation)
+    if config.compile:
+        check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
     resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
@@ -91,6 +95,15 @@ def weights_path(config: RunConfig) -> str:
     if path.startswith("outputs/demo/") and not Path(path).exists():
         raise UserError(f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data")
     return path
+
+
+def check_compiler(has_accelerator: bool) -> None:
+    """Raises UserError where `torch.compile` cannot make code."""
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
+    if has_accelerator and find_spec("triton") is None:
+        raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
+    if not has_accelerator and shutil.which(compiler) is None:
+        raise UserError(f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set compile=false")
 
 
 def check_attention(implementation: AttnImplementation) -> None:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config import DPOLossType, Precision, RunConfig, Task, get_task
+from training.config import CheckpointMode, DPOLossType, Precision, RunConfig, Task, get_task
 
 # Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
@@ -43,6 +43,11 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
         if not 0 <= getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")
+    mode = config.activation_checkpoint_mode
+    if mode is not CheckpointMode.grouped and not config.activation_checkpoint_interval:
+        raise UserError(f"activation_checkpoint_mode={mode.value} recomputes nothing with activation_checkpoint_interval=0; give 1 or more")
+    if mode is CheckpointMode.selective and config.compile:
+        raise UserError("activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false, or another mode")
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
     betas, eps = config.optimizer.betas, config.optimizer.eps

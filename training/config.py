@@ -39,6 +39,12 @@ class SchedulerType(Enum):
     constant = "constant"
 
 
+class CheckpointMode(Enum):
+    grouped = "grouped"
+    every = "every"
+    selective = "selective"
+
+
 class AttnImplementation(Enum):
     auto = "auto"
     sdpa = "sdpa"
@@ -256,6 +262,8 @@ class RunConfig:
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_mode: CheckpointMode = MISSING
+    compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
 
     plan: Any = MISSING

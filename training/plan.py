@@ -14,6 +14,7 @@ from training.layout import Layout
 from training.plan_cost import POSITION_BYTES, LayerCost
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
+from training.recompute import build_recompute
 
 
 @dataclass(frozen=True)
@@ -131,19 +132,20 @@ def _plan_stage(
 ) -> StagePlan:  # fmt: skip
     layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
     num_parameters = _distinct(layers, "num_parameters")
-    interval = config.activation_checkpoint_interval
+    recompute = build_recompute(config)
     state = compute_state(
         num_parameters, _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device,
     )  # fmt: skip
     memory = compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, interval, tokens, vocab_size, state, config.precision
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, recompute, tokens, vocab_size, state, config.precision
     )
     forward = sum(layer.forward_flops for layer in layers)
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
     # loss, which is not.
-    head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (forward - head if interval else 0)
+    in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
+    again = sum(layers[i].forward_flops for group in recompute.list_groups(len(layers)) if group.is_recomputed for i in range(group.start, min(group.stop, in_loss)))
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (0 if recompute.is_selective else again)
     rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,

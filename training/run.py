@@ -98,7 +98,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     memory = MemoryPeak(current_device())
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        build_dpo_loss(config, plan.source.config),
+        loss=build_dpo_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}
