@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from data.order import GlobalOrder
 from data.tokenized import TokenizedDataset
-from training.horizon import Horizon
 
 NUM_PAIRS = 20
 DPO = ("data=preference", "task=dpo", "dpo.beta=0.3")
