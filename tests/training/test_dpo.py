@@ -175,7 +175,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
     def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
         defaults = (
-            f"output_dir={tmp_path / name}", f"eval_file={root}/train.jsonl", "eval_on_start=true", "optimizer=adamw", "learning_rate=1e-2",
+            f"output_dir={tmp_path / name}", f"eval_file={root}/train.jsonl", "eval_on_start=true", "optimizer=adamw", "learning_rate=1e-3",
             "max_grad_norm=1.0", "max_steps=6", "logging_steps=1", "micro_batch_size=2",
         )  # fmt: skip
         case = build_case(root, tmp_path, layout, *defaults, *overrides)
