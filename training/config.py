@@ -278,6 +278,11 @@ def get_task(config: RunConfig) -> Task:
     return _TASK_OF_DATA[config.data.name]
 
 
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
+    return 2 if get_task(config) is Task.dpo else 1
+
+
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)

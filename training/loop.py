@@ -12,10 +12,9 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from errors import UserError
-from models.dpo import DPOLoss
 from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
-from training.config import OnNonfinite, RunConfig
+from training.config import OnNonfinite, RunConfig, Task, get_task
 from training.engine import evaluate, is_nonfinite, train_step
 from training.horizon import Horizon
 from training.metrics import Record, Reporter
@@ -53,7 +52,7 @@ class TrainingLoop:
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
-        self._rewards = Rewards(engine.module.loss_fn, engine.device) if isinstance(engine.module.loss_fn, DPOLoss) else None
+        self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
 
     def run(self) -> TrainerState:
         """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.

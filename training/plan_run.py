@@ -12,7 +12,7 @@ from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
-from training.config import NOT_GIVEN, HardwareConfig, RunConfig, to_typed
+from training.config import NOT_GIVEN, HardwareConfig, RunConfig, rows_per_sample, to_typed
 from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
@@ -100,8 +100,9 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     check_freeze(config, layers)
     costs = count_layers(
-        layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision], build_adapter(config, layers), config.freeze
-    )
+        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
+        build_adapter(config, layers), config.freeze,
+    )  # fmt: skip
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 
 
