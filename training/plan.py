@@ -144,10 +144,15 @@ def _plan_stage(
     # loss, which is not.
     head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
     backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (forward - head if interval else 0)
-    rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+    if all(layer.forward_seconds is not None for layer in layers):
+        recomputed = sum(layer.forward_seconds for layer in layers[: -1 if head else None]) if interval else 0
+        seconds = sum(layer.forward_seconds for layer in layers), sum(layer.backward_seconds for layer in layers) + recomputed
+    else:
+        rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+        seconds = forward / rate, backward / rate
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,
-        forward_seconds=forward * tokens / rate, backward_seconds=backward * tokens / rate,
+        forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class LayerCost:
     attention_width: heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     is_estimated: the layer does not run on the meta device, and saved_bytes is an upper estimate.
+    forward_seconds, backward_seconds: of a token, where the layer was timed (`training/rehearsal.py`).
     """
 
     name: str
@@ -51,6 +52,8 @@ class LayerCost:
     tied_key: str | None = None
     is_estimated: bool = False
     frozen_flops: float = 0
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
 
 
 def count_layers(
