@@ -41,8 +41,8 @@ class RandomWeights:
 
 
 def build_llama(**fields: Any) -> LlamaConfig:
-    """Untied, with the tokens that a tokenizer made here has."""
-    config = LlamaConfig(**fields, bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False)
+    """Untied unless asked, with the tokens that a tokenizer made here has."""
+    config = LlamaConfig(**{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields)
     config._attn_implementation = "sdpa"
     return config
 
@@ -100,21 +100,35 @@ def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> lis
 
     Raises RankFailed as soon as one does, and ends the others.
     """
-    context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    environments = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+         "MASTER_PORT": str(port)}
+        for rank in range(world_size)
+    ]  # fmt: skip
+    return _run_processes(environments, work, arguments)
+
+
+def run_alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments)` returns in a process of its own, which knows of no ranks. Raises RankFailed."""
+    return _run_processes([{}], work, arguments)[0]
+
+
+def _run_processes(environments: list[dict[str, str]], work: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
     processes, ends = [], []
-    for rank in range(world_size):
+    for environment in environments:
         end, other_end = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(rank, world_size, port, other_end, work, arguments))
+        process = context.Process(target=_run_process, args=(environment, other_end, work, arguments))
         process.start()
-        other_end.close()  # so that a rank that is killed ends the wait for its answer
+        other_end.close()  # so that a process that is killed ends the wait for its answer
         processes.append(process)
         ends.append(end)
     answers: dict[Connection, Any] = {}
     try:
-        while len(answers) < world_size:
+        while len(answers) < len(ends):
             for end in wait([end for end in ends if end not in answers]):
                 answers[end] = _receive(end)
                 if isinstance(answers[end], RankFailed):
@@ -132,29 +146,32 @@ def _receive(end: Connection) -> Any:
     try:
         return end.recv()
     except EOFError:
-        return RankFailed("a rank was killed, perhaps for memory")
+        return RankFailed("killed, perhaps for memory")
 
 
-def _run_rank(rank: int, world_size: int, port: int, answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+def _run_process(environment: dict[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports what it finds
     try:
-        import deepspeed
-        import torch.distributed as dist
-
-        import training.engine  # noqa: F401, it keeps DeepSpeed from compiling an op
-        from training.process import take_device
-        from training.ranks import read_ranks
-
-        take_device(read_ranks())
-        deepspeed.init_distributed()
+        if environment:
+            _join()
         answer.send(work(*arguments))
-        dist.barrier()
-        dist.destroy_process_group()
+        if environment:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
     except torch.OutOfMemoryError:
         answer.send(RankFailed("out of memory"))
     except Exception as error:
         traceback.print_exc()
         answer.send(RankFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"))
+
+
+def _join() -> None:
+    import deepspeed
+
+    import training.engine  # noqa: F401, it keeps DeepSpeed from compiling an op
+    from training.process import take_device
+    from training.ranks import read_ranks
+
+    take_device(read_ranks())
+    deepspeed.init_distributed()
