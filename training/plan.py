@@ -145,13 +145,19 @@ def _plan_stage(
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
     # loss, once, or, where it is no sum over tokens, again in the backward pass.
     in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
-    again = sum(layers[i].forward_flops for group in recompute.list_groups(len(layers)) if group.is_recomputed for i in range(group.start, min(group.stop, in_loss)))
-    head_again = sum(layer.forward_flops for layer in layers[in_loss:]) if get_task(config) is Task.dpo else 0
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (0 if recompute.is_selective else again) + head_again
-    rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+    groups = [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
+    again = [layers[i] for group in groups for i in range(group.start, min(group.stop, in_loss))]
+    again += layers[in_loss:] if get_task(config) is Task.dpo else []
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layer.forward_flops for layer in again)
+    if all(layer.forward_seconds is not None for layer in layers):
+        recomputed = sum(layer.forward_seconds for layer in again)
+        seconds = sum(layer.forward_seconds for layer in layers), sum(layer.backward_seconds for layer in layers) + recomputed
+    else:
+        rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+        seconds = forward / rate, backward / rate
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,
-        forward_seconds=forward * tokens / rate, backward_seconds=backward * tokens / rate,
+        forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens,
     )  # fmt: skip
 
 

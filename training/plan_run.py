@@ -21,6 +21,7 @@ from training.plan_cost import DTYPES, count_layers
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
 from training.ranks import Ranks, exit_on_user_error
+from training.rehearsal import rehearse
 from training.run_folder import RunFolder
 from training.timeline import foresee
 from training.trainable import build_adapter, check_freeze
@@ -103,6 +104,8 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
         build_adapter(config, layers), config.freeze,
     )  # fmt: skip
+    if config.hardware.peak_flops is None:  # this machine
+        costs, hardware = rehearse(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 
 
