@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,13 @@ class TrainingLoop:
         state: TrainerState,
         folder: RunFolder,
         reporters: list[Reporter],
+        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """state: where the run starts. reporters: empty on all ranks but the main one."""
+        """state: where the run starts. reporters: empty on all ranks but the main one. patience: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self.last_eval: Record | None = None
+        self._patience = patience
         self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
@@ -63,7 +66,8 @@ class TrainingLoop:
             ended = self.state.step >= self.horizon.last_step
             while not ended:
                 ended = self._step_and_after(micro_batches)
-            self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
+            with self._patience():
+                self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
         finally:
             self._requests.close()
         return self.state
@@ -122,7 +126,8 @@ class TrainingLoop:
                     "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
-            self._writer.wait()
+            with self._patience():
+                self._writer.wait()
             raise_together(error)
 
     def _report_interval(self) -> None:
@@ -149,7 +154,8 @@ class TrainingLoop:
 
     def _save(self) -> None:
         evaluated = self.last_eval is not None and self.last_eval["step"] == self.state.step
-        self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
+        with self._patience():
+            self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
 
 from models.weights import open_weights
 from training.checked_run import CheckedRun, check_run, take_up, weights_path
@@ -32,6 +33,7 @@ from training.requests import exit_code
 from training.resume import choose_whole
 from training.run_folder import RunFolder
 from training.stage_loaders import build_loaders
+from training.watchdog import Watchdog
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -75,6 +77,16 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     take_device(ranks)
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
+    with Watchdog(ranks, config.stuck_minutes) as watchdog:
+        signum = train_together(config, plan, folder, ranks, tokenizer, watchdog)
+    folder.release()
+    return signum
+
+
+def train_together(
+    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
+) -> int:
+    """The part of a run in which no rank may be missing. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
@@ -85,6 +97,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
     )
     engine = initialize_engine(module, config, plan.layout)
+    watchdog.limit_collectives()
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
@@ -96,8 +109,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
 
-    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters)
-    state = loop.run()
+    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, watchdog.paused)
+    with watchdog.watching(module):
+        state = loop.run()
     for reporter in reporters:
         reporter.close()
     if loop.signum:
@@ -107,8 +121,6 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
         exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
         ranks.say(f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
-    dist.barrier()
-    folder.release()
     return loop.signum
 
 
