@@ -22,6 +22,7 @@ from training.metrics import Record, Reporter
 from training.ranks import raise_together
 from training.requests import Requests
 from training.run_folder import RunFolder
+from training.stage_probe import StageProbe
 
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
@@ -48,6 +49,7 @@ class TrainingLoop:
         self.last_eval: Record | None = None
         self._patience = patience
         self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
+        self._probe = StageProbe(engine.module, engine.device)
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
@@ -100,6 +102,7 @@ class TrainingLoop:
         step = self.state.step
         if nonfinite:
             self._tell_nonfinite(step, loss)
+        self._probe.reset()
         num_tokens = self.state.num_tokens
         if self.reporters:
             info = self.train_loader.step_info(step)
@@ -112,12 +115,12 @@ class TrainingLoop:
             reporter.advance(step + 1)
 
     def _tell_nonfinite(self, step: int, loss: torch.Tensor) -> None:
-        error = None
+        error, place = None, self._probe.find_first()
         if self.reporters:
             ids = self.train_loader.sample_ids(step).tolist()
             named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
             norm = float(self.engine.get_global_grad_norm())
-            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0)"
+            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
             if self.config.on_nonfinite is OnNonfinite.skip:
                 print(f"skipped {text}", file=sys.__stderr__, flush=True)
             else:
