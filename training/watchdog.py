@@ -133,6 +133,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 dist.send(torch.tensor([answer], dtype=torch.int32), dst=rank, group=self._group)
         if answer == _LOST:
+            time.sleep(_SECONDS_BETWEEN_BEATS)  # a connection that closes with bytes unread takes what was sent along
             os._exit(1)
         return answer
 

@@ -33,19 +33,22 @@ def work(words: dict[int, str], folder: Path) -> None:
     rank, stage = dist.get_rank(), Stage()
     sys.__stderr__ = open(folder / f"rank_{rank}", "w", buffering=1)
     word = words.get(rank, "")
-    with Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog, watchdog.watching(stage):
-        for step in range(6):
-            stage()
-            dist.barrier()
-            if step == 4 and word == "sleep":
-                time.sleep(60)
-            if step == 4 and word == "take its time":
-                with watchdog.paused():
-                    time.sleep(2 * 60 * STUCK_MINUTES)
-            if step == 4 and word == "leave":
-                raise ValueError("said elsewhere")
-            if step == 4 and word.startswith("SIG"):
-                os.kill(os.getpid(), signal.Signals[word])
+    try:
+        with Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog, watchdog.watching(stage):
+            for step in range(6):
+                stage()
+                dist.barrier()
+                if step == 4 and word == "sleep":
+                    time.sleep(60)
+                if step == 4 and word == "take its time":
+                    with watchdog.paused():
+                        time.sleep(2 * 60 * STUCK_MINUTES)
+                if step == 4 and word == "leave":
+                    raise ValueError("said elsewhere")
+                if step == 4 and word.startswith("SIG"):
+                    os.kill(os.getpid(), signal.Signals[word])
+    except (ValueError, RuntimeError):  # as a process of its own would
+        os._exit(1)
 
 
 def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
