@@ -258,6 +258,7 @@ class RunConfig:
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
     grace_seconds: float = MISSING
+    stuck_minutes: float | None = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING

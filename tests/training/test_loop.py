@@ -25,7 +25,7 @@ TOKENS = [100, 200, 300, 400, 500]
 
 
 class Engine:
-    device, global_rank = torch.device("cpu"), 0
+    device, global_rank, module = torch.device("cpu"), 0, None
 
     def __init__(self) -> None:
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}], overflow=False)
@@ -85,6 +85,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite)))
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
+        monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
