@@ -150,9 +150,7 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(
-            np.arange(len(self._rows)), index, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = micro_batch_ids(range(len(self._rows)), index, options.dp_rank, options.dp_size, options.micro_batch_size)
         return _collate(self._rows, ids, self._seq_length, 1.0, options)
 
 
@@ -219,7 +217,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
     return rows
 
 
-def _collate(rows: Rows, ids: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
+def _collate(rows: Rows, ids: Sequence[int] | np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
     shape = (options.micro_batch_size, seq_length)
     inputs = targets = None
     if options.reads_inputs:

@@ -16,7 +16,8 @@ from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
 from data.targets import TARGET, build_target
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.encoding import Encoding, OnBadRecord
+from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
 from training.config import DataConfig, DataKind, RunConfig
