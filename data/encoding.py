@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.cache import compute_cache_key
 from data.formats import RawRecord
-from data.length import LengthPolicy, fit_sample
+from data.length import LengthPolicy, fit_pair, fit_sample
 from data.records import parse_record
-from data.sample import Encoder, Sample, count_targets
+from data.sample import Encoder, Pair, Sample, count_targets
 from data.segments import PieceEncoder, tokenize_pieces
 from data.summary import BatchCounts
 from errors import UserError
@@ -27,19 +27,24 @@ class OnBadRecord(StrEnum):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full."""
+    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+
+    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one first.
+    """
 
     encoder: Encoder
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int | None
     length_policy: LengthPolicy = LengthPolicy.TRUNCATE
     on_bad_record: OnBadRecord = OnBadRecord.STOP
+    samples_per_record: int = 1
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         options = {
             "max_seq_length": self.max_seq_length,
             "length_policy": str(self.length_policy),
             "on_bad_record": str(self.on_bad_record),
+            "samples_per_record": self.samples_per_record,
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
@@ -56,9 +61,10 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
     """Raises UserError for a bad record, unless such are skipped."""
     counts = BatchCounts(num_records=len(records))
     input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
-    for location, sample in _encode_records(records, encoding, counts):
+    for location, encoded in _encode_records(records, encoding, counts):
+        fit = fit_pair if isinstance(encoded, tuple) else fit_sample
         try:
-            fitted, of_lengths = fit_sample(sample, location, encoding.length_policy, encoding.max_seq_length)
+            fitted, of_lengths = fit(encoded, location, encoding.length_policy, encoding.max_seq_length)
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
@@ -72,8 +78,8 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
     return EncodedBatch({name: np.array(values, np.int32) for name, values in columns.items()}, counts)
 
 
-def _encode_records(records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts) -> Iterator[tuple[str, Sample]]:
-    """(location, sample) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+def _encode_records(records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts) -> Iterator[tuple[str, Sample | Pair]]:
+    """(location, sample or pair) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
     encoded, locations = [], []
@@ -81,13 +87,26 @@ def _encode_records(records: Sequence[RawRecord], encoding: Encoding, counts: Ba
         try:
             if record.problem is not None:
                 raise UserError(record.problem)
-            encoded.append(encode(parse_record(record.location, record.text), record.location, tokenizer))
+            made = encode(parse_record(record.location, record.text), record.location, tokenizer)
+            if isinstance(made, tuple) != (encoding.samples_per_record == 2):
+                raise UserError(
+                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, and one sample otherwise"
+                )
+            encoded.append(made)
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
         locations.append(record.location)
-    samples = tokenize_pieces(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+    samples = _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
     return zip(locations, samples, strict=True)
+
+
+def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> list[Sample | Pair]:
+    """Samples of pieces, and pairs of pairs of pieces."""
+    if not encoded or not isinstance(encoded[0], tuple):
+        return tokenize_pieces(encoded, tokenizer)
+    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer)
+    return list(zip(samples[::2], samples[1::2], strict=True))
 
 
 def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:

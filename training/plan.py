@@ -35,7 +35,7 @@ class StagePlan:
 class Plan:
     """A run, foreseen. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1].
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1]. transfer_seconds: either way [P - 1].
     bubble: (P - 1) / (M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
     imbalance: by how much the slowest stage exceeds the mean.
     """
@@ -47,6 +47,7 @@ class Plan:
     idle: float
     imbalance: float
     passes: list[Pass]
+    transfer_seconds: list[float]
     pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
@@ -111,6 +112,7 @@ def compute_plan(
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,
+        transfer_seconds=transfer,
         pipeline_seconds=pipeline_seconds,
         reduce_seconds=reduce_seconds,
         optimizer_seconds=optimizer_seconds,

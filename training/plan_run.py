@@ -22,6 +22,7 @@ from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
 from training.ranks import Ranks, exit_on_user_error
 from training.run_folder import RunFolder
+from training.timeline import foresee
 from training.trainable import build_adapter, check_freeze
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
@@ -51,13 +52,13 @@ def plan_run(config: RunConfig) -> Iterator[str]:
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:
     """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
-    from training.plan_picture import draw_schedule  # matplotlib takes as long to import as all else here
+    from training.plan_picture import draw_timelines  # matplotlib takes as long to import as all else here
 
     folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
     folder.check_writable()
     folder.path.mkdir(parents=True, exist_ok=True)
     file = folder.path / "schedule.png"
-    draw_schedule(plan.passes, f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
+    draw_timelines([foresee(plan)], f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
     return file
 
 

@@ -89,7 +89,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
         horizon = Horizon(40, 5, last, eval_samples=3, eval_targets=12)
-        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)]).run()
+        telemetry = SimpleNamespace(start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {})
+        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final
 
     return start
