@@ -17,7 +17,9 @@ from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
 from data.targets import TARGET, build_target
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.tokenized import load_summary
+from data.encoding import Encoding, OnBadRecord
+from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
 from training.config import DataConfig, DataKind, RunConfig, rows_per_sample
@@ -65,6 +67,17 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
     path = prepare_dataset(files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
     prepare_rows(path, plan, key, log, files.entries)
     return path
+
+
+def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
+    """What decides the samples of a row of `train_file`, tokenized in `path`: by the tokens themselves, so a file may move or be copied."""
+    plan = build_row_plan(config, "train_file")
+    described = {
+        "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
+        "mixture": "none" if plan.mixture is None else str(plan.mixture),
+    }
+    fingerprints = load_summary(path).fingerprints
+    return described | {f"the hash of the tokens of train_file entry {number}": each for number, each in enumerate(fingerprints, start=1)}
 
 
 def build_encoder(data: DataConfig) -> Encoder:
