@@ -222,6 +222,7 @@ class RunConfig:
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
     inspect_data: bool = MISSING
+    evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
 

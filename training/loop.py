@@ -167,9 +167,9 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         loader = self.eval_loader
-        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_terms)
+        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.evaluation.terms)
         rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.eval_targets}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.evaluation.targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:
