@@ -20,6 +20,7 @@ import numpy as np
 from data.cache import lock_folder
 from data.mixture import Mixture
 from data.packing import Pieces, concatenate, lay_singly, pack_best_fit
+from data.reference import load_reference
 from data.sample import IGNORE_INDEX
 from data.tokenized import TokenizedDataset
 from errors import UserError
@@ -39,11 +40,16 @@ class Packing(StrEnum):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How samples become rows of at most `max_seq_length` tokens."""
+    """How samples become rows of at most `max_seq_length` tokens.
+
+    group_size: rows that stay together: 2 for the pairs of preferences, which lie one behind the other. The order shuffles groups,
+    and `micro_batch_size` counts them.
+    """
 
     max_seq_length: int
     packing: Packing = Packing.NONE
     mixture: Mixture | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 2:
@@ -82,8 +88,9 @@ def prepare_rows(
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.mixture is not None:
-        dataset = TokenizedDataset(path, False, False)
-        log(f"{key}: {plan.mixture.describe(names, dataset.sources, dataset.lengths, rows.sample_ids)}")
+        dataset, size = TokenizedDataset(path, False, False), plan.group_size
+        described = plan.mixture.describe(names, dataset.sources[::size], _sum_groups(dataset.lengths, size), rows.sample_ids[::size] // size)
+        log(f"{key}: {described}")
     if plan.packing is not Packing.NONE:
         log(f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full")
 
@@ -94,13 +101,24 @@ def compute_fill(rows: "Rows", plan: RowPlan) -> float:
 
 
 def count_rows(path: str | Path, plan: RowPlan) -> int:
-    return len(Rows(path, plan, False, False))
+    """Rows, or groups of them: what the order shuffles."""
+    return len(Rows(path, plan, False, False)) // plan.group_size
+
+
+def list_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
+    """The rows of groups, in their order."""
+    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
+
+
+def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
+    return counts.reshape(-1, group_size).sum(axis=1, dtype=np.int64)
 
 
 def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Pieces:
     sample_ids = np.arange(len(dataset))
     if plan.mixture is not None:
-        sample_ids = plan.mixture.choose_samples(dataset.sources, dataset.lengths)
+        size = plan.group_size
+        sample_ids = list_rows(plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size)
     if plan.packing is Packing.BEST_FIT:
         return pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
     if plan.packing is Packing.CONCATENATE:
@@ -149,9 +167,12 @@ class Rows:
     Positions restart and the first label is -100 at each piece: that is what keeps documents apart.
     """
 
-    def __init__(self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool) -> None:
-        self._arguments = (path, plan, reads_inputs, reads_labels)
+    def __init__(
+        self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool, reference_file: Path | None = None
+    ) -> None:
+        self._arguments = (path, plan, reads_inputs, reads_labels, reference_file)
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
+        self._reference = load_reference(reference_file) if reference_file is not None else None
         self._pieces: Pieces | None = None
         self.lengths: np.ndarray = dataset.lengths  # [R]
         self.num_targets: np.ndarray = dataset.num_targets  # [R]
@@ -189,6 +210,10 @@ class Rows:
     def position_ids(self, row: int) -> np.ndarray:
         """int64 [T], from 0 at each piece."""
         return np.concatenate([np.arange(stop - start) for _, start, stop in self.pieces(row)])
+
+    def reference(self, row: int) -> float:
+        """The reference model's log-probability of the row's one sample."""
+        return self._reference[self.pieces(row)[0][0]]
 
     def labels(self, row: int) -> np.ndarray:
         """int32 [T], -100 on the first token of each piece."""

@@ -22,9 +22,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.cache import compute_cache_key, lock_folder
-from data.length import LengthPolicy, fit_sample
+from data.length import LengthPolicy, fit_pair, fit_sample
 from data.records import parse_record, read_records, resolve_sources
-from data.sample import Encoder, Sample, count_targets
+from data.sample import Encoder, Pair, Sample, count_targets
 from data.segments import PieceEncoder, tokenize_pieces
 from data.summary import BatchCounts, Summary, check_any_left, load_counts
 from data.tokenized import SIZES_FILE, SUMMARY_FILE, TOKENIZED_FEATURES, find_damage, load_summary
@@ -47,19 +47,24 @@ class OnBadRecord(StrEnum):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full."""
+    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+
+    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one first.
+    """
 
     encoder: Encoder
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int | None
     length_policy: LengthPolicy = LengthPolicy.TRUNCATE
     on_bad_record: OnBadRecord = OnBadRecord.STOP
+    samples_per_record: int = 1
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         options = {
             "max_seq_length": self.max_seq_length,
             "length_policy": str(self.length_policy),
             "on_bad_record": str(self.on_bad_record),
+            "samples_per_record": self.samples_per_record,
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
 
@@ -174,9 +179,10 @@ def _tokenize_batch(rows: dict[str, list], encoding: Encoding, counts_file: Path
     counts = BatchCounts(num_records=len(rows["location"]))
     samples: list[Sample] = []
     samples_of: list[int] = []
-    for location, sample, source in _encode_batch(rows, encoding, counts):
+    for location, encoded, source in _encode_batch(rows, encoding, counts):
+        fit = fit_pair if isinstance(encoded, tuple) else fit_sample
         try:
-            fitted, lengths = fit_sample(sample, location, encoding.length_policy, encoding.max_seq_length)
+            fitted, lengths = fit(encoded, location, encoding.length_policy, encoding.max_seq_length)
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
@@ -193,8 +199,8 @@ def _tokenize_batch(rows: dict[str, list], encoding: Encoding, counts_file: Path
     }
 
 
-def _encode_batch(rows: dict[str, list], encoding: Encoding, counts: BatchCounts) -> Iterator[tuple[str, Sample, int]]:
-    """(location, sample, source) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+def _encode_batch(rows: dict[str, list], encoding: Encoding, counts: BatchCounts) -> Iterator[tuple[str, Sample | Pair, int]]:
+    """(location, sample or pair, source) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
     encoded, places = [], []
@@ -202,13 +208,24 @@ def _encode_batch(rows: dict[str, list], encoding: Encoding, counts: BatchCounts
         try:
             if problem is not None:
                 raise UserError(problem)
-            encoded.append(encode(parse_record(location, text), location, tokenizer))
+            made = encode(parse_record(location, text), location, tokenizer)
+            if isinstance(made, tuple) != (encoding.samples_per_record == 2):
+                raise UserError(f"{location}: the encoder must make a (chosen, rejected) of a record with data=preference, and one sample otherwise")
+            encoded.append(made)
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
         places.append((location, source))
-    samples = tokenize_pieces(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+    samples = _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
     return ((location, sample, source) for (location, source), sample in zip(places, samples, strict=True))
+
+
+def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> list[Sample | Pair]:
+    """Samples of pieces, and pairs of pairs of pieces."""
+    if not encoded or not isinstance(encoded[0], tuple):
+        return tokenize_pieces(encoded, tokenizer)
+    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer)
+    return list(zip(samples[::2], samples[1::2], strict=True))
 
 
 def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:

@@ -13,7 +13,7 @@ from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import WeightSource, open_weights
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AdapterName, AttnImplementation, RunConfig
+from training.config import AdapterName, AttnImplementation, RunConfig, Task, get_task
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.process import has_accelerator
@@ -34,6 +34,7 @@ class CheckedRun:
     adapter: Adapter | None
     resume_from: Path | None
     resumable: Resumable | None  # what resume_from is chosen from
+    reference: WeightSource | None = None  # of preference optimization: what the run has started from, or will
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -63,7 +64,17 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_same_adapter(config, adapter, resume_from)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable)
+    reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
+
+
+def open_reference(config: RunConfig, source: WeightSource, layers: list[Layer], resume_from: Path | None) -> WeightSource:
+    """The model at `model_name_or_path`, which a run that goes on from a checkpoint needs beside it. Raises UserError when it is gone."""
+    if _source_path(config, resume_from) == weights_path(config):
+        return source
+    reference = open_weights(weights_path(config), config.trust_remote_code)
+    reference.check_complete(layers)
+    return reference
 
 
 def take_up(plan: CheckedRun, step_dir: Path, config: RunConfig) -> CheckedRun:

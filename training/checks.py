@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config import CheckpointMode, Precision, RunConfig
+from training.config import CheckpointMode, DPOLossType, Precision, RunConfig, Task, get_task
 
 # Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
@@ -60,12 +60,33 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         is_function = isinstance(files, dict) and "_target_" in files
         if key == "train_file" and not files or not is_function and not isinstance(files, (str, list, type(None))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
+    _check_task(config)
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
+
+
+def _check_task(config: RunConfig) -> None:
+    """Raises UserError for a task and data that do not belong together, or a value out of range in `dpo`."""
+    task, kind = get_task(config), config.data.name.value
+    if config.task not in (None, task):
+        fitting = {Task.sft: "sft or data=chat", Task.pretrain: "pretrain", Task.dpo: "preference"}[config.task]
+        raise UserError(f"task={config.task.value} and data={kind} do not go together; give data={fitting}, or task={task.value}")
+    if task is not Task.dpo:
+        return
+    if config.data.packing:
+        raise UserError("data.packing=true: the two answers of a preference are rows of one micro-batch, and are not packed; leave it false")
+    if config.data.length_policy.value == "split":
+        raise UserError("data.length_policy=split: an answer cut in pieces cannot be preferred; use truncate or drop")
+    if not 0 < config.dpo.beta < math.inf:
+        raise UserError(f"dpo.beta={config.dpo.beta}: more than 0")
+    if not 0 <= config.dpo.label_smoothing < 0.5:
+        raise UserError(f"dpo.label_smoothing={config.dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left")
+    if config.dpo.label_smoothing and config.dpo.loss_type is DPOLossType.ipo:
+        raise UserError(f"dpo.label_smoothing={config.dpo.label_smoothing} has no meaning with dpo.loss_type=ipo; leave one of them out")
 
 
 def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:

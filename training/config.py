@@ -68,6 +68,18 @@ class DataKind(Enum):
     sft = "sft"
     chat = "chat"
     pretrain = "pretrain"
+    preference = "preference"
+
+
+class Task(Enum):
+    sft = "sft"
+    pretrain = "pretrain"
+    dpo = "dpo"
+
+
+class DPOLossType(Enum):
+    sigmoid = "sigmoid"
+    ipo = "ipo"
 
 
 class LengthPolicy(Enum):
@@ -99,6 +111,7 @@ class OptimizerName(Enum):
 class LoggerName(Enum):
     none = "none"
     wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 class WandbMode(Enum):
@@ -120,6 +133,8 @@ class DataConfig:
     messages_field: str | None = MISSING
     prompt_template: str | None = MISSING
     text_field: str | None = MISSING
+    chosen_field: str | None = MISSING
+    rejected_field: str | None = MISSING
     packing: bool = MISSING
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING
@@ -127,6 +142,13 @@ class DataConfig:
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
+
+
+@dataclass
+class DPOConfig:
+    beta: float = MISSING
+    label_smoothing: float = MISSING
+    loss_type: DPOLossType = MISSING
 
 
 @dataclass
@@ -203,6 +225,9 @@ class RunConfig:
 
     freeze: list[str] = MISSING
 
+    task: Task | None = MISSING
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
     num_stages: int = MISSING
     partition_method: Any = MISSING
     micro_batch_size: int | None = MISSING
@@ -243,6 +268,14 @@ class RunConfig:
 
     plan: Any = MISSING
     world_size: int | None = MISSING
+
+
+_TASK_OF_DATA = {DataKind.sft: Task.sft, DataKind.chat: Task.sft, DataKind.pretrain: Task.pretrain, DataKind.preference: Task.dpo}
+
+
+def get_task(config: RunConfig) -> Task:
+    """What the data is for; `task` may say it again, and `training/checks.py` sees that it says the same."""
+    return _TASK_OF_DATA[config.data.name]
 
 
 def register_schema() -> None:

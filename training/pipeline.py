@@ -13,7 +13,7 @@ from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
 from models.decoder import PipelineDecoderLayer
-from models.loss import build_loss
+from models.loss import Loss, build_loss
 from models.weights import WeightSource
 from training.config import CheckpointMode
 from training.ranks import raise_together
@@ -48,20 +48,22 @@ class StageModule(PipelineModule):
         activation_checkpoint_interval: int,
         adapter: Adapter | None = None,
         freeze: Sequence[str] = (),
+        loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,
     ) -> None:
         """bounds: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
-        names that are not trained. compiles: the decoder layers, each by itself. Needs an initialised process group.
+        names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
+        itself. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
-        self._layers, self._source, self._dtype, self._adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
+        self._layers, self._source, self._dtype, self.adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
         self._recompute, self._compiles = Recompute(activation_checkpoint_interval, checkpoint_mode), compiles
         super().__init__(
             layers=build_layer_specs(layers),
             num_stages=len(bounds) - 1,
-            loss_fn=build_loss(source.config),
+            loss_fn=loss or build_loss(source.config),
             partition_method=list(bounds),
             activation_checkpoint_interval=self._recompute.group_size,
             activation_checkpoint_func=self._recompute.build_function(),
@@ -134,7 +136,22 @@ class StageModule(PipelineModule):
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
-        choose_trained(module, index, self._layers[index], self._adapter, self._freeze)
+        choose_trained(module, index, self._layers[index], self.adapter, self._freeze)
+
+    def copy_weights(self, source: WeightSource) -> None:
+        """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own stays. All ranks call it.
+
+        Raises UserError when a tensor is missing or has another shape. Not for a module with an adapter.
+        """
+        mistake = None
+        try:
+            for index, layer, module in self.local_layers():
+                tensors = source.read_layer(index, layer)
+                for name, held in module.state_dict().items():
+                    held.copy_(tensors[name])
+        except UserError as error:
+            mistake = error
+        raise_together(mistake)
 
     def forward(self, forward_input: Any) -> Any:
         """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
@@ -149,7 +166,7 @@ class StageModule(PipelineModule):
 
     def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
-        names = layer_module.state_dict().keys() if self._adapter is None else adapter_names(layer_module)
+        names = layer_module.state_dict().keys() if self.adapter is None else adapter_names(layer_module)
         state = layer_module.state_dict()
         return {name: state[name].detach() for name in names}
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data.chat import ChatEncoder
 from data.length import LengthPolicy
 from data.mixture import MixtureUnit
+from data.preference import PreferenceEncoder
 from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
@@ -59,6 +60,7 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
         max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=LengthPolicy(data.length_policy.value),
         on_bad_record=OnBadRecord(data.on_bad_record.value),
+        samples_per_record=plan.group_size,
     )
     path = prepare_dataset(files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
     prepare_rows(path, plan, key, log, files.entries)
@@ -81,6 +83,8 @@ def build_encoder(data: DataConfig) -> Encoder:
         return ChatEncoder(data.messages_field)
     if data.name is DataKind.pretrain:
         return PretrainEncoder(data.text_field)
+    if data.name is DataKind.preference:
+        return PreferenceEncoder(data.prompt_field, data.chosen_field, data.rejected_field, data.prompt_template)
     return SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
 
 
@@ -92,7 +96,8 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         if not data.packing or data.length_policy is not LengthPolicyKey.split:
             raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
         packing = Packing.CONCATENATE
-    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture)
+    group_size = 2 if data.name is DataKind.preference else 1
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, group_size)
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:

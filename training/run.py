@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -19,21 +20,25 @@ from training.checkpoint import TrainerState, load_checkpoint
 from training.checks import check_config
 from training.config import Device, HardwareConfig, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
+from training.environment import describe_environment
 from training.expectation import expect, find_machine
 from training.horizon import Horizon, compute_horizon
 from training.inspection import print_inspection
+from training.loggers import build_loggers
 from training.loop import TrainingLoop
-from training.metrics import Reporter, build_reporters
+from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
+from training.preferences import build_dpo_loss
 from training.preparation import load_tokenizer, tokenize
-from training.process import current_device, describe_device, has_accelerator, send_noise_to_log, take_device
+from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.reference import prepare_reference
 from training.requests import exit_code
 from training.resume import choose_whole
 from training.run_folder import RunFolder
 from training.stage_clock import MemoryPeak, StageClock
-from training.stage_loaders import build_loaders
+from training.stage_loaders import build_loaders, build_options
 from training.telemetry import Telemetry
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -77,6 +82,7 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None)  # the other ranks of the host wait for the process group meanwhile
     machine = find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None  # while all cores are ours
     take_device(ranks)
+    choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     datasets = tokenize(config, tokenizer)  # finds it done
@@ -85,22 +91,31 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
+    hosts = gather_hosts()
+    if len(set(hosts)) > 1:
+        ranks.say(f"hosts: {plan.layout.describe_placement(hosts)}")
+
     memory = MemoryPeak(current_device())
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        config.activation_checkpoint_mode, config.compile,
+        build_dpo_loss(config, plan.source.config), config.activation_checkpoint_mode, config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
+    reference = {}
+    if plan.reference is not None:
+        options = build_options(config, plan.layout, module, tokenizer, ranks)
+        reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
-    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
+    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
-        run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-        reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
+        reporters = [MetricsFile(folder.metrics, start.step), ProgressBar(start.step, horizon.last_step, sys.__stderr__)]
+        facts = {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
+        reporters += build_loggers(config.logger, folder.path, facts, start.step)
 
     telemetry = build_telemetry(engine, memory, config, plan, machine, ranks)
     loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry)
@@ -143,6 +158,13 @@ def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pa
         agreed = [compute_horizon(config, plan, datasets)]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
+
+
+def gather_hosts() -> list[str]:
+    """The name of each rank's host."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
 
 
 def _sizes(bounds: list[int]) -> list[int]:
