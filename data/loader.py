@@ -167,9 +167,7 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(
-            np.arange(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = micro_batch_ids(range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size)
         return _collate(self._rows, ids, self._seq_length, 1.0, options)
 
 
@@ -265,7 +263,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
     return rows
 
 
-def _collate(rows: Rows, groups: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
+def _collate(rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
     inputs = targets = None

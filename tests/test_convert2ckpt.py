@@ -50,11 +50,11 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (hf / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
     assert run(monkeypatch, "--model_name_or_path", hf, "--output_dir", pipeline) == 1
     tokens = ["--bos_token", "<begin>", "--eos_token", "<end>", "--pad_token", "<none>", "--add_special_tokens", "<a>", "<b>"]
-    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16"]
+    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16", "--workers", "2", "--verify"]
     assert run(monkeypatch, *there, *tokens) == 0
     assert run(monkeypatch, *there, *tokens) == 1
     assert run(monkeypatch, *there, *tokens, "--overwrite") == 0
-    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB"]
+    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB", "--workers", "2", "--verify"]
     assert run(monkeypatch, *to_hf) == 0
     assert run(monkeypatch, *to_hf) == 1
     assert run(monkeypatch, *to_hf, "--overwrite") == 0
@@ -82,6 +82,7 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"], "--max_shard_size 'big'"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--pad_token", "<p>"], "with --to_hf"),
+        (["--model_name_or_path", hf, "--output_dir", out, "--workers", "0"], "--workers 0: at least 1"),
     ):
         capsys.readouterr()
         assert run(monkeypatch, *arguments) == 1

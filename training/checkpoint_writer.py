@@ -140,7 +140,11 @@ class CheckpointWriter:
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, (records, error), group=self._group)
+        try:
+            dist.all_gather_object(told, (records, error), group=self._group)
+        except RuntimeError as mistake:  # a rank is gone, or has not written its share in time
+            self._error = _explain(mistake, folder)
+            return
         errors = [error for _, error in told if error is not None]
         if self._rank == 0 and not errors:
             try:

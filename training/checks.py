@@ -32,7 +32,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         value = getattr(config, key)
         if value is not None and value < 1:
             raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else ""))
-    for key in ("save_minutes", "grace_seconds"):
+    for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")
     if config.keep_best is not None and (config.keep_last is None or config.eval_file is None):

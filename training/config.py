@@ -258,6 +258,7 @@ class RunConfig:
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
     grace_seconds: float = MISSING
+    stuck_minutes: float | None = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING
@@ -276,6 +277,11 @@ _TASK_OF_DATA = {DataKind.sft: Task.sft, DataKind.chat: Task.sft, DataKind.pretr
 def get_task(config: RunConfig) -> Task:
     """What the data is for; `task` may say it again, and `training/checks.py` sees that it says the same."""
     return _TASK_OF_DATA[config.data.name]
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
+    return 2 if get_task(config) is Task.dpo else 1
 
 
 def register_schema() -> None:

@@ -48,6 +48,7 @@ class StageModule(PipelineModule):
         activation_checkpoint_interval: int,
         adapter: Adapter | None = None,
         freeze: Sequence[str] = (),
+        *,
         loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,

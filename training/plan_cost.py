@@ -41,6 +41,7 @@ class LayerCost:
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
+    forward_seconds, backward_seconds: of a token, where the layer was timed (`training/rehearsal.py`).
     """
 
     name: str
@@ -57,6 +58,8 @@ class LayerCost:
     frozen_flops: float = 0
     kept_bytes: int = 0
     remade_bytes: int = 0
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
 
 
 def count_layers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig
+from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig, rows_per_sample
 from training.hardware import GIB
 from training.plan import Plan, StagePlan
 
@@ -17,7 +17,8 @@ def render_plan(plan: Plan, config: RunConfig, hardware: HardwareConfig, total_s
     """Several lines, without a newline at the end."""
     return "\n".join(
         [
-            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, {config.max_seq_length} tokens a sample",
+            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
+            f"{rows_per_sample(config) * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, {config.precision.value}, "
             f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
             f"({config.activation_checkpoint_mode.value})",

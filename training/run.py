@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
 
 from models.weights import open_weights
 from training.checked_run import CheckedRun, check_run, take_up, weights_path
@@ -40,6 +41,7 @@ from training.run_folder import RunFolder
 from training.stage_clock import MemoryPeak, StageClock
 from training.stage_loaders import build_loaders, build_options
 from training.telemetry import Telemetry
+from training.watchdog import Watchdog
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -85,6 +87,17 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
+    with Watchdog(ranks, config.stuck_minutes) as watchdog:
+        signum = train_together(config, plan, folder, ranks, tokenizer, machine, watchdog)
+    folder.release()
+    return signum
+
+
+def train_together(
+    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
+    machine: HardwareConfig | None, watchdog: Watchdog,
+) -> int:  # fmt: skip
+    """The part of a run in which no rank may be missing. machine: what is known of it, on the main rank. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
@@ -98,13 +111,14 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     memory = MemoryPeak(current_device())
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        build_dpo_loss(config, plan.source.config), config.activation_checkpoint_mode, config.compile,
+        loss=build_dpo_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}
     if plan.reference is not None:
         options = build_options(config, plan.layout, module, tokenizer, ranks)
         reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
+    watchdog.limit_collectives()
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
@@ -118,8 +132,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         reporters += build_loggers(config.logger, folder.path, facts, start.step)
 
     telemetry = build_telemetry(engine, memory, config, plan, machine, ranks)
-    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry)
-    state = loop.run()
+    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused)
+    with watchdog.watching(module):
+        state = loop.run()
     for reporter in reporters:
         reporter.close()
     if summary := telemetry.summarize():
@@ -131,8 +146,6 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
         exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
         ranks.say(f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
-    dist.barrier()
-    folder.release()
     return loop.signum
 
 

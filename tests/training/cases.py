@@ -79,7 +79,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     adapter = build_adapter(config, layers)
     module = StageModule(
         layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
-        build_dpo_loss(config, source.config), config.activation_checkpoint_mode, config.compile,
+        loss=build_dpo_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
