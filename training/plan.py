@@ -167,7 +167,7 @@ def _distinct(layers: Sequence[LayerCost], count: str) -> int:
     return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
-def compute_model_flops(costs: Sequence[LayerCost], seq_length: int) -> float:
+def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal half, and
