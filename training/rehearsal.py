@@ -2,7 +2,7 @@
 
 FLOPs over a peak tell little of a CPU: its rate depends on shapes and dtype, norms and softmax take their part, and the ranks share
 caches and the bandwidth of one memory. So up to CHAIN layers of each kind are built with random weights and timed, a micro-batch forward
-and back, beside AdamW and an exchange between two ranks. B micro-batch, T sequence, D hidden.
+and back, beside an optimizer step and an exchange between two ranks. B micro-batch, T sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from transformers import PretrainedConfig
 
 from models.architecture import Layer, build_layers
 from models.loss import build_loss
-from training.config import HardwareConfig, RunConfig
+from training.config import HardwareConfig, OptimizerName, Precision, RunConfig
 from training.layout import Layout
+from training.plan import count_update_bytes
 from training.plan_cost import DTYPES, LayerCost
 from training.trainable import build_adapter, choose_trained
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5
-ADAMW_ELEMENTS, REDUCED_ELEMENTS = 2**23, 2**22
+UPDATED, REDUCED = 2**23, 2**22  # elements
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _work(rank: int, size: int, store: str, task: _Task, answer: Connection) -> 
     answer.send(
         Rehearsal(
             pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
-            memory_bandwidth=28 * ADAMW_ELEMENTS / _time_adamw(),
+            memory_bandwidth=count_update_bytes(OptimizerName.adamw, Precision.fp32) * UPDATED / _time_update(),
             exchange_bandwidth=_measure_exchange(task, rank, size, dtype) if size > 1 else None,
         )
     )
@@ -167,18 +168,27 @@ def _build(layer: Layer, index: int, dtype: torch.dtype, adapter: Any, freeze: S
     return module
 
 
-def _time_adamw() -> float:
-    """Seconds of a step over ADAMW_ELEMENTS."""
-    parameter = nn.Parameter(torch.randn(ADAMW_ELEMENTS))
-    parameter.grad = torch.randn(ADAMW_ELEMENTS)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return _time(optimizer.step)
+def _time_update() -> float:
+    """Seconds of an optimizer step as `compute_optimizer_seconds` counts it, over UPDATED elements in fp32."""
+    parameter, gradient = torch.randn(UPDATED), torch.randn(UPDATED)
+    master = nn.Parameter(parameter.clone())
+    optimizer = torch.optim.AdamW([master], fused=True)
+
+    def update() -> None:
+        master.grad = gradient.clone()
+        master.grad.norm()
+        master.grad.mul_(0.5)
+        optimizer.step()
+        parameter.copy_(master.detach())
+        gradient.zero_()
+
+    return _time(update)
 
 
 def _measure_exchange(task: _Task, rank: int, size: int, dtype: torch.dtype) -> float:
     """Bytes/s: of a stage's output on its way to the next, or of gradients on a ring of replicas."""
     if not task.exchanges_hidden:
-        gradients = torch.zeros(REDUCED_ELEMENTS, dtype=dtype)
+        gradients = torch.zeros(REDUCED, dtype=dtype)
         return 2 * (size - 1) / size * gradients.nbytes / _time(lambda: dist.all_reduce(gradients))
     hidden_states = torch.zeros(task.micro_batch_size, task.config.max_seq_length, task.architecture.hidden_size, dtype=dtype)
 
