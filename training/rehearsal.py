@@ -139,21 +139,26 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     of_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
-    for _ in range(1 + ROUNDS):
+    waiting = []  # two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last
+    for _ in range(2 + ROUNDS):
         values: Any = (input_ids if is_first else hidden_states.clone().requires_grad_(), position_ids.clone())
         dist.barrier()
         start = time.perf_counter()
         for layer, module in chain:
             values = layer.forward_fn(module, values) if layer.forward_fn else module(values)
-        output = loss(values, targets) if is_last else values[0]
+        waiting.append(loss(values, targets) if is_last else values[0])
         middle = time.perf_counter()
+        if len(waiting) < 2:
+            continue
+        output = waiting.pop(0)
         if output.requires_grad:
             output.backward(None if is_last else of_outputs)
         for parameter, total in zip(trained, sums):  # as `BF16_Optimizer` adds a micro-batch's gradient to those before it
             total.add_(parameter.grad.to(torch.float32))
             parameter.grad = None
+        del output
         seconds.append((middle - start, time.perf_counter() - middle))
-    forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first round warms up
+    forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first warms up
     return forward, backward
 
 
