@@ -150,11 +150,12 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     """On a rank: seconds of each step after two that warm up, and the peak of memory."""
     import torch.distributed as dist
 
+    import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory
     from training.engine import train_step
     from training.stage_clock import MemoryPeak
 
-    memory = MemoryPeak(torch.device("cpu"))
     config, architecture = run.config(), run.architecture()
+    memory = MemoryPeak(torch.device("cpu"))
     engine, *_ = build_engine(architecture, config)
     memory.start()
     batches = repeat_batch(run.micro_batch_size, run.seq_length, architecture.vocab_size)
