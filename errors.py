@@ -8,3 +8,10 @@ Everything else is a bug and keeps its trace.
 
 class UserError(ValueError):
     """A mistake outside the code. The message names what is wrong and the way out."""
+
+
+def explain_permission(error: Exception) -> str:
+    """The error's own words; of a file that may not be touched, its name and the way out."""
+    if isinstance(error, PermissionError):
+        return f"{error.filename}: permission denied; ask its owner, or take another path"
+    return str(error)
