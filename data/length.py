@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from data.sample import IGNORE_INDEX, OVERLAP, Sample, count_targets
+from data.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
 from errors import UserError
 
 
@@ -80,6 +80,25 @@ def fit_sample(sample: Sample, location: str, policy: LengthPolicy, max_seq_leng
         num_lost_tokens=length - num_kept_tokens,
         num_lost_targets=num_targets - sum(count_targets(piece["labels"]) for piece in kept),
     )
+
+
+def fit_pair(pair: Pair, location: str, policy: LengthPolicy, max_seq_length: int | None) -> tuple[list[Sample], LengthCounts]:
+    """As `fit_sample` does, but both samples or none.
+
+    Raises `UserError` also where the two do not differ in what is kept of them.
+    """
+    fitted, counts = [], LengthCounts()
+    for sample in pair:
+        kept, of_sample = fit_sample(sample, location, policy, max_seq_length)
+        fitted += kept
+        counts.add(of_sample)
+    if len(fitted) < len(pair):
+        for sample in fitted:  # its other one is dropped
+            counts.add(LengthCounts(num_dropped=1, num_lost_tokens=len(sample["input_ids"]), num_lost_targets=count_targets(sample["labels"])))
+        return [], counts
+    if fitted[0] == fitted[1]:
+        raise UserError(f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; raise it, or remove the record")
+    return fitted, counts
 
 
 def _list_starts(length: int, max_seq_length: int) -> Sequence[int]:

@@ -12,6 +12,10 @@ loss is a sum.
 
 A row is one sample, or several that are packed (`data/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
+
+Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs, tensors are
+[2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of each row travels with
+the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [2 B].
 """
 
 import signal
@@ -27,12 +31,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.order import GlobalOrder, micro_batch_ids
-from data.rows import RowPlan, Rows
+from data.rows import RowPlan, Rows, list_rows
 from data.sample import IGNORE_INDEX
 
 PAD_MULTIPLE = 8
 
-Batch = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
+Batch = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, ...] | None]
 
 
 class PadTo(StrEnum):
@@ -56,6 +60,7 @@ class LoaderOptions:
     pad_to: PadTo = PadTo.LONGEST
     num_workers: int = 0
     pin_memory: bool = False
+    reference_file: Path | None = None  # of the data set's preferences; see data/reference.py
 
     @property
     def reads_nothing(self) -> bool:
@@ -64,6 +69,10 @@ class LoaderOptions:
     @property
     def max_seq_length(self) -> int:
         return self.row_plan.max_seq_length
+
+    @property
+    def group_size(self) -> int:
+        return self.row_plan.group_size
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
@@ -75,10 +84,14 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step's global batch in numbers; tokens are counted without padding, targets after the shift."""
+    """A step's global batch in numbers; tokens are counted without padding, targets after the shift.
+
+    num_terms: what the loss is a mean over, target tokens or pairs.
+    """
 
     num_tokens: int
     num_targets: int
+    num_terms: int
     seq_length: int
 
 
@@ -105,10 +118,13 @@ class TrainLoader:
 
     def step_info(self, step: int) -> StepInfo:
         ids = self._order.sample_ids(step)
-        lengths = self._rows.lengths[ids]
+        rows = list_rows(ids, self._options.group_size)
+        lengths = self._rows.lengths[rows]
+        num_targets = int(self._rows.num_targets[rows].sum(dtype=np.int64))
         return StepInfo(
             num_tokens=int(lengths.sum(dtype=np.int64)),
-            num_targets=int(self._rows.num_targets[ids].sum(dtype=np.int64)),
+            num_targets=num_targets,
+            num_terms=num_targets if self._options.group_size == 1 else len(ids),
             seq_length=self._options.compute_seq_length(lengths),
         )
 
@@ -124,7 +140,7 @@ class TrainLoader:
         ids = micro_batch_ids(
             self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
         )
-        denominator = info.num_targets / (options.dp_size * self._gradient_accumulation_steps)
+        denominator = info.num_terms / (options.dp_size * self._gradient_accumulation_steps)
         return _collate(self._rows, ids, info.seq_length, denominator, options)
 
 
@@ -136,6 +152,7 @@ class EvalLoader:
 
     def __init__(self, path: str | Path, options: LoaderOptions, num_samples: int) -> None:
         self._options = options
+        self._num_samples = num_samples
         self._rows = _open_rows(path, options, num_samples)
         self._seq_length = options.compute_seq_length(self._rows.lengths)
         self.num_targets = int(self._rows.num_targets.sum(dtype=np.int64))
@@ -150,10 +167,37 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(
-            np.arange(len(self._rows)), index, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = micro_batch_ids(range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size)
         return _collate(self._rows, ids, self._seq_length, 1.0, options)
+
+
+class ScoringLoader:
+    """Every row exactly once over all data-parallel ranks, the longest first, in chunks of micro-batches of one shape.
+
+    For what is computed of each row by itself: rows go without those of their group. A chunk that runs short ends with rows whose
+    labels are all -100.
+    """
+
+    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
+        """micro_batches: in a chunk, of one data-parallel rank; fewer in the last."""
+        self._options = options
+        self._rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
+        self._ids = np.argsort(-self._rows.lengths, kind="stable")
+        self._per_chunk = micro_batches * options.micro_batch_size * options.dp_size
+
+    def __len__(self) -> int:
+        return -(-len(self._ids) // self._per_chunk)
+
+    def chunk(self, number: int) -> tuple[Iterator[Batch], list[np.ndarray]]:
+        """The micro-batches of this rank, and the rows in each."""
+        options = self._options
+        ids = self._ids[number * self._per_chunk : (number + 1) * self._per_chunk]
+        seq_length = options.compute_seq_length(self._rows.lengths[ids])
+        rows = [
+            micro_batch_ids(ids, index, options.dp_rank, options.dp_size, options.micro_batch_size)
+            for index in range(_count_eval_micro_batches(len(ids), options))
+        ]
+        return (_collate(self._rows, of_batch, seq_length, 1.0, options) for of_batch in rows), rows
 
 
 class PlaceholderLoader:
@@ -210,25 +254,33 @@ def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
 
 
 def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
-    rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
+    rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels, options.reference_file if options.reads_labels else None)
     # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
-    if len(rows) != num_rows:
-        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows}")
+    if len(rows) != num_rows * options.group_size:
+        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
     if rows.lengths.max() > options.max_seq_length:
         raise RuntimeError(f"{path} holds samples longer than max_seq_length={options.max_seq_length}")
     return rows
 
 
-def _collate(rows: Rows, ids: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
-    shape = (options.micro_batch_size, seq_length)
+def _collate(rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
+    ids = list_rows(groups, options.group_size)
+    shape = (options.micro_batch_size * options.group_size, seq_length)
     inputs = targets = None
     if options.reads_inputs:
         input_ids = _pad([rows.input_ids(i) for i in ids], shape, options.pad_token_id)  # [B, T]
         inputs = (input_ids, _pad_positions([rows.position_ids(i) for i in ids], shape))
     if options.reads_labels:
         labels = _pad([rows.labels(i) for i in ids], shape, IGNORE_INDEX)  # [B, T]
-        targets = (labels, torch.tensor(loss_denominator, dtype=torch.float64))
+        denominator = torch.tensor(loss_denominator, dtype=torch.float64)
+        targets = (labels, denominator) if options.group_size == 1 else (labels, _pad_reference(rows, ids, shape[0]), denominator)
     return inputs, targets
+
+
+def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
+    padded = np.zeros(num_rows)
+    padded[: len(ids)] = [rows.reference(i) for i in ids]
+    return torch.from_numpy(padded)  # [2 B]
 
 
 def _pad(rows: Sequence[np.ndarray], shape: tuple[int, int], value: int) -> Tensor:

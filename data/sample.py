@@ -19,11 +19,14 @@ class Sample(TypedDict):
     labels: list[int]  # [T]
 
 
+Pair = tuple[Sample, Sample]  # chosen, rejected
+
+
 class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The whole sample, of any length. Raises `UserError` naming `location` for a record that cannot be read."""
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
+        """The whole sample, of any length; two of them where the data is preferences. Raises `UserError` naming `location` for a record that cannot be read."""
         ...
 
 

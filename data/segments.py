@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from data.sample import IGNORE_INDEX, Sample
+from data.sample import IGNORE_INDEX, Pair, Sample
 from errors import UserError
 
 Piece = tuple[str | list[int], bool]  # text or token ids, is a target
@@ -20,11 +20,14 @@ class PieceEncoder(ABC):
     """An encoder that says what the pieces are and leaves it to others to tokenize them, many records at a time."""
 
     @abstractmethod
-    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-        """The pieces of one record. Raises `UserError` naming `location` for a record that cannot be read."""
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece] | tuple[list[Piece], list[Piece]]:
+        """The pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming `location` for a record that cannot be read."""
 
-    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        return tokenize_pieces([self.split(record, location, tokenizer)], tokenizer)[0]
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
+        pieces = self.split(record, location, tokenizer)
+        if isinstance(pieces, tuple):
+            return tuple(tokenize_pieces(pieces, tokenizer))
+        return tokenize_pieces([pieces], tokenizer)[0]
 
 
 def check_eos(tokenizer: PreTrainedTokenizerBase) -> None:

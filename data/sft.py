@@ -21,10 +21,7 @@ class SFTEncoder(PieceEncoder):
     prompt_template: str = "{prompt}\n"
 
     def __post_init__(self) -> None:
-        if PROMPT_SLOT not in self.prompt_template:
-            raise UserError(
-                f"data.prompt_template={self.prompt_template!r} has no {PROMPT_SLOT}; write it where the prompt goes"
-            )
+        check_template(self.prompt_template)
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
@@ -40,6 +37,14 @@ class SFTEncoder(PieceEncoder):
         prompt, completion = texts
         if not completion.strip():
             raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")
-        # Not str.format: prompts and templates may hold braces of their own.
-        text = self.prompt_template.replace(PROMPT_SLOT, prompt)
-        return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([tokenizer.eos_token_id], True)]
+        return split_completion(self.prompt_template, prompt, completion, tokenizer)
+
+
+def check_template(template: str) -> None:
+    if PROMPT_SLOT not in template:
+        raise UserError(f"data.prompt_template={template!r} has no {PROMPT_SLOT}; write it where the prompt goes")
+
+
+def split_completion(template: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    text = template.replace(PROMPT_SLOT, prompt)  # not str.format: prompts and templates may hold braces of their own
+    return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([tokenizer.eos_token_id], True)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,21 @@ class Adapter:
             fill_adapter(module, {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)})
 
 
+@contextmanager
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """The layers compute as if there were no adapter on them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
+    for child in adapted:
+        child.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for child in adapted:
+            child.enable_adapters(True)
+
+
 def quantize_projections(module: nn.Module) -> None:
     """Replaces a layer's projections, weights loaded, by ones in nf4 with quantized constants, which compute in the old dtype."""
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -165,11 +181,14 @@ class AdaptedWeights:
     """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
 
     def __init__(
-        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter
+        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path]
     ) -> None:
         self.base, self.config = base, base.config
         self.path = path if (path / "config.json").is_file() else base.path
-        self._lora, self._read_adapter = config, read_adapter
+        self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
+
+    def files(self) -> list[Path]:
+        return [*self.base.files(), *self._adapter_files]
 
     def check_complete(self, layers: list[Layer]) -> None:
         self.base.check_complete(layers)

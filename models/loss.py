@@ -24,12 +24,16 @@ IGNORE_INDEX = -100
 PIECE = 2**25  # logits in one piece: 128 MiB in fp32, few enough to be small, many enough to keep a matrix product busy
 
 
-Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], torch.Tensor]
 
 
 def build_loss(config: PretrainedConfig) -> Loss:
     """The loss of the model that `config` describes: some families cap their logits."""
-    return partial(causal_lm_loss, logit_softcap=getattr(config, "final_logit_softcapping", None))
+    return partial(causal_lm_loss, logit_softcap=get_softcap(config))
+
+
+def get_softcap(config: PretrainedConfig) -> float | None:
+    return getattr(config, "final_logit_softcapping", None)
 
 
 def causal_lm_loss(
@@ -73,9 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         gradients = _Gradients(hidden, weight, context.needs_input_grad[1]) if needs_gradient else None
         loss = hidden.new_zeros((), dtype=dtype)
-        rows = max(1, PIECE // weight.shape[0])
-        for start in range(0, len(hidden), rows):
-            piece = slice(start, start + rows)
+        for piece in _list_pieces(hidden, weight):
             loss += _sum_piece(piece, hidden, weight, target_ids, logit_softcap, gradients)
         context.gradients, context.denominator = gradients, denominator.to(dtype)
         return loss / context.denominator
@@ -92,33 +94,92 @@ def _sum_piece(
     piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None, gradients: _Gradients | None
 ) -> torch.Tensor:
     """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is made here goes."""
-    logits, squashed = F.linear(hidden[piece], weight), None  # [n, V]
-    if logit_softcap is not None:
-        squashed = torch.tanh(logits / logit_softcap)
-        logits = logit_softcap * squashed
-    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(weight.dtype, torch.float32))
+    log_probabilities, squashed = _compute_log_probabilities(hidden[piece], weight, logit_softcap)
     own = target_ids[piece].unsqueeze(1)  # [n, 1]
     loss = -log_probabilities.gather(1, own).sum()
     if gradients is not None:
-        probabilities = log_probabilities.exp_()
-        of_logits = probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own))
-        if squashed is not None:
-            of_logits.mul_(1 - squashed.to(of_logits.dtype).square())
-        gradients.add(piece, of_logits)
+        gradients.add(piece, _differentiate(log_probabilities, squashed, own))
     return loss
+
+
+def _compute_log_probabilities(hidden: torch.Tensor, weight: torch.Tensor, logit_softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of all tokens, [n, V], fp32 at least; and the tanh of the logits where they are capped."""
+    logits, squashed = F.linear(hidden, weight), None  # [n, V]
+    if logit_softcap is not None:
+        squashed = torch.tanh(logits / logit_softcap)
+        logits = logit_softcap * squashed
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(weight.dtype, torch.float32)), squashed
+
+
+def _differentiate(log_probabilities: torch.Tensor, squashed: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+    """The gradient of the tokens' cross entropies by the logits, [n, V], in place of `log_probabilities`. own: the tokens, [n, 1]."""
+    probabilities = log_probabilities.exp_()
+    of_logits = probabilities.scatter_add_(1, own, probabilities.new_full((), -1).expand_as(own))
+    if squashed is not None:
+        of_logits.mul_(1 - squashed.to(of_logits.dtype).square())
+    return of_logits
+
+
+def sequence_log_probabilities(
+    outputs: tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor, logit_softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probability of each row's targets, summed, and their number: both float64 [B]. outputs, labels: as in `causal_lm_loss`.
+
+    For losses that are no sum over tokens. Differentiable; logits are made a piece at a time, and again in the backward pass.
+    """
+    hidden_states, weight = outputs
+    shifted = labels[:, 1:]  # [B, T - 1]
+    has_target = shifted != IGNORE_INDEX
+    of_targets = _TargetLogProbabilities.apply(hidden_states[:, :-1][has_target], weight, shifted[has_target], logit_softcap)  # [N]
+    # Added up in float64: what a preference is about is a small difference of such sums.
+    of_tokens = torch.zeros(has_target.shape, dtype=torch.float64, device=labels.device).masked_scatter(has_target, of_targets.double())
+    return of_tokens.sum(dim=1), has_target.sum(dim=1).double()
+
+
+class _TargetLogProbabilities(torch.autograd.Function):
+    """log softmax(`hidden @ weight.T`) at each row's target, [N], fp32 at least."""
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None
+    ) -> torch.Tensor:
+        context.save_for_backward(hidden, weight, target_ids)
+        context.logit_softcap = logit_softcap
+        pieces = [
+            _compute_log_probabilities(hidden[piece], weight, logit_softcap)[0].gather(1, target_ids[piece].unsqueeze(1)).squeeze(1)
+            for piece in _list_pieces(hidden, weight)
+        ]
+        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, of_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, target_ids = context.saved_tensors
+        gradients = _Gradients(hidden, weight, context.needs_input_grad[1])
+        for piece in _list_pieces(hidden, weight):
+            log_probabilities, squashed = _compute_log_probabilities(hidden[piece], weight, context.logit_softcap)
+            of_logits = _differentiate(log_probabilities, squashed, target_ids[piece].unsqueeze(1))
+            gradients.add(piece, of_logits.mul_(-of_outputs[piece].unsqueeze(1)))
+        of_hidden, of_weight = gradients.finish()
+        return of_hidden, of_weight, None, None
+
+
+def _list_pieces(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    rows = max(1, PIECE // weight.shape[0])
+    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
 class _Gradients:
     """The gradients of hidden states and weight, put together from pieces of the logits' gradient.
 
-    A weight in fp32 adds up its gradient piece by piece. In bf16 each sum would be rounded, so the pieces wait, and one product makes
+    A weight in fp32 adds up its gradient piece by piece. In 16 bits each sum would be rounded, so the pieces wait, and one product makes
     it, as in the plain loss. A frozen weight has none.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, weight_trains: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._of_hidden = torch.empty_like(hidden)
-        waits = weight_trains and weight.dtype is torch.bfloat16
+        waits = weight_trains and weight.dtype in (torch.bfloat16, torch.float16)
         self._of_logits = weight.new_empty(len(hidden), len(weight)) if waits else None
         self._of_weight = torch.zeros_like(weight) if weight_trains and not waits else None
 
@@ -132,7 +193,7 @@ class _Gradients:
         if self._of_weight is not None:
             self._of_weight.addmm_(of_logits.T, self._hidden[piece])
 
-    def finish(self, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def finish(self, factor: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both gradients, times `factor`."""
         if self._of_logits is not None:
             self._of_weight = self._of_logits.T @ self._hidden

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, AdaptedWeights, ReadAdapter, load_lora_config, read_adapter_folder
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, load_lora_config, read_adapter_folder
 from models.architecture import Layer, is_ignored, is_supported, unsupported
 from models.tensor_files import load_json, load_torch_file, open_tensors
 
@@ -36,6 +36,9 @@ class WeightSource(Protocol):
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Raises UserError when something is missing, or is there and belongs to no layer."""
+
+    def files(self) -> list[Path]:
+        """All that decides what the model computes."""
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
@@ -60,20 +63,21 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSo
 
 def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSource:
     checkpoint = PipelineCheckpoint(path, tag)
-    return _open_adapted(path, checkpoint.read_adapter, trust_remote_code) if checkpoint.is_adapter else checkpoint
+    return _open_adapted(path, checkpoint, trust_remote_code) if checkpoint.is_adapter else checkpoint
 
 
-def _open_adapted(path: Path, read_adapter: ReadAdapter | None, trust_remote_code: bool) -> AdaptedWeights:
-    """read_adapter: of a checkpoint's layer files; None for a peft folder."""
+def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool) -> AdaptedWeights:
+    """checkpoint: whose layer files hold the adapter; None for a peft folder."""
     config = load_lora_config(path)
     if not config.base_model_name_or_path:
         raise UserError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to")
-    read_adapter = read_adapter or read_adapter_folder(path)
+    read_adapter = checkpoint.read_adapter if checkpoint else read_adapter_folder(path)
+    files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
         base = open_weights(config.base_model_name_or_path, trust_remote_code)
     except UserError as error:
         raise UserError(f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}") from None
-    return AdaptedWeights(base, path, config, read_adapter)
+    return AdaptedWeights(base, path, config, read_adapter, [path / ADAPTER_CONFIG, *files])
 
 
 def layer_file(step_dir: Path, index: int) -> Path:
@@ -146,6 +150,9 @@ class PipelineCheckpoint:
         _check_tensors(tensors, layer, str(file))
         return tensors
 
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
+
     def check_complete(self, layers: list[Layer]) -> None:
         expected = {layer_file(self.step_dir, i).name for i, layer in enumerate(layers) if layer.owns_weights}
         present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
@@ -177,6 +184,9 @@ class HuggingFaceFolder:
         tensors = {name: self._read_tensor(layer, name, shape) for name, shape in layer.shapes().items()}
         _check_tensors(tensors, layer, str(self.path))
         return tensors
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(set(self._files.values()))]
 
     def check_complete(self, layers: list[Layer]) -> None:
         self._add_prefix(layers[0].hf_prefix)

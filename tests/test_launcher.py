@@ -115,6 +115,19 @@ def test_a_supervised_run_outlives_two_killed_ranks(root: Path, tmp_path: Path) 
     assert [line["step"] for line in read_metrics(out) if "loss" in line] == list(range(1, 61))
 
 
+@pytest.mark.full
+def test_a_sweep_starts_a_launch_for_each_run_and_ends_in_a_table(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run_alone(["--multirun", "num_gpus=2", *arguments(root, out, "stop_after_steps=1", "learning_rate=1e-4,1e-2")], tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    header, low, high = (line.split() for line in ended.output.rstrip().splitlines()[-3:])
+    assert header == ["run", "step", "eval_loss", "folder"]
+    assert (low[0], low[1], high[0], high[1]) == ("learning_rate=0.0001", "1", "learning_rate=0.01", "1")
+    for row, name in ((low, "learning_rate-0.0001"), (high, "learning_rate-0.01")):
+        assert row[2] == f"{json.loads((out / name / 'completed.json').read_text())['eval_loss']:.4f}"
+        assert (out / name / "hf" / "config.json").is_file()
+
+
 def test_cfg_job_under_the_launcher_prints_the_config_once(root: Path, tmp_path: Path) -> None:
     ended = run_deepspeed(["-cn", "llama_tiny_pp2", "seed=7", "--cfg", "job"], tmp_path)
     assert (ended.code, ended.left_alive) == (0, [])

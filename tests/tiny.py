@@ -56,3 +56,23 @@ def save_records(file: Path, count: int, seed: int = 0) -> Path:
             record = {"prompt": " ".join(words[start : start + prompt]), "completion": " ".join(words[start + prompt : start + prompt + completion])}
             handle.write(json.dumps(record) + "\n")
     return file
+
+
+def save_pairs(file: Path, count: int, seed: int = 0) -> Path:
+    """Preferences of very different lengths, from real text: what follows a prompt against what stands elsewhere."""
+    words = inspect.getsource(json).split()
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    with open(file, "w") as handle:
+        for _ in range(count):
+            start, prompt, elsewhere = draw(0, len(words) - 60), draw(1, 10), draw(0, len(words) - 60)
+            record = {
+                "prompt": " ".join(words[start : start + prompt]),
+                "chosen": " ".join(words[start + prompt : start + prompt + draw(1, 24)]),
+                "rejected": " ".join(words[elsewhere : elsewhere + draw(1, 24)]),
+            }
+            handle.write(json.dumps(record) + "\n")
+    return file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import WeightSource, open_weights
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AdapterName, AttnImplementation, RunConfig
+from training.config import AdapterName, AttnImplementation, RunConfig, Task, get_task
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.process import has_accelerator
@@ -32,6 +34,7 @@ class CheckedRun:
     adapter: Adapter | None
     resume_from: Path | None
     resumable: Resumable | None  # what resume_from is chosen from
+    reference: WeightSource | None = None  # of preference optimization: what the run has started from, or will
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
@@ -42,6 +45,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_deepspeed_version()
     check_config(config, has_accelerator())
     check_attention(config.attn_implementation)
+    if config.compile:
+        check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
     folder.check_usable(config.resume is not None, config.overwrite_output_dir)
     resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
@@ -59,7 +64,17 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_same_adapter(config, adapter, resume_from)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
-    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable)
+    reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
+    return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
+
+
+def open_reference(config: RunConfig, source: WeightSource, layers: list[Layer], resume_from: Path | None) -> WeightSource:
+    """The model at `model_name_or_path`, which a run that goes on from a checkpoint needs beside it. Raises UserError when it is gone."""
+    if _source_path(config, resume_from) == weights_path(config):
+        return source
+    reference = open_weights(weights_path(config), config.trust_remote_code)
+    reference.check_complete(layers)
+    return reference
 
 
 def take_up(plan: CheckedRun, step_dir: Path, config: RunConfig) -> CheckedRun:
@@ -80,6 +95,15 @@ def weights_path(config: RunConfig) -> str:
     if path.startswith("outputs/demo/") and not Path(path).exists():
         raise UserError(f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data")
     return path
+
+
+def check_compiler(has_accelerator: bool) -> None:
+    """Raises UserError where `torch.compile` cannot make code."""
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
+    if has_accelerator and find_spec("triton") is None:
+        raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
+    if not has_accelerator and shutil.which(compiler) is None:
+        raise UserError(f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set compile=false")
 
 
 def check_attention(implementation: AttnImplementation) -> None:

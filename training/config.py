@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -38,6 +39,12 @@ class SchedulerType(Enum):
     constant = "constant"
 
 
+class CheckpointMode(Enum):
+    grouped = "grouped"
+    every = "every"
+    selective = "selective"
+
+
 class AttnImplementation(Enum):
     auto = "auto"
     sdpa = "sdpa"
@@ -61,6 +68,18 @@ class DataKind(Enum):
     sft = "sft"
     chat = "chat"
     pretrain = "pretrain"
+    preference = "preference"
+
+
+class Task(Enum):
+    sft = "sft"
+    pretrain = "pretrain"
+    dpo = "dpo"
+
+
+class DPOLossType(Enum):
+    sigmoid = "sigmoid"
+    ipo = "ipo"
 
 
 class LengthPolicy(Enum):
@@ -92,6 +111,7 @@ class OptimizerName(Enum):
 class LoggerName(Enum):
     none = "none"
     wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 class WandbMode(Enum):
@@ -113,6 +133,8 @@ class DataConfig:
     messages_field: str | None = MISSING
     prompt_template: str | None = MISSING
     text_field: str | None = MISSING
+    chosen_field: str | None = MISSING
+    rejected_field: str | None = MISSING
     packing: bool = MISSING
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING
@@ -120,6 +142,13 @@ class DataConfig:
     pad_to: PadTo = MISSING
     cache_dir: str = MISSING
     num_proc: int = MISSING
+
+
+@dataclass
+class DPOConfig:
+    beta: float = MISSING
+    label_smoothing: float = MISSING
+    loss_type: DPOLossType = MISSING
 
 
 @dataclass
@@ -167,6 +196,7 @@ class HardwareConfig:
     host_memory: float | None = MISSING
     host_memory_bandwidth: float | None = MISSING
     host_link_bandwidth: float | None = MISSING
+    device_name: str = MISSING
 
 
 @dataclass
@@ -195,6 +225,9 @@ class RunConfig:
 
     freeze: list[str] = MISSING
 
+    task: Task | None = MISSING
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
     num_stages: int = MISSING
     partition_method: Any = MISSING
     micro_batch_size: int | None = MISSING
@@ -216,6 +249,7 @@ class RunConfig:
     stop_after_steps: int | None = MISSING
 
     logging_steps: int = MISSING
+    profile_step: int | None = MISSING
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
@@ -229,15 +263,36 @@ class RunConfig:
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_mode: CheckpointMode = MISSING
+    compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
 
     plan: Any = MISSING
     world_size: int | None = MISSING
 
 
+_TASK_OF_DATA = {DataKind.sft: Task.sft, DataKind.chat: Task.sft, DataKind.pretrain: Task.pretrain, DataKind.preference: Task.dpo}
+
+
+def get_task(config: RunConfig) -> Task:
+    """What the data is for; `task` may say it again, and `training/checks.py` sees that it says the same."""
+    return _TASK_OF_DATA[config.data.name]
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
+    return 2 if get_task(config) is Task.dpo else 1
+
+
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def load_hardware() -> list[HardwareConfig]:
+    """All machines of `conf/hardware/`."""
+    files = sorted((Path(__file__).resolve().parent.parent / "conf" / "hardware").glob("*.yaml"))
+    return [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file))) for file in files]
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:

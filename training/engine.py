@@ -79,17 +79,22 @@ def is_nonfinite(engine: PipelineEngine, loss: torch.Tensor) -> bool:
     return overflow or not loss.isfinite().all().item()
 
 
-def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_targets: int) -> float:
-    """Mean loss a target token over the evaluation set, the same on every rank.
+def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_terms: int) -> float:
+    """Mean loss a target token, or a pair, over the evaluation set; the same on every rank.
 
-    micro_batches: of this rank's loader, whose loss is a sum of token losses; None on a rank that reads nothing.
-    num_micro_batches, num_targets: of one pipeline, of the whole set; the same on every rank.
+    micro_batches: of this rank's loader, whose loss is a sum; None on a rank that reads nothing.
+    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank.
     """
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for output in run_forward(engine, micro_batches, num_micro_batches):
+        total += output.double()
+    dist.all_reduce(total)
+    return total.item() / num_terms
+
+
+def run_forward(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_micro_batches: int) -> list[torch.Tensor]:
+    """What the loss makes of each micro-batch, without gradients; nothing on a rank that does not hold it."""
     engine.reset_activation_shape()  # other shapes than in training
     outputs = engine.eval_batch(micro_batches, reduce_output=None, bcast_loss=False, num_micro_batches=num_micro_batches)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    if engine.module.has_loss:
-        total += torch.stack([output.double() for output in outputs]).sum()
-    dist.all_reduce(total)
     engine.reset_activation_shape()
-    return total.item() / num_targets
+    return outputs if engine.module.has_loss else []

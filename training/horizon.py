@@ -12,8 +12,8 @@ from data.tokenized import load_summary
 from errors import UserError
 from training.checked_run import CheckedRun
 from training.checkpoint import TrainerState, read_state
-from training.config import RunConfig
-from training.preparation import build_row_plan
+from training.config import RunConfig, Task, get_task
+from training.preparation import build_row_plan, describe_data
 from training.resume import check_resumable
 from training.run_folder import RunFolder
 
@@ -27,17 +27,18 @@ class Horizon:
     last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
     eval_samples: int = 0
     eval_targets: int = 0
+    eval_terms: int = 0  # what eval_loss is a mean over: target tokens, or pairs
 
 
 def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
     layout = plan.layout
     num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
-    unit = "packed rows" if config.data.packing else "samples"
+    unit = "packed rows" if config.data.packing else "pairs" if get_task(config) is Task.dpo else "samples"
     steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
         0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
-        config.precision.value, config.optimizer.name.value,
+        config.precision.value, config.optimizer.name.value, describe_data(config, datasets["train_file"]),
     )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
@@ -51,5 +52,7 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
         eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
-        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=load_summary(datasets["eval_file"]).num_targets)
+        eval_targets = load_summary(datasets["eval_file"]).num_targets
+        eval_terms = eval_rows if get_task(config) is Task.dpo else eval_targets
+        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=eval_targets, eval_terms=eval_terms)
     return horizon, start

@@ -15,14 +15,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from errors import UserError
 from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
-from training.config import OnNonfinite, OptimizerName, RunConfig
+from training.config import OnNonfinite, OptimizerName, RunConfig, Task, get_task
 from training.engine import evaluate, is_nonfinite, train_step
 from training.horizon import Horizon
 from training.metrics import Record, Reporter
+from training.preferences import Rewards
 from training.ranks import raise_together
 from training.requests import Requests
 from training.run_folder import RunFolder
 from training.stage_probe import StageProbe
+from training.telemetry import Telemetry
 
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
@@ -41,11 +43,13 @@ class TrainingLoop:
         state: TrainerState,
         folder: RunFolder,
         reporters: list[Reporter],
+        telemetry: Telemetry,
         patience: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """state: where the run starts. reporters: empty on all ranks but the main one. patience: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
+        self._telemetry = telemetry
         self.last_eval: Record | None = None
         self._patience = patience
         self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
@@ -53,6 +57,7 @@ class TrainingLoop:
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
+        self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
 
     def run(self) -> TrainerState:
         """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
@@ -77,10 +82,15 @@ class TrainingLoop:
 
     def _step_and_after(self, micro_batches: Any) -> bool:
         """One step, and what is due after it. Returns whether the run ends here."""
+        profiled = self.state.step + 1 == self.config.profile_step
+        self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
         request = self._requests.agree(is_nonfinite(self.engine, loss))
+        laps = self._telemetry.finish_step()
         self.signum = request.signum
         self._account(loss, request.nonfinite)
+        if profiled:
+            self._off_the_clock(lambda: self._telemetry.draw(laps, self.state.step, self.folder.path))
         last = self.state.step == self.horizon.last_step or request.ends
         if self._due(self.config.logging_steps) or last:
             self._report_interval()
@@ -105,10 +115,12 @@ class TrainingLoop:
             self._tell_nonfinite(step, loss)
         self._probe.reset()
         num_tokens = self.state.num_tokens
+        if self._rewards is not None:
+            self._rewards.add_step(counts=not nonfinite)
         if self.reporters:
             info = self.train_loader.step_info(step)
             if not nonfinite:
-                self._interval.add(loss, info.num_targets, info.num_tokens)
+                self._interval.add(loss, info.num_terms, info.num_tokens)
                 self._grad_norm = self.engine.get_global_grad_norm()
             num_tokens += info.num_tokens
         self.state = replace(self.state, step=step + 1, num_tokens=num_tokens)
@@ -135,6 +147,8 @@ class TrainingLoop:
             raise_together(error)
 
     def _report_interval(self) -> None:
+        measured = self._telemetry.gather()  # of all ranks, by all ranks
+        rewards = self._rewards.finish_interval() if self._rewards is not None else {}
         if not self.reporters or self._interval.is_empty:
             return
         loss, tokens_per_second, step_time = self._interval.finish()
@@ -142,18 +156,21 @@ class TrainingLoop:
             {
                 "step": self.state.step,
                 "loss": loss,
+                **rewards,
                 "grad_norm": float(self._grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,
                 "tokens_per_second": tokens_per_second,
                 "step_time": step_time,
+                **self._telemetry.describe(measured, tokens_per_second),
             }
         )
 
     def _evaluate(self) -> None:
         loader = self.eval_loader
-        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_targets)
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, "eval_tokens": self.horizon.eval_targets}
+        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_terms)
+        rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.eval_targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:
@@ -180,13 +197,13 @@ class _Interval:
         self.start()
 
     def start(self) -> None:
-        self._loss_sum = self._zero.clone()  # of token losses
-        self._num_targets = self._num_tokens = self._num_steps = 0
+        self._loss_sum = self._zero.clone()  # of tokens, or of pairs
+        self._num_terms = self._num_tokens = self._num_steps = 0
         self._seconds, self._since = 0.0, time.perf_counter()
 
-    def add(self, loss: torch.Tensor, num_targets: int, num_tokens: int) -> None:
-        self._loss_sum += loss.detach().double().squeeze() * num_targets
-        self._num_targets += num_targets
+    def add(self, loss: torch.Tensor, num_terms: int, num_tokens: int) -> None:
+        self._loss_sum += loss.detach().double().squeeze() * num_terms
+        self._num_terms += num_terms
         self._num_tokens += num_tokens
         self._num_steps += 1
 
@@ -201,8 +218,8 @@ class _Interval:
         self._since = time.perf_counter()
 
     def finish(self) -> tuple[float, float, float]:
-        """(mean loss a target token, tokens a second, seconds a step) since the last call; begins a new interval."""
-        loss = self._loss_sum.item() / self._num_targets
+        """(mean loss a target token or a pair, tokens a second, seconds a step) since the last call; begins a new interval."""
+        loss = self._loss_sum.item() / self._num_terms
         self.pause()
         result = (loss, self._num_tokens / self._seconds, self._seconds / self._num_steps)
         self.start()

@@ -11,15 +11,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data.chat import ChatEncoder
 from data.length import LengthPolicy
 from data.mixture import MixtureUnit
+from data.preference import PreferenceEncoder
 from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
 from data.targets import TARGET, build_target
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.tokenized import load_summary
+from data.encoding import Encoding, OnBadRecord
+from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
-from training.config import DataConfig, DataKind, RunConfig
+from training.config import DataConfig, DataKind, RunConfig, rows_per_sample
 from training.config import LengthPolicy as LengthPolicyKey
 from training.train_files import TrainFiles, parse_files
 
@@ -59,10 +62,22 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
         max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
         length_policy=LengthPolicy(data.length_policy.value),
         on_bad_record=OnBadRecord(data.on_bad_record.value),
+        samples_per_record=plan.group_size,
     )
     path = prepare_dataset(files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log)
     prepare_rows(path, plan, key, log, files.entries)
     return path
+
+
+def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
+    """What decides the samples of a row of `train_file`, tokenized in `path`: by the tokens themselves, so a file may move or be copied."""
+    plan = build_row_plan(config, "train_file")
+    described = {
+        "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
+        "mixture": "none" if plan.mixture is None else str(plan.mixture),
+    }
+    fingerprints = load_summary(path).fingerprints
+    return described | {f"the hash of the tokens of train_file entry {number}": each for number, each in enumerate(fingerprints, start=1)}
 
 
 def build_encoder(data: DataConfig) -> Encoder:
@@ -81,6 +96,8 @@ def build_encoder(data: DataConfig) -> Encoder:
         return ChatEncoder(data.messages_field)
     if data.name is DataKind.pretrain:
         return PretrainEncoder(data.text_field)
+    if data.name is DataKind.preference:
+        return PreferenceEncoder(data.prompt_field, data.chosen_field, data.rejected_field, data.prompt_template)
     return SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
 
 
@@ -92,7 +109,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         if not data.packing or data.length_policy is not LengthPolicyKey.split:
             raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
         packing = Packing.CONCATENATE
-    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture)
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:

@@ -35,16 +35,42 @@ class Ranks:
             print(text, file=sys.__stderr__, flush=True)
 
 
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
 def read_ranks() -> Ranks:
-    """From the variables that `deepspeed` and `torchrun` set; a process started without either is alone, and made so for torch."""
+    """From the variables that `deepspeed`, `torchrun` and `srun` set; a process started without any is alone, and made so for torch.
+
+    Raises UserError when `srun` spans several hosts and nobody has said which is the main one.
+    """
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # a batch script itself lacks the latter: it is alone
+        _translate_slurm()
     if "RANK" not in os.environ:
-        with socket.socket() as probe:  # any port: another run on this machine may hold the usual one
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
     environ = os.environ
     local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ["WORLD_SIZE"]
     return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local_size))
+
+
+def find_free_port() -> int:
+    """Another run on this machine may hold the usual one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _translate_slurm() -> None:
+    """srun's variables into those that torch reads."""
+    environ = os.environ
+    if "MASTER_ADDR" not in environ:
+        if int(environ["SLURM_STEP_NUM_NODES"]) > 1:
+            raise UserError("srun on several hosts needs MASTER_ADDR, the first host of the job; scripts/slurm.sh sets it")
+        environ["MASTER_ADDR"] = "127.0.0.1"
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))  # jobs that share a host keep apart
+    tasks_per_node = environ["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]  # "8(x4)"
+    environ.update(
+        RANK=environ["SLURM_PROCID"], WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"], LOCAL_RANK=environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=tasks_per_node
+    )
 
 
 @contextmanager

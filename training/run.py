@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,21 +19,28 @@ from models.weights import open_weights
 from training.checked_run import CheckedRun, check_run, take_up, weights_path
 from training.checkpoint import TrainerState, load_checkpoint
 from training.checks import check_config
-from training.config import Precision, RunConfig, to_typed
+from training.config import Device, HardwareConfig, Precision, RunConfig, to_typed
 from training.engine import initialize_engine
+from training.environment import describe_environment
+from training.expectation import expect, find_machine
 from training.horizon import Horizon, compute_horizon
 from training.inspection import print_inspection
+from training.loggers import build_loggers
 from training.loop import TrainingLoop
-from training.metrics import Reporter, build_reporters
+from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.pipeline import StageModule
+from training.preferences import build_dpo_loss
 from training.preparation import load_tokenizer, tokenize
-from training.process import send_noise_to_log, take_device
+from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
+from training.reference import prepare_reference
 from training.requests import exit_code
 from training.resume import choose_whole
 from training.run_folder import RunFolder
-from training.stage_loaders import build_loaders
+from training.stage_clock import MemoryPeak, StageClock
+from training.stage_loaders import build_loaders, build_options
+from training.telemetry import Telemetry
 from training.watchdog import Watchdog
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -74,46 +82,63 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         tokenizer = load_tokenizer(config, plan.source)
     if ranks.local_rank == 0:
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None)  # the other ranks of the host wait for the process group meanwhile
+    machine = find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None  # while all cores are ours
     take_device(ranks)
+    choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
     with Watchdog(ranks, config.stuck_minutes) as watchdog:
-        signum = train_together(config, plan, folder, ranks, tokenizer, watchdog)
+        signum = train_together(config, plan, folder, ranks, tokenizer, machine, watchdog)
     folder.release()
     return signum
 
 
 def train_together(
-    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
-) -> int:
-    """The part of a run in which no rank may be missing. Returns as `train`."""
+    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
+    machine: HardwareConfig | None, watchdog: Watchdog,
+) -> int:  # fmt: skip
+    """The part of a run in which no rank may be missing. machine: what is known of it, on the main rank. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
     horizon, start = agree_on_horizon(config, plan, datasets, ranks)
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
+    hosts = gather_hosts()
+    if len(set(hosts)) > 1:
+        ranks.say(f"hosts: {plan.layout.describe_placement(hosts)}")
+
+    memory = MemoryPeak(current_device())
     module = StageModule(
-        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze
-    )
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
+        loss=build_dpo_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
+    reference = {}
+    if plan.reference is not None:
+        options = build_options(config, plan.layout, module, tokenizer, ranks)
+        reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     watchdog.limit_collectives()
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
-    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks)
+    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
     reporters: list[Reporter] = []
     if ranks.is_main:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
-        run_config = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-        reporters = build_reporters(config.logger, folder.path, run_config, start.step, horizon.last_step)
+        reporters = [MetricsFile(folder.metrics, start.step), ProgressBar(start.step, horizon.last_step, sys.__stderr__)]
+        facts = {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
+        reporters += build_loggers(config.logger, folder.path, facts, start.step)
 
-    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, watchdog.paused)
+    telemetry = build_telemetry(engine, memory, config, plan, machine, ranks)
+    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused)
     with watchdog.watching(module):
         state = loop.run()
     for reporter in reporters:
         reporter.close()
+    if summary := telemetry.summarize():
+        ranks.say(summary)
     if loop.signum:
         ranks.say(f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest")
     elif ranks.is_main:
@@ -124,6 +149,21 @@ def train_together(
     return loop.signum
 
 
+def build_telemetry(
+    engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: HardwareConfig | None, ranks: Ranks
+) -> Telemetry:
+    """Measures every step from now on; the main rank knows what to expect of them. machine: None when no file describes it."""
+    clock = StageClock(engine, memory)
+    clock.attach()
+    expectation = None
+    if ranks.is_main:
+        if machine is None:
+            ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
+        device = Device.cuda if has_accelerator() else Device.cpu
+        expectation = expect(config, plan.source.config, plan.bounds, plan.layout, machine, device)
+    return Telemetry(clock, plan.layout, expectation)
+
+
 def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], ranks: Ranks) -> tuple[Horizon, TrainerState]:
     """How long the run is and where it starts: computed by rank 0, told to the others."""
     agreed: list[Any] = [None]
@@ -131,6 +171,13 @@ def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pa
         agreed = [compute_horizon(config, plan, datasets)]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
+
+
+def gather_hosts() -> list[str]:
+    """The name of each rank's host."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
 
 
 def _sizes(bounds: list[int]) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -19,12 +21,11 @@ from training.preparation import build_row_plan
 from training.ranks import Ranks
 
 
-def build_loaders(
-    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: Horizon, module: StageModule,
-    tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
-) -> tuple[Any, Any]:  # fmt: skip
-    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing."""
-    options = loaders.LoaderOptions(
+def build_options(
+    config: RunConfig, layout: Layout, module: StageModule, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> loaders.LoaderOptions:
+    """What this rank's stage reads of `train_file`."""
+    return loaders.LoaderOptions(
         reads_inputs=module.has_first_layer,
         reads_labels=module.has_loss,
         dp_rank=layout.dp_rank(ranks.rank),
@@ -36,9 +37,21 @@ def build_loaders(
         num_workers=config.num_workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
+
+
+def build_loaders(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: Horizon, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
+) -> tuple[Any, Any]:  # fmt: skip
+    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
+
+    reference: key of the files -> the reference's log-probabilities of their preferences.
+    """
+    options = build_options(config, layout, module, tokenizer, ranks)
+    options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
     if "eval_file" not in datasets:
         return train_loader, None
-    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"))
+    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"), reference_file=reference.get("eval_file"))
     return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)

@@ -17,7 +17,7 @@ from data.rows import count_rows
 from data.tokenized import TokenizedDataset
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
-from training.config import RunConfig, register_schema
+from training.config import RunConfig, Task, get_task, register_schema
 from training.layout import Layout, build_layout
 from training.horizon import Horizon
 from training.partition import compute_bounds
@@ -62,7 +62,9 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.trainable import build_adapter
     from training.preparation import load_tokenizer, tokenize
     from training.run import DTYPES
-    from training.stage_loaders import build_loaders
+    from training.preferences import build_dpo_loss
+    from training.reference import prepare_reference
+    from training.stage_loaders import build_loaders, build_options
 
     config = case.config()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -75,10 +77,16 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
-    module = StageModule(layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze)
+    module = StageModule(
+        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
+        loss=build_dpo_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+    )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
-    train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
+    reference = {}
+    if get_task(config) is Task.dpo:
+        reference = prepare_reference(engine, config, datasets, build_options(config, layout, module, tokenizer, ranks), source, source, ranks)
+    train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks, reference)
     return engine, train_loader, config, layout, bounds
 
 

@@ -55,7 +55,7 @@ class Loader:
         return np.arange(100) + step
 
     def step_info(self, step: int) -> SimpleNamespace:
-        return SimpleNamespace(num_targets=TARGETS[step], num_tokens=TOKENS[step])
+        return SimpleNamespace(num_terms=TARGETS[step], num_tokens=TOKENS[step])
 
     def __len__(self) -> int:
         return 1
@@ -89,8 +89,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
-        horizon = Horizon(40, 5, last, eval_samples=3, eval_targets=12)
-        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)]).run()
+        horizon = Horizon(40, 5, last, eval_samples=3, eval_targets=12, eval_terms=12)
+        telemetry = SimpleNamespace(start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {})
+        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final
 
     return start

@@ -54,6 +54,14 @@ def test_checkpointing_computes_all_but_the_head_again() -> None:
     assert [stage.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
 
 
+@pytest.mark.parametrize(("interval", "recomputed"), [(0, (0, 0)), (1, (1 + 1, 1))])
+def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(interval: int, recomputed: tuple[int, int]) -> None:
+    timed = replace(layer(), forward_seconds=1e-6, backward_seconds=3e-6)
+    found = plan(Layout(2, 2, B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
+    assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
+    assert [stage.backward_seconds for stage in found.stages] == pytest.approx([(6 + again) * 1e-6 * B * T for again in recomputed])
+
+
 def test_a_module_that_layers_of_a_stage_share_is_held_once() -> None:
     tied = layer("embed")
     assert plan(Layout(1, 1, B, 8), [tied, layer(), tied]).stages[0].num_parameters == 2 * N

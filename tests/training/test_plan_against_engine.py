@@ -73,6 +73,9 @@ def train_counted(case: Case) -> int:
         (2, ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")),
         (2, ("precision=fp32", "activation_checkpoint_interval=1")),
         (1, ("precision=fp32", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )

@@ -27,12 +27,24 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({}, Ranks(0, 1, 0, 1)),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
+        (
+            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+             "SLURM_JOB_ID": "7", "MASTER_ADDR": "node-a"},
+            Ranks(5, 8, 1, 4),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Ranks(0, 1, 0, 1)),  # in the batch script, without srun
     ],
 )
 def test_ranks_come_from_the_launchers_variables(environ: dict[str, str], expected: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(environ))
     assert read_ranks() == expected
     assert os.environ["WORLD_SIZE"] == str(expected.world_size)  # torch reads it there
+
+
+def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"})
+    with pytest.raises(UserError, match="needs MASTER_ADDR.*scripts/slurm.sh"):
+        read_ranks()
 
 
 def fail(error: BaseException, ranks: Ranks, **options: bool) -> int:

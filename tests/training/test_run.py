@@ -18,6 +18,13 @@ from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 
+# Fields that differ from run to run.
+MEASURED = {
+    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble", "imbalance",
+    "peak_memory",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
@@ -47,7 +54,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return records if timed else [{k: v for k, v in r.items() if k not in ("step_time", "tokens_per_second")} for r in records]
+    return records if timed else [{k: v for k, v in r.items() if k not in MEASURED} for r in records]
 
 
 def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
