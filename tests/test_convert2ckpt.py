@@ -93,9 +93,10 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, to whom a folder is closed")
 @pytest.mark.parametrize("closed", ["hf", "hf/model.safetensors", "target"])
-def test_no_permission_is_one_line(closed: str, tmp_path: Path) -> None:
+def test_no_permission_is_one_line(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")
+    assert run(monkeypatch, "--model_name_or_path", tmp_path / "hf", "--output_dir", tmp_path / "warm") == 0  # imports: Python may be root's own
     (tmp_path / "target").mkdir()
     os.chmod(tmp_path / closed, 0o700 if closed != "target" else 0o755)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
