@@ -98,6 +98,8 @@ def test_no_permission_is_one_line(closed: str, tmp_path: Path, monkeypatch: pyt
     save_tokenizer(tmp_path / "hf")
     assert run(monkeypatch, "--model_name_or_path", tmp_path / "hf", "--output_dir", tmp_path / "warm") == 0  # imports: Python may be root's own
     (tmp_path / "target").mkdir()
+    for file in (tmp_path / "hf").iterdir():
+        os.chmod(file, 0o644)
     os.chmod(tmp_path / closed, 0o700 if closed != "target" else 0o755)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         os.chmod(folder, 0o755)  # pytest's are its own user's
