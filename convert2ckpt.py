@@ -17,7 +17,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from errors import UserError
+from errors import UserError, explain_refusal
 from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
 from models.folders import check_output_dir, has_tokenizer
 from models.special_tokens import SpecialTokens
@@ -31,8 +31,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave through the code that cleans up
     try:
         convert(build_parser().parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        told = error if isinstance(error, UserError) else explain_refusal(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

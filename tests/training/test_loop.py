@@ -80,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
-        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None))
+        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None, check_room=lambda num_moments: None))
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite)))
