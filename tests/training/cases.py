@@ -62,7 +62,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.trainable import build_adapter
     from training.preparation import load_tokenizer, tokenize
     from training.run import DTYPES
-    from training.preferences import build_dpo_loss
+    from training.own import build_run_loss
     from training.reference import prepare_reference
     from training.stage_loaders import build_loaders, build_options
 
@@ -78,7 +78,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(
-        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze, build_dpo_loss(config, source.config)
+        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze, build_run_loss(config, source.config)
     )
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
