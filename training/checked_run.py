@@ -15,6 +15,7 @@ from models.weights import WeightSource, open_weights
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, RunConfig, Task, get_task
 from training.layout import Layout, build_layout
+from training.own import build_collator, build_run_loss
 from training.partition import compute_bounds
 from training.process import has_accelerator
 from training.ranks import Ranks
@@ -63,6 +64,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     adapter = None if config.evaluate_only else build_adapter(config, layers)
     if not config.evaluate_only:
         check_same_adapter(config, adapter, resume_from)
+    build_run_loss(config, source.config)
+    build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None

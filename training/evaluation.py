@@ -12,9 +12,10 @@ from training.config import RunConfig
 from training.engine import evaluate, initialize_engine
 from training.horizon import EvalSize
 from training.metrics import Record, describe_evaluation
+from training.own import build_run_loss
 from training.pipeline import StageModule
 from training.precision import DTYPES
-from training.preferences import Rewards, build_dpo_loss
+from training.preferences import Rewards
 from training.ranks import Ranks
 from training.reference import prepare_reference
 from training.run_folder import RunFolder, write_atomically
@@ -25,7 +26,7 @@ def evaluate_checkpoint(
     config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], size: EvalSize, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, ranks: Ranks
 ) -> Record:
     """The figures, told and written to `output_dir/evaluation.json`; the same on every rank. All ranks call it, in a process group."""
-    loss = build_dpo_loss(config, plan.source.config)
+    loss = build_run_loss(config, plan.source.config)
     module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile)
     engine = initialize_engine(module, config, plan.layout, trains=False)
     reference = {}
@@ -33,7 +34,7 @@ def evaluate_checkpoint(
         options = build_options(config, plan.layout, module, tokenizer, ranks, "eval_file")
         reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     loader = build_eval_loader(config, plan.layout, datasets, size, module, tokenizer, ranks, reference)
-    rewards = Rewards(loss, engine.device) if loss is not None else None
+    rewards = Rewards(loss, engine.device) if plan.reference is not None else None
     result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms)}
     result |= rewards.finish_evaluation() if rewards is not None else {}
     result["eval_tokens"] = size.targets

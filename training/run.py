@@ -30,9 +30,9 @@ from training.loggers import build_loggers
 from training.loop import TrainingLoop
 from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
+from training.own import build_run_loss
 from training.pipeline import StageModule
 from training.precision import DTYPES
-from training.preferences import build_dpo_loss
 from training.preparation import load_tokenizer, tokenize
 from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
@@ -133,7 +133,7 @@ def train_together(
     memory = MemoryPeak(current_device())
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        loss=build_dpo_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        loss=build_run_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}

@@ -16,6 +16,7 @@ from data.order import GlobalOrder
 from training.config import RunConfig
 from training.horizon import EvalSize, Horizon
 from training.layout import Layout
+from training.own import build_collator
 from training.pipeline import StageModule
 from training.preparation import build_row_plan
 from training.ranks import Ranks
@@ -35,6 +36,7 @@ def build_options(
         pad_to=loaders.PadTo(config.data.pad_to.value),
         row_plan=build_row_plan(config, key),
         num_workers=config.num_workers,
+        collator=build_collator(config.data),
         pin_memory=get_accelerator().device_name() == "cuda",
     )
 

@@ -61,8 +61,8 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.ranks import Ranks
     from training.trainable import build_adapter
     from training.preparation import load_tokenizer, tokenize
+    from training.own import build_run_loss
     from training.precision import DTYPES
-    from training.preferences import build_dpo_loss
     from training.reference import prepare_reference
     from training.stage_loaders import build_loaders, build_options
 
@@ -79,7 +79,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     adapter = build_adapter(config, layers)
     module = StageModule(
         layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
-        loss=build_dpo_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        loss=build_run_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
