@@ -56,7 +56,7 @@ def prepare_run(line: list[str], world_size: int) -> None:
     """What a run does before its first step, but for the process group and the weights."""
     register_schema()
     cleaned = clean_arguments(["trainer_base_ds_mp.py", *line])[1:]
-    check_command_line(cleaned, CONF, "llama_tiny_pp2", world_size)
+    check_command_line(cleaned, CONF, "llama_tiny_pp2")
     config = to_typed(compose_config("llama_tiny_pp2", *cleaned[2:]))
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks)
@@ -95,6 +95,9 @@ KEYS = {
     "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
+    "a stage left empty": (("partition_method=[5,0]",), "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each"),
+    "no such checkpointing": (("activation_checkpoint_mode=some",), "activation_checkpoint_mode=some: must be one of grouped, every, selective"),
+    "a step to draw beyond the end": (("profile_step=9", "max_steps=3"), "profile_step=9: the run has 3 steps; give one of them, or null"),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.conversion import convert_to_pipeline
 from models.weights import open_weights
 
-FIELDS = ["step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time"]
+FIELDS = [
+    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time", "mfu", "compute_time", "communication_time",
+    "wait_time", "bubble", "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory", "predicted_peak_memory",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

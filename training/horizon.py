@@ -56,6 +56,8 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
     if start.step > last_step or start.step == last_step and not unfinished:
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
+    if config.profile_step is not None and config.profile_step > total_steps:
+        raise UserError(f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
         horizon = dataclasses.replace(horizon, evaluation=measure_evaluation(config, datasets["eval_file"]))
