@@ -7,6 +7,7 @@ Hydra composes `conf/`, every mistake that can be known early is told at once, a
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import redirect_stdout
@@ -15,9 +16,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.command_line import check_command_line, clean_arguments
+from training.command_line import asks_for_sweep, check_command_line, clean_arguments
 from training.config import register_schema
-from training.ranks import exit_on_user_error, read_ranks
+from training.ranks import ALONE, exit_on_user_error, read_ranks
+from training.sweep import build_launch, plan_sweep, run_sweep
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 DEFAULT_CONFIG = "llama_tiny_pp2"
@@ -26,6 +28,7 @@ DEFAULT_CONFIG = "llama_tiny_pp2"
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
+        gc.disable()  # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
         from training.plan_run import run_plan  # without DeepSpeed: a plan is there before that is imported
 
         run_plan(config)
@@ -39,13 +42,22 @@ def run_composed(config: DictConfig) -> None:
 def main() -> None:
     sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
+        sys.exit(sweep())
     ranks = read_ranks()
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, ranks.world_size)
+        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
     run_composed()
+
+
+def sweep() -> int:
+    register_schema()
+    with exit_on_user_error(ALONE):
+        jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+    return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus))
 
 
 if __name__ == "__main__":

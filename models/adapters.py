@@ -8,6 +8,7 @@ peft works on the modules of one layer at a time, so it never sees a whole model
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
     from models.weights import WeightSource
+
+# What peft imports tells, on machines without a GPU, of a kernel that nobody asked for: a line for the log of the rank, where there is one.
+logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]  # number, layer, names in its module -> its adapter's tensors
 

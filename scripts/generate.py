@@ -1,37 +1,134 @@
-"""Text from a trained model: the Hugging Face folder that a run exports.
+"""Text from a trained model: the folder that a run exports, any training checkpoint, a converted folder, or a peft folder.
 
     python scripts/generate.py --model_name_or_path outputs/demo/hf --prompt "What does json.loads do?"
+    python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file prompts.jsonl --output answers.jsonl
+    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty line ends it
+
+A prompt is put into the tokenizer's chat template where it has one, else into `--prompt_template`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer  # noqa: E402
+
+from errors import UserError  # noqa: E402
+from models.architecture import build_layers  # noqa: E402
+from models.weights import WeightSource, open_weights  # noqa: E402
+
+Messages = list[dict[str, str]]
+DEFAULT_TEMPLATE = "{prompt}\n"
+
+
+def load_model(source: WeightSource) -> PreTrainedModel:
+    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises UserError."""
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    tensors = {}
+    for index, layer in enumerate(layers):
+        for name, tensor in source.read_layer(index, layer).items():
+            tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
+    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)].from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype).eval()
+    return model.to(torch.accelerator.current_accelerator() or "cpu")
+
+
+class Generator:
+    """Answers to messages, or to text that is to be continued."""
+
+    def __init__(self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float) -> None:
+        self.model = load_model(source)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path)
+        self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
+        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        self._options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, **sampling}
+
+    def answer(self, messages: Messages, streamer: TextStreamer | None = None) -> str:
+        """What comes after `messages`. Without a chat template only the last of them counts."""
+        if self._template is None:
+            inputs = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        else:
+            inputs = self.tokenizer(self._template.replace("{prompt}", messages[-1]["content"]), return_tensors="pt")
+        input_ids = inputs["input_ids"].to(self.model.device)
+        with torch.inference_mode():
+            output = self.model.generate(
+                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options
+            )
+        return self.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def chat(self, read: Callable[[str], str] = input) -> None:
+        """Turn after turn in the terminal, until an empty line or the end of the input."""
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        messages: Messages = []
+        while text := _read_line(read):
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": self.answer(messages, streamer)})
+
+
+def _read_line(read: Callable[[str], str]) -> str:
+    try:
+        return read("> ").strip()
+    except EOFError:
+        return ""
+
+
+def read_prompts(file: Path) -> Iterator[Messages]:
+    """From text, a prompt a line, or from JSON lines with `prompt` or `messages`. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"--prompt_file {file} is not there")
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if file.suffix != ".jsonl":
+            yield [{"role": "user", "content": line}]
+            continue
+        try:
+            record = json.loads(line)
+            messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+        except (json.JSONDecodeError, AttributeError, KeyError):
+            raise UserError(f"{file}:{number}: not a JSON object with 'prompt' or 'messages'") from None
+        yield messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--prompt", required=True, nargs="+", help="one or more prompts")
-    parser.add_argument("--prompt_template", default="{prompt}\n", help="as in training (data.prompt_template)")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--prompt", nargs="+", default=[], help="one or more prompts")
+    parser.add_argument("--prompt_file", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`")
+    parser.add_argument("--output", type=Path, help="JSON lines of prompts and answers; without it they are printed")
+    parser.add_argument("--prompt_template", help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} where there is no chat template")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     arguments = parser.parse_args()
+    try:
+        generate(arguments)
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype="auto").eval()
-    if torch.cuda.is_available():
-        model = model.cuda()
-    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature > 0 else {"do_sample": False}
-    for prompt in arguments.prompt:
-        inputs = tokenizer(arguments.prompt_template.replace("{prompt}", prompt), return_tensors="pt").to(model.device)
-        output = model.generate(
-            input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=arguments.max_new_tokens,
-            pad_token_id=tokenizer.eos_token_id, **sampling,
-        )  # fmt: skip
-        print(f"> {prompt}\n{tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True).strip()}\n")
+
+def generate(arguments: argparse.Namespace) -> None:
+    prompts: list[Messages] = [[{"role": "user", "content": prompt}] for prompt in arguments.prompt]
+    if arguments.prompt_file is not None:
+        prompts += read_prompts(arguments.prompt_file)
+    generator = Generator(open_weights(arguments.model_name_or_path), arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
+    if not prompts:
+        return generator.chat()
+    with open(arguments.output, "w", encoding="utf-8") if arguments.output else nullcontext() as output:
+        for messages in prompts:
+            answer = generator.answer(messages)
+            if output is None:
+                print(f"> {messages[-1]['content']}\n{answer}\n")
+            else:
+                print(json.dumps({"messages": [*messages, {"role": "assistant", "content": answer}]}, ensure_ascii=False), file=output, flush=True)
 
 
 if __name__ == "__main__":

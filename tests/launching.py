@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import free_port
+from hosts import TwoHosts
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -51,6 +52,23 @@ def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -
 
 def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
     return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+
+
+def run_on_hosts(hosts: TwoHosts, launcher: Sequence[str], arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> list[Ended]:
+    """The same trainer started on both hosts, "{rank}" in the launcher's words being the host's number."""
+    launches: list[Launch] = []
+    try:
+        for host in (0, 1):
+            folder = cwd / f"host{host}"
+            folder.mkdir()
+            words = [word.replace("{rank}", str(host)) for word in launcher]
+            launches.append(Launch(hosts.command(host, [*words, str(ROOT / "trainer_base_ds_mp.py"), *arguments]), folder))
+        if while_running is not None:
+            while_running(launches[0])
+        return [launch.end() for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
 
 
 class Launch:

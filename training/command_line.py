@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -42,18 +41,24 @@ def _is_override(argument: str) -> bool:
     return "=" in argument and not argument.startswith("-") or argument.startswith("~")
 
 
-def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str, world_size: int = 1) -> None:
+def asks_for_sweep(arguments: Sequence[str]) -> bool:
+    return bool(get_args_parser().parse_known_args(list(arguments))[0].multirun)
+
+
+def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str) -> None:
     """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
 
     arguments: as `clean_arguments` returns them, without the command.
     Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an
-    unknown option, and for `--multirun`.
+    unknown option, and for `--multirun` (see training/sweep.py).
     """
     options, unknown = get_args_parser().parse_known_args(list(arguments))
     if unknown:
         raise UserError(f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance num_stages=2")
     if options.multirun:
-        raise UserError(_multirun_message(arguments, options.overrides, world_size))
+        raise UserError(
+            "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
+        )
     for override in options.overrides:
         _check_override(override)
     config_name = (options.config_name or default_config).removesuffix(".yaml")
@@ -92,7 +97,7 @@ def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Se
         return f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
     if several := _first(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = several.partition("=")
-        return f"{several} is several values; write {key}=[{values}] for a list, or start one run for each value"
+        return f"{several} is several values; write {key}=[{values}] for a list; --multirun starts one run for each value"
     full_key = _first(r"full_key: (\S+)", text)
     if key := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
         return _unknown_key(full_key or key)
@@ -141,18 +146,3 @@ def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
 def _open_groups() -> set[str]:
     """The groups whose keys the schema does not list, and Hydra's own."""
     return {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict} | {"hydra"}
-
-
-def _multirun_message(arguments: Sequence[str], overrides: Sequence[str], world_size: int) -> str:
-    swept = {key: values.split(",") for key, values in (o.split("=", 1) for o in overrides if re.match(r"[^=]+=[^\[{(\"']*,", o))}
-    swept = swept or {"learning_rate": ["1e-4", "3e-4"]}
-    kept = [argument for argument in arguments if argument not in ("-m", "--multirun") and argument.partition("=")[0] not in swept]
-    variables = {key: re.sub(r"\W", "_", key) for key in swept}
-    loops = " ".join(f"for {variables[key]} in {shlex.join(values)}; do" for key, values in swept.items())
-    command = shlex.join(["deepspeed", "--num_gpus", str(world_size), "trainer_base_ds_mp.py", *kept])
-    values = " ".join(f"{key}=${variables[key]}" for key in swept)
-    folder = "-".join(f"{key}-${variables[key]}" for key in swept)
-    return (
-        "--multirun would start several runs inside one launch; start one launch each instead: "
-        f"{loops} {command} {values} output_dir=outputs/{folder}{'; done' * len(swept)}"
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -36,6 +37,12 @@ class SchedulerType(Enum):
     cosine = "cosine"
     linear = "linear"
     constant = "constant"
+
+
+class CheckpointMode(Enum):
+    grouped = "grouped"
+    every = "every"
+    selective = "selective"
 
 
 class AttnImplementation(Enum):
@@ -104,6 +111,7 @@ class OptimizerName(Enum):
 class LoggerName(Enum):
     none = "none"
     wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 class WandbMode(Enum):
@@ -120,6 +128,7 @@ class Device(Enum):
 class DataConfig:
     name: DataKind = MISSING
     encoder: Any = MISSING
+    collator: Any = MISSING
     prompt_field: str | None = MISSING
     completion_field: str | None = MISSING
     messages_field: str | None = MISSING
@@ -188,6 +197,7 @@ class HardwareConfig:
     host_memory: float | None = MISSING
     host_memory_bandwidth: float | None = MISSING
     host_link_bandwidth: float | None = MISSING
+    device_name: str = MISSING
 
 
 @dataclass
@@ -213,6 +223,7 @@ class RunConfig:
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
     inspect_data: bool = MISSING
+    evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
 
@@ -228,6 +239,7 @@ class RunConfig:
     num_workers: int = MISSING
     seed: int = MISSING
 
+    loss: Any = MISSING
     learning_rate: float = MISSING
     lr_scheduler_type: SchedulerType = MISSING
     min_lr_ratio: float = MISSING
@@ -240,6 +252,7 @@ class RunConfig:
     stop_after_steps: int | None = MISSING
 
     logging_steps: int = MISSING
+    profile_step: int | None = MISSING
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
@@ -248,10 +261,13 @@ class RunConfig:
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
     grace_seconds: float = MISSING
+    stuck_minutes: float | None = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_mode: CheckpointMode = MISSING
+    compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
 
     plan: Any = MISSING
@@ -274,6 +290,12 @@ def rows_per_sample(config: RunConfig) -> int:
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def load_hardware() -> list[HardwareConfig]:
+    """All machines of `conf/hardware/`."""
+    files = sorted((Path(__file__).resolve().parent.parent / "conf" / "hardware").glob("*.yaml"))
+    return [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file))) for file in files]
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:

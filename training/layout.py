@@ -35,6 +35,15 @@ class Layout:
     def dp_rank(self, rank: int) -> int:
         return rank % self.dp_size
 
+    def describe_placement(self, hosts: list[str]) -> str:
+        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank."""
+        stages = {host: sorted({self.stage_id(rank) for rank in range(self.world_size) if hosts[rank] == host}) for host in dict.fromkeys(hosts)}
+        text = "; ".join(f"{host}: stage {_ranges(on_host)}" for host, on_host in stages.items())
+        pairs = [(rank, rank + self.dp_size) for rank in range(self.world_size - self.dp_size)]
+        crossing = sum(hosts[first] != hosts[second] for first, second in pairs)
+        apart = sum(len({hosts[rank] for rank in range(self.world_size) if self.stage_id(rank) == stage}) > 1 for stage in range(self.num_stages))
+        return f"{text}; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages cross hosts"
+
     def describe(self) -> str:
         return (
             f"pp{self.num_stages} x dp{self.dp_size} = {self.world_size} ranks; global batch {self.global_batch_size} = micro-batch "
@@ -86,6 +95,17 @@ def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
     if accumulation is None:
         accumulation = _divide(total, micro * dp_size, f"micro_batch_size={micro} x dp={dp_size}")
     return micro, accumulation
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _divide(global_batch_size: int, divisor: int, what: str) -> int:

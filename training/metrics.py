@@ -1,4 +1,4 @@
-"""What a run says while it trains: `metrics.jsonl`, one progress bar, Weights & Biases. Main rank only.
+"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/loggers.py` has the rest. Main rank only.
 
 A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from errors import UserError
-from training.config import LoggerConfig, LoggerName
 from training.run_folder import write_atomically
 
-Record = dict[str, float | int]
+Record = dict[str, float | int | list[float] | list[int]]  # a list has a figure a stage
 
 
 class Reporter(Protocol):
@@ -72,7 +69,7 @@ class ProgressBar:
 
     def report(self, record: Record) -> None:
         if "eval_loss" in record:
-            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  {_describe_quality(record)}")
+            self._line(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
             self._bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
@@ -95,49 +92,24 @@ class ProgressBar:
             self._bar.close()
 
 
-class WandbLogger:
-    """Weights & Biases; `logger.mode=offline` writes to `output_dir/wandb/` and needs no network."""
-
-    def __init__(self, config: LoggerConfig, output_dir: Path, run_config: dict[str, Any]) -> None:
-        import wandb  # slow to import, and off unless asked for
-
-        try:
-            self._run = wandb.init(
-                project=config.project, name=config.run_name, mode=config.mode.value, dir=str(output_dir), config=run_config
-            )
-        except wandb.errors.Error as error:
-            raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
-
-    def report(self, record: Record) -> None:
-        self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def build_reporters(
-    config: LoggerConfig, output_dir: Path, run_config: dict[str, Any], first_step: int, total_steps: int
-) -> list[Reporter]:
-    reporters: list[Reporter] = [
-        MetricsFile(output_dir / "metrics.jsonl", first_step), ProgressBar(first_step, total_steps, sys.__stderr__)
-    ]
-    if config.name is LoggerName.wandb:
-        reporters.append(WandbLogger(config, output_dir, run_config))
-    return reporters
+def split_stages(record: Record) -> Record:
+    """A list of the stages' figures as one figure each: `wait_time/stage_0`, ..."""
+    split: Record = {}
+    for key, value in record.items():
+        split |= {f"{key}/stage_{s}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
+    return split
 
 
 def _describe_rewards(record: Record) -> str:
     return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  " if "rewards_accuracy" in record else ""
 
 
-def _describe_quality(record: Record) -> str:
-    """Of an evaluation: the perplexity, or the share of pairs whose chosen answer has the higher reward."""
+def describe_evaluation(record: Record) -> str:
+    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward."""
+    loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
-        return f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
-    return f"perplexity {perplexity(record['eval_loss']):.2f}"
+        return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}"
 
 
 def perplexity(loss: float) -> float:

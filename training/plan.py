@@ -14,6 +14,7 @@ from training.layout import Layout
 from training.plan_cost import POSITION_BYTES, LayerCost
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
+from training.recompute import build_recompute
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class StagePlan:
 class Plan:
     """A run, foreseen. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1].
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1]. transfer_seconds: either way [P - 1].
     bubble: (P - 1) / (M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
     imbalance: by how much the slowest stage exceeds the mean.
     """
@@ -47,6 +48,7 @@ class Plan:
     idle: float
     imbalance: float
     passes: list[Pass]
+    transfer_seconds: list[float]
     pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
@@ -112,6 +114,7 @@ def compute_plan(
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,
+        transfer_seconds=transfer,
         pipeline_seconds=pipeline_seconds,
         reduce_seconds=reduce_seconds,
         optimizer_seconds=optimizer_seconds,
@@ -130,24 +133,31 @@ def _plan_stage(
 ) -> StagePlan:  # fmt: skip
     layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
     num_parameters = _distinct(layers, "num_parameters")
-    interval = config.activation_checkpoint_interval
+    recompute = build_recompute(config)
     state = compute_state(
         num_parameters, _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device,
     )  # fmt: skip
     memory = compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, interval, tokens, vocab_size, state, config.precision
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, recompute, tokens, vocab_size, state, config.precision
     )
     forward = sum(layer.forward_flops for layer in layers)
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
-    # loss, which makes them once, or, where it is no sum over tokens, again in the backward pass.
-    head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
-    recomputed = (forward - head if interval else 0) + (head if get_task(config) is Task.dpo else 0)
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + recomputed
-    rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+    # loss, once, or, where it is no sum over tokens, again in the backward pass.
+    in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
+    groups = [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
+    again = [layers[i] for group in groups for i in range(group.start, min(group.stop, in_loss))]
+    again += layers[in_loss:] if get_task(config) is Task.dpo else []
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layer.forward_flops for layer in again)
+    if all(layer.forward_seconds is not None for layer in layers):
+        recomputed = sum(layer.forward_seconds for layer in again)
+        seconds = sum(layer.forward_seconds for layer in layers), sum(layer.backward_seconds for layer in layers) + recomputed
+    else:
+        rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
+        seconds = forward / rate, backward / rate
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,
-        forward_seconds=forward * tokens / rate, backward_seconds=backward * tokens / rate,
+        forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens,
     )  # fmt: skip
 
 
@@ -157,7 +167,7 @@ def _distinct(layers: Sequence[LayerCost], count: str) -> int:
     return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
-def compute_model_flops(costs: Sequence[LayerCost], seq_length: int) -> float:
+def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal half, and
@@ -179,18 +189,32 @@ def _bandwidth_between(layout: Layout, stage_id: int, hardware: HardwareConfig) 
 
 
 def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: HardwareConfig) -> float:
-    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
+    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype.
+
+    Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
+    sent, taken back, and out.
+    """
     ranks = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
     bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     share = (layout.dp_size - 1) / layout.dp_size
-    return 3 * share * num_trainable * bytes_of(precision) / (bandwidth * GB)
+    copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]
+    return num_trainable * (copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(precision) / (bandwidth * GB))
+
+
+def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
+    """What an optimizer step reads and writes for a trained parameter.
+
+    The gradient in fp32 copied, normed, clipped and set to zero; read, with the master weight and AdamW's moments read and written; the
+    weight copied from its master.
+    """
+    gradient, moments = (4 + 4) + 4 + (4 + 4) + 4, 16 if optimizer is OptimizerName.adamw else 0
+    return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
 
 
 def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: HardwareConfig) -> float:
-    """Bound by memory: AdamW reads and writes master weights and both moments, reads the gradient and writes the weights."""
+    """Bound by memory: `count_update_bytes` of this replica's part."""
     part = num_trainable / layout.dp_size
-    moments = 16 if config.optimizer.name is OptimizerName.adamw else 0
-    moved = (8 + moments + 4 + bytes_of(config.precision)) * part
+    moved = count_update_bytes(config.optimizer.name, config.precision) * part
     if config.offload_optimizer is Offload.none:
         return moved / (hardware.memory_bandwidth * GB)
     ranks_on_node = min(layout.world_size, hardware.cards_per_node)

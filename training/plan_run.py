@@ -17,11 +17,14 @@ from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
+from training.precision import DTYPES
 from training.ranks import Ranks, exit_on_user_error
+from training.rehearsal import rehearse
 from training.run_folder import RunFolder
+from training.timeline import foresee
 from training.trainable import build_adapter, check_freeze
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
@@ -51,13 +54,13 @@ def plan_run(config: RunConfig) -> Iterator[str]:
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:
     """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
-    from training.plan_picture import draw_schedule  # matplotlib takes as long to import as all else here
+    from training.plan_picture import draw_timelines  # matplotlib takes as long to import as all else here
 
     folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
     folder.check_writable()
     folder.path.mkdir(parents=True, exist_ok=True)
     file = folder.path / "schedule.png"
-    draw_schedule(plan.passes, f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
+    draw_timelines([foresee(plan)], f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
     return file
 
 
@@ -102,6 +105,8 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
         build_adapter(config, layers), config.freeze,
     )  # fmt: skip
+    if config.hardware.peak_flops is None:  # this machine
+        costs, hardware = rehearse(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 
 

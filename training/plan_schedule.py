@@ -5,7 +5,7 @@ P stages, M micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -70,6 +70,21 @@ def _ready_at(
     else:
         stop, boundary = stops.get((stage + 1, micro_batch, False)), stage
     return None if stop is None else stop + transfer[boundary]
+
+
+def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterator[tuple[int, float, float]]:
+    """(stage, start, stop) of the transfers that a stage waits for: the part of its idle time before a pass in which the input is on its way.
+
+    passes, transfer: as `simulate` returns and takes them.
+    """
+    num_stages = len(transfer) + 1
+    free = [0.0] * num_stages
+    for p in sorted(passes, key=lambda p: p.start):
+        has_input = p.stage_id > 0 if p.is_forward else p.stage_id < num_stages - 1
+        start = max(free[p.stage_id], p.start - transfer[p.stage_id - 1 if p.is_forward else p.stage_id]) if has_input else p.start
+        if start < p.start:
+            yield p.stage_id, start, p.start
+        free[p.stage_id] = p.stop
 
 
 def bubble_share(num_stages: int, num_micro_batches: int) -> float:

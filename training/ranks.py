@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from errors import UserError
+from errors import UserError, explain_refusal
 
-_SECONDS_TO_LET_ANOTHER_SPEAK = 10
+SECONDS_TO_LET_ANOTHER_SPEAK = 10
 # What gloo and torch's store say when the process at the other end is gone.
 _LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed", re.IGNORECASE)
 
@@ -35,38 +35,73 @@ class Ranks:
             print(text, file=sys.__stderr__, flush=True)
 
 
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
 def read_ranks() -> Ranks:
-    """From the variables that `deepspeed` and `torchrun` set; a process started without either is alone, and made so for torch."""
+    """From the variables that `deepspeed`, `torchrun` and `srun` set; a process started without any is alone, and made so for torch.
+
+    Raises UserError when `srun` spans several hosts and nobody has said which is the main one.
+    """
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # a batch script itself lacks the latter: it is alone
+        _translate_slurm()
     if "RANK" not in os.environ:
-        with socket.socket() as probe:  # any port: another run on this machine may hold the usual one
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
     environ = os.environ
     local_size = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or environ["WORLD_SIZE"]
     return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local_size))
 
 
+def find_free_port() -> int:
+    """Another run on this machine may hold the usual one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _translate_slurm() -> None:
+    """srun's variables into those that torch reads."""
+    environ = os.environ
+    if "MASTER_ADDR" not in environ:
+        if int(environ["SLURM_STEP_NUM_NODES"]) > 1:
+            raise UserError("srun on several hosts needs MASTER_ADDR, the first host of the job; scripts/slurm.sh sets it")
+        environ["MASTER_ADDR"] = "127.0.0.1"
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))  # jobs that share a host keep apart
+    tasks_per_node = environ["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]  # "8(x4)"
+    environ.update(
+        RANK=environ["SLURM_PROCID"], WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"], LOCAL_RANK=environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=tasks_per_node
+    )
+
+
 @contextmanager
 def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
-    """Turns a UserError into one line on stderr and exit code 1. A rank whose peer is gone waits to be ended by the launcher.
+    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1. A rank whose peer is gone waits to be ended by
+    the launcher.
 
     speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
     since the launcher ends all ranks as soon as one of them has ended.
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        told = error if isinstance(error, UserError) else explain_refusal(error)
+        if told is None:
+            raise
         if speaks:
             where = f" (rank {ranks.rank})" if says_rank and ranks.world_size > 1 else ""
-            print(f"\nerror{where}: {error}\n", file=sys.__stderr__, flush=True)
+            print(f"\nerror{where}: {told}\n", file=sys.__stderr__, flush=True)
         else:
-            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
         sys.exit(1)
     except RuntimeError as error:
-        if _LOST_PEER.search(str(error)):  # the rank that is gone has said why; our stack trace would only bury it
-            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+        if is_lost_peer(error):  # the rank that is gone has said why; our stack trace would only bury it
+            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
         raise
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether a collective has failed because the process at the other end is gone."""
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
 def raise_together(error: UserError | None) -> None:
@@ -82,5 +117,5 @@ def raise_together(error: UserError | None) -> None:
         return
     if error is not None and failed.index(True) == dist.get_rank():
         raise error
-    time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+    time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
     sys.exit(1)

@@ -41,6 +41,16 @@ def test_ranks_lie_as_deepspeed_lays_them() -> None:
         assert (layout.stage_id(rank), layout.dp_rank(rank)) == (coordinate.pipe, coordinate.data)
 
 
+def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
+    four_by_two = Layout(world_size=8, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=1)
+    assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
+        "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
+    )
+    assert four_by_two.describe_placement(["a", "b"] * 4) == (
+        "a: stage 0-3; b: stage 0-3; 0 of 6 stage boundaries and the replicas of 4 of 4 stages cross hosts"
+    )
+
+
 TWO = ("micro_batch_size=2", "global_batch_size=8")
 MISTAKES = {
     "no stage": (("num_stages=0", *TWO), {}, "num_stages=0: at least 1"),

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config import LoggerConfig
-from training.metrics import MetricsFile, ProgressBar, build_reporters, perplexity
+from training.metrics import MetricsFile, ProgressBar, perplexity
 
 RECORD = {
     "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000, "tokens_per_second": 1234.5, "step_time": 30.0,
@@ -86,13 +85,6 @@ def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytes
     bar.close()
     text = stream.getvalue()
     assert "3/123" in text and "loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in text and "eval_loss 1.0000  perplexity 2.72" in text
-
-
-def test_weights_and_biases_is_off_unless_asked_for(tmp_path: Path) -> None:
-    reporters = build_reporters(LoggerConfig(), tmp_path, {}, 0, 3)
-    assert [type(reporter).__name__ for reporter in reporters] == ["MetricsFile", "ProgressBar"]
-    for reporter in reporters:
-        reporter.close()
 
 
 def test_perplexity_of_a_loss_that_ran_away() -> None:

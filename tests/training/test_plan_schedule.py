@@ -7,7 +7,7 @@ import itertools
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from training.plan_schedule import bubble_share, list_passes, simulate
+from training.plan_schedule import bubble_share, list_passes, list_transfers, simulate
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
 
@@ -49,3 +49,16 @@ def test_no_stage_does_two_things_at_once() -> None:
     for stage_id in range(3):
         own = sorted((p for p in passes if p.stage_id == stage_id), key=lambda p: p.start)
         assert all(earlier.stop <= later.start for earlier, later in itertools.pairwise(own))
+
+
+def test_a_transfer_is_shown_where_a_stage_waits_for_it() -> None:
+    """Two stages, one micro-batch: the first pass crosses in 0.5, the gradient back in 0.5, and nothing else is on its way."""
+    passes = simulate([1.0, 2.0], [2.0, 4.0], [0.5], 1)
+    assert list(list_transfers(passes, [0.5])) == [(1, 1.0, 1.5), (0, 7.5, 8.0)]
+    assert list(list_transfers(simulate([1.0], [2.0], [], 4), [])) == []
+
+
+def test_no_transfer_is_shown_over_a_pass() -> None:
+    passes = simulate([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [0.25, 5.0], 6)
+    for stage, start, stop in list_transfers(passes, [0.25, 5.0]):
+        assert start < stop and not [p for p in passes if p.stage_id == stage and p.start < stop and p.stop > start]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -27,12 +28,24 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({}, Ranks(0, 1, 0, 1)),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
+        (
+            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+             "SLURM_JOB_ID": "7", "MASTER_ADDR": "node-a"},
+            Ranks(5, 8, 1, 4),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Ranks(0, 1, 0, 1)),  # in the batch script, without srun
     ],
 )
 def test_ranks_come_from_the_launchers_variables(environ: dict[str, str], expected: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(environ))
     assert read_ranks() == expected
     assert os.environ["WORLD_SIZE"] == str(expected.world_size)  # torch reads it there
+
+
+def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"})
+    with pytest.raises(UserError, match="needs MASTER_ADDR.*scripts/slurm.sh"):
+        read_ranks()
 
 
 def fail(error: BaseException, ranks: Ranks, **options: bool) -> int:
@@ -48,6 +61,16 @@ def test_a_mistake_is_one_line_and_exit_code_1(naps: list[float], monkeypatch: p
     assert fail(UserError("x"), OTHER, says_rank=True) == 1
     assert capfd.readouterr() == ("", "\nerror (rank 1): x\n\n")
     assert naps == []
+
+
+def test_what_the_disk_or_its_owner_refuse_is_one_line_too(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(PermissionError(errno.EACCES, "Permission denied", "/m/config.json"), MAIN) == 1
+    assert capfd.readouterr().err == "\nerror: /m/config.json: Permission denied; ask its owner, or take another path\n\n"
+    assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 1
+    assert "error: /o/metrics.jsonl cannot be written: No space left on device; make room, then go on with resume=latest" in capfd.readouterr().err
+    with pytest.raises(IsADirectoryError), exit_on_user_error(MAIN):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
 
 
 def test_a_rank_that_finds_the_same_lets_the_other_speak(naps: list[float], monkeypatch, capfd) -> None:

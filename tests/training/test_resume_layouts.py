@@ -19,7 +19,9 @@ LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2x
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
-FEW = [("pp2", "pp1xdp2", True), ("pp2xdp2", "pp1", False), ("pp1", "pp4", True)]
+LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-2")
+KINDS = {"untied": (False, ()), "tied": (True, ()), "lora": (False, LORA), "tied lora": (True, LORA)}  # model, overrides
+FEW = [("pp2", "pp1xdp2", "tied"), ("pp2xdp2", "pp1", "untied"), ("pp1", "pp4", "tied"), ("pp2xdp2", "pp1", "tied lora"), ("pp1", "pp2", "lora")]
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +61,27 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in records if record["step"] >= first]
 
 
-def check(run: Callable[..., Path], saved: str, resumed: str, tied: bool) -> None:
-    tag = "tied" if tied else "untied"
-    whole = run(f"{saved}-{tag}-whole", saved, tied)
-    begun = run(f"{saved}-{tag}-begun", saved, tied, f"stop_after_steps={STEPS_BEFORE}")
-    ended = run(f"{saved}-{tag}-at-{resumed}", resumed, tied, f"resume={begun}/checkpoints")
+def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
+    tied, overrides = KINDS[kind]
+    whole = run(f"{saved}-{kind}-whole", saved, tied, *overrides)
+    begun = run(f"{saved}-{kind}-begun", saved, tied, *overrides, f"stop_after_steps={STEPS_BEFORE}")
+    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, tied, *overrides, f"resume={begun}/checkpoints")
     expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, STEPS_BEFORE + 1)
     assert len(found) == STEPS_AFTER
     for step, (a, b) in enumerate(zip(found, expected, strict=True), start=STEPS_BEFORE + 1):
         assert a == pytest.approx(b, rel=BOUND), f"step {step}"
 
 
-@pytest.mark.parametrize("saved, resumed, tied", FEW, ids=str)
-def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, resumed: str, tied: bool) -> None:
-    check(run, saved, resumed, tied)
+@pytest.mark.parametrize("saved, resumed, kind", FEW, ids=str)
+def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
-def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, tied: bool) -> None:
-    check(run, saved, resumed, tied)
+def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
 
 
 @pytest.mark.parametrize("overrides", [("precision=bf16",), ("precision=bf16", "offload_optimizer=cpu")], ids=["bf16", "offloaded"])

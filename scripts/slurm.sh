@@ -1,0 +1,19 @@
+#!/bin/bash
+# One run on a Slurm cluster: one srun, no ssh, one task a GPU. The resources are those of your job:
+#
+#   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh -cn llama_65b_pp8 train_file=data.jsonl
+#
+# Submitted from the project's folder, which all hosts must see, with its .venv. Preempted or timed out, it saves and leaves
+# (--signal below); submitted again with resume=latest it goes on.
+#SBATCH --job-name=pipeline
+#SBATCH --signal=TERM@300
+#SBATCH --output=slurm-%j.out
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+[ -f .venv/bin/activate ] && . .venv/bin/activate
+
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+gpus="${SLURM_GPUS_ON_NODE:-1}"
+exec srun --ntasks-per-node="$gpus" --gpus-per-node="$gpus" --kill-on-bad-exit=1 --label python trainer_base_ds_mp.py "$@"

@@ -1,0 +1,80 @@
+"""The trainer across two hosts, through launchers that need no ssh. The hosts are network namespaces on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import TwoHosts, two_hosts, why_not
+from launching import run_on_hosts
+from tiny import save_llama, save_records, save_tokenizer
+
+PORT = "29517"  # the hosts have all ports to themselves
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and records."""
+    root = tmp_path_factory.mktemp("hosts")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 24)
+    return root
+
+
+def arguments(root: Path, output_dir: Path, *overrides: str) -> list[str]:
+    return [
+        "-cn", "llama_tiny_pp2", f"model_name_or_path={root}/hf", f"train_file={root}/train.jsonl", "eval_file=null", f"output_dir={output_dir}",
+        f"data.cache_dir={output_dir.parent}/cache", "micro_batch_size=2", "global_batch_size=8", "max_steps=2", "logging_steps=1",
+        "eval_on_start=false", "eval_steps=null", *overrides,
+    ]  # fmt: skip
+
+
+def torchrun(hosts: TwoHosts, slots: int) -> list[str]:
+    return ["torchrun", "--nnodes", "2", "--node_rank", "{rank}", "--nproc_per_node", str(slots), "--master_addr", hosts.addresses[0], "--master_port", PORT]
+
+
+def deepspeed(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names))
+    return [
+        "deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", "{rank}", "--master_addr", hosts.addresses[0], "--master_port", PORT,
+    ]  # fmt: skip
+
+
+def read_losses(output_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_pipeline_across_two_hosts(hosts: TwoHosts, root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run_on_hosts(hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out), tmp_path)
+    assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
+    a, b = hosts.names
+    assert f"hosts: {a}: stage 0; {b}: stage 1; 1 of 1 stage boundaries and the replicas of 0 of 2 stages cross hosts" in ended[0].output
+    assert len(read_losses(out)) == 2 and (out / "completed.json").is_file() and (out / "hf" / "config.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_every_launcher_gives_the_losses_of_one_host(hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str, slots: int) -> None:
+    words = torchrun(hosts, slots) if launcher == "torchrun" else deepspeed(hosts, slots, tmp_path)
+    ended = run_on_hosts(hosts, words, arguments(root, tmp_path / "out"), tmp_path)
+    assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
+
+    from launching import run_alone
+
+    alone = run_alone(arguments(root, tmp_path / "alone", "num_stages=1"), tmp_path)
+    assert alone.code == 0, alone.output
+    assert read_losses(tmp_path / "out") == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
