@@ -58,7 +58,7 @@ def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str]
     processes, start = list(group._processes), time.monotonic()
     for pipe in group._pipes:
         pipe.send((work, (words, folder), {}))
-    for rank, process in enumerate(processes):
+    for rank in range(world_size):
         if words.get(rank) != "SIGSTOP":
             with suppress(EOFError):
                 group._pipes[rank].poll(60) and group._pipes[rank].recv()
