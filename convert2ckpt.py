@@ -105,7 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--pad_vocab_to_multiple_of", type=int, default=1, metavar="N", help="further rows of embedding and head, such as a GPU likes them"
     )
     parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: leave those rows away again")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="layers (with --to_hf: shards) that are written at once; each takes a layer's memory")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="layers (with --to_hf: shards) that are written at once; each takes a layer's memory"
+    )
     parser.add_argument("--verify", action="store_true", help="read every tensor back from the disk and compare it with the source, bit by bit")
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")

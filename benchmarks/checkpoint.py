@@ -108,7 +108,7 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
             times[name] += [(taken[name], taken[other])] if pair else []
     print(f"\n{size / 1e9:.2f} GB, medians of {pairs} pairs.\n", file=sys.__stdout__)
     print("| what | seconds | against | ratio: median (least to most) | allowed |\n|---|---|---|---|---|", file=sys.__stdout__)
-    for name, other, against, allowed in COMPARED:
+    for name, _, against, allowed in COMPARED:
         ratios = sorted(ours / theirs for ours, theirs in times[name])
         seconds = statistics.median(ours for ours, _ in times[name])
         print(f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {allowed} |", file=sys.__stdout__)

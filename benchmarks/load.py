@@ -64,11 +64,10 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
     for file in folder.rglob("*"):
         if file.is_file():
             drop_from_memory(file)
-    environment = {**os.environ, "WORLD_SIZE": str(count), "LOCAL_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
+    given = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
+    environments = [{**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}} for rank in range(count)]
     command = [sys.executable, __file__, "--load", str(folder)]
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
-    ]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for environment in environments]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"a rank ended with {[process.returncode for process in processes]}")

@@ -58,6 +58,6 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_permission(file: Path) -> None:
-    """Raises PermissionError, which the libraries report as another thing (safetensors 0.7: no such file)."""
+    """Raises PermissionError, which the libraries report as another thing (safetensors 0.8.0: no such file)."""
     with suppress(FileNotFoundError), open(file, "rb"):
         pass

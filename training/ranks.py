@@ -75,8 +75,8 @@ def _translate_slurm() -> None:
 
 @contextmanager
 def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
-    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1. A rank whose peer is gone waits to be ended by
-    the launcher.
+    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1. A rank whose peer is gone waits
+    to be ended by the launcher.
 
     speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
     since the launcher ends all ranks as soon as one of them has ended.
