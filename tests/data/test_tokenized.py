@@ -168,7 +168,9 @@ def test_whatever_changes_the_tokens_makes_it_again(prepare, train_file: Path, b
     ]
     text = train_file.read_text()
     train_file.write_text(text.replace("Eight 3.", "Seven 3."))  # the same size
-    paths.append(prepare()[0])
+    path, lines = prepare()
+    assert lines[-1].endswith(f"tokenized into {path}")
+    paths.append(path)
     assert len(set(paths)) == len(paths)
 
 
