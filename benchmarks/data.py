@@ -179,7 +179,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     from training.pipeline import StageModule
     from training.preparation import build_row_plan
     from training.preparation import load_tokenizer, tokenize
-    from training.run import DTYPES
+    from training.precision import DTYPES
     from training.stage_loaders import build_loaders
 
     source = open_weights(config.model_name_or_path)

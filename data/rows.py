@@ -76,10 +76,8 @@ def prepare_rows(
     key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
     sources.
     """
-    if plan.is_trivial:
-        return
     folder = plan.folder(path)
-    if not _is_whole(folder):
+    if not plan.is_trivial and not _is_whole(folder):
         with lock_folder(path, log or (lambda text: None)):
             if not _is_whole(folder):
                 dataset = TokenizedDataset(path, False, True)
@@ -90,6 +88,8 @@ def prepare_rows(
 
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
+    if plan.group_size > 1:
+        log(f"{key}: {len(rows) // plan.group_size:,} pairs; of each, the chosen answer is a sample and the rejected one another")
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(names, dataset.sources[::size], _sum_groups(dataset.lengths, size), rows.sample_ids[::size] // size)

@@ -20,7 +20,7 @@ from data.tokenized import load_summary
 from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
-from training.config import DataConfig, DataKind, RunConfig
+from training.config import DataConfig, DataKind, RunConfig, rows_per_sample
 from training.config import LengthPolicy as LengthPolicyKey
 from training.own import build_own_encoder
 from training.train_files import TrainFiles, parse_files
@@ -100,8 +100,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         if not data.packing or data.length_policy is not LengthPolicyKey.split:
             raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
         packing = Packing.CONCATENATE
-    group_size = 2 if data.name is DataKind.preference else 1
-    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, group_size)
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:

@@ -54,6 +54,14 @@ def test_checkpointing_computes_all_but_the_head_again() -> None:
     assert [stage.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
 
 
+@pytest.mark.parametrize(("interval", "recomputed"), [(0, (0, 0)), (1, (1 + 1, 1))])
+def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(interval: int, recomputed: tuple[int, int]) -> None:
+    timed = replace(layer(), forward_seconds=1e-6, backward_seconds=3e-6)
+    found = plan(Layout(2, 2, B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
+    assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
+    assert [stage.backward_seconds for stage in found.stages] == pytest.approx([(6 + again) * 1e-6 * B * T for again in recomputed])
+
+
 def test_a_module_that_layers_of_a_stage_share_is_held_once() -> None:
     tied = layer("embed")
     assert plan(Layout(1, 1, B, 8), [tied, layer(), tied]).stages[0].num_parameters == 2 * N
@@ -78,16 +86,17 @@ def test_mfu_by_the_convention_of_palm() -> None:
 def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
     precision = config().precision
     on_node, across = Layout(4, 1, B, 8), Layout(8, 1, B, 8)
-    assert compute_reduce_seconds(N, on_node, 0, precision, HARDWARE) == pytest.approx((2 + 1) * 3 / 4 * 2 * N / (100 * GB))
-    assert compute_reduce_seconds(N, across, 0, precision, HARDWARE) == pytest.approx((2 + 1) * 7 / 8 * 2 * N / (10 * GB))
-    assert compute_reduce_seconds(N, Layout(4, 4, B, 8), 0, precision, HARDWARE) == 0
+    through_bucket = 32 * N / (1000 * GB)
+    assert compute_reduce_seconds(N, on_node, 0, precision, HARDWARE) == pytest.approx(through_bucket + (2 + 1) * 3 / 4 * 2 * N / (100 * GB))
+    assert compute_reduce_seconds(N, across, 0, precision, HARDWARE) == pytest.approx(through_bucket + (2 + 1) * 7 / 8 * 2 * N / (10 * GB))
+    assert compute_reduce_seconds(N, Layout(4, 4, B, 8), 0, precision, HARDWARE) == pytest.approx(through_bucket)
 
 
 def test_the_optimizer_is_bound_by_memory() -> None:
     layout = Layout(4, 2, B, 8)
-    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx((8 + 16 + 4 + 2) * N / 2 / (1000 * GB))
+    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx((24 + 28 + 4 + 2) * N / 2 / (1000 * GB))
     offloaded = compute_optimizer_seconds(N, layout, config("offload_optimizer=cpu"), HARDWARE)
-    assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 30 * N / 2 * 4 / (400 * GB))
+    assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 58 * N / 2 * 4 / (400 * GB))
 
 
 def test_host_memory_is_that_of_the_fullest_node() -> None:

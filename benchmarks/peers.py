@@ -1,0 +1,208 @@
+"""What `benchmarks/pipeline.py` compares with: each builder returns a function that takes one optimizer step of the same work.
+
+All of them run the same layers with the same loss in pieces, AdamW, and clipping by the global norm; the `Trainer` of transformers has its
+own model and loss. In bf16 the pipelines of torch keep fp32 master weights, as DeepSpeed's optimizer does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.workload import build_llama, repeat_batch
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the runners have in common. bounds: of the split that this trainer chooses."""
+
+    config: Any
+    source: Any
+    layers: list[Any]
+    layout: Any
+    bounds: list[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.precision.value == "bf16" else torch.float32
+
+    @property
+    def micro_batches(self) -> int:
+        return self.layout.gradient_accumulation_steps
+
+    def repeat(self) -> Iterator[Any]:
+        return repeat_batch(self.layout.micro_batch_size, self.config.max_seq_length, self.source.config.vocab_size)
+
+    def build(self, indices: Sequence[int]) -> list[nn.Module]:
+        modules = []
+        for index in indices:
+            module = self.layers[index].module_class(*self.layers[index].args)
+            module.load_state_dict(self.source.read_layer(index, self.layers[index]))
+            modules.append(module.to(self.dtype))
+        return modules
+
+
+def build_copies(work: Work) -> Step:
+    """The whole model on this rank, without a pipeline or an engine."""
+    from models.loss import causal_lm_loss
+
+    modules = work.build(range(len(work.layers)))
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    batches = work.repeat()
+
+    def step() -> None:
+        for _ in range(work.micro_batches):
+            activations, targets = next(batches)
+            for module in modules:
+                activations = module(activations)
+            (causal_lm_loss(activations, targets) / work.micro_batches).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def build_bare(work: Work, bounds: list[int] | None) -> Step:
+    """DeepSpeed's own `PipelineModule`. bounds: None for its default split."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    from models.loss import causal_lm_loss
+    from training.pipeline import build_layer_specs
+
+    class SplitModule(PipelineModule):
+        def _partition_layers(self, method: str = "") -> None:
+            if bounds is None:
+                return super()._partition_layers(method)
+            self.parts = bounds
+            self._set_bounds(bounds[self.stage_id], bounds[self.stage_id + 1])
+
+    module = SplitModule(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.layout.micro_batch_size, "gradient_accumulation_steps": work.micro_batches,
+        "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "bf16": {"enabled": work.dtype is torch.bfloat16}, "data_types": {"grad_accum_dtype": "fp32"},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), config=config)
+    batches = work.repeat()
+    return lambda: engine.train_batch(batches)
+
+
+class _Chunk(nn.Module):
+    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: positions are made here."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(modules)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        activations = values, torch.arange(values.shape[1]).repeat(values.shape[0], 1)
+        for layer in self.layers:
+            activations = layer(activations)
+        return activations[0]
+
+
+def build_torch(work: Work, bounds: Sequence[int]) -> Step:
+    """`torch.distributed.pipelining`: 1F1B with a chunk of layers a rank, interleaved 1F1B with several."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    from models.loss import causal_lm_loss
+
+    rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
+    chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in range(rank, num_chunks, ranks)}
+    stages = [PipelineStage(chunk, i, num_chunks, torch.device("cpu")) for i, chunk in chunks.items()]
+    (input_ids, _), (labels, denominator) = next(work.repeat())
+    denominator = denominator * work.micro_batches
+
+    def loss(hidden_states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return causal_lm_loss((hidden_states, chunks[num_chunks - 1].layers[-1].weight), (target, denominator))
+
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if len(stages) == 1:
+        schedule: Any = Schedule1F1B(stages[0], work.micro_batches, **options)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, work.micro_batches, **options)
+    inputs = (input_ids.repeat(work.micro_batches, 1),) if rank == 0 else ()
+    target = {"target": labels.repeat(work.micro_batches, 1)} if num_chunks - 1 in chunks else {}
+    update = build_update([parameter for chunk in chunks.values() for parameter in chunk.parameters()])
+
+    def step() -> None:
+        schedule.step(*inputs, **target, return_outputs=False)
+        update()
+
+    return step
+
+
+def build_update(parameters: Sequence[nn.Parameter]) -> Step:
+    """Clipping by the norm over all ranks, AdamW, and gradients set back; on fp32 masters of bf16 parameters."""
+    import torch.distributed as dist
+
+    in_bf16 = parameters[0].dtype is torch.bfloat16
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters] if in_bf16 else list(parameters)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    @torch.no_grad()
+    def update() -> None:
+        if in_bf16:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        square = nn.utils.get_total_norm([master.grad for master in masters]) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(masters, 1.0, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        if in_bf16:
+            torch._foreach_copy_([parameter.data for parameter in parameters], masters)
+
+    return update
+
+
+def build_trainer(connection: Connection | None) -> Step:
+    """The `Trainer` of transformers, which waits in a process of its own with all cores; None on a rank that has nothing to do meanwhile."""
+
+    def step() -> None:
+        if connection is not None:
+            connection.send("step")
+            connection.recv()
+
+    return step
+
+
+def serve_trainer(connection: Connection, model: dict[str, int], micro_batches: int, micro_batch_size: int, seq_length: int, precision: str) -> None:
+    """Takes an optimizer step whenever it is told to; ends with the process at the other end."""
+    from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            connection.recv()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            connection.send("done")
+
+    (input_ids, _), _ = next(repeat_batch(micro_batch_size, seq_length, model["vocab_size"]))
+    rows = list(itertools.islice(itertools.cycle(input_ids), micro_batches * micro_batch_size))
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size, gradient_accumulation_steps=micro_batches, max_steps=10**6,
+        optim="adamw_torch_fused", max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=True, save_strategy="no", logging_strategy="no",
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    dataset = [{"input_ids": row, "labels": row} for row in rows]
+    try:
+        Trainer(LlamaForCausalLM(build_llama(**model)), arguments, train_dataset=dataset, callbacks=[Turns()]).train()
+    except EOFError:
+        pass

@@ -1,0 +1,177 @@
+"""What the benchmarks of training have in common: a Llama of random weights, micro-batches full of targets, ranks, and a run's config."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
+
+from models.architecture import Layer  # noqa: E402
+
+
+class RandomWeights:
+    """Weights of a model that is nowhere. dtype: as they would lie in the file."""
+
+    path = Path("nowhere")
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.config, self._dtype, self._device = config, dtype, device
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        generator = torch.Generator(self._device).manual_seed(index)
+        return {
+            name: torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=0.02, generator=generator)
+            if len(shape) > 1
+            else torch.ones(shape, dtype=self._dtype, device=self._device)
+            for name, shape in layer.shapes().items()
+        }
+
+
+def build_llama(**fields: Any) -> LlamaConfig:
+    """Untied unless asked, with the tokens that a tokenizer made here has."""
+    config = LlamaConfig(**{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def compose_run(*overrides: str) -> Any:
+    """The `RunConfig` of `conf/base.yaml` with overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    from training.config import register_schema
+
+    GlobalHydra.instance().clear()
+    register_schema()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_object(compose("base", ["model_name_or_path=none", "train_file=none", "output_dir=none", *overrides]))
+
+
+def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> tuple[Any, Any, list[int]]:
+    """(engine, layout, bounds) of this rank, as training/run.py builds them; of random weights unless `source` has others."""
+    import torch.distributed as dist
+
+    from models.architecture import build_layers
+    from training.engine import initialize_engine
+    from training.layout import build_layout
+    from training.partition import compute_bounds
+    from training.pipeline import StageModule
+    from training.precision import DTYPES
+    from training.trainable import build_adapter
+
+    layers = build_layers(architecture)
+    layout = build_layout(config, dist.get_world_size(), len(layers), True)
+    bounds = compute_bounds(layers, config.num_stages, config.partition_method)
+    dtype = DTYPES[config.precision]
+    source = source or RandomWeights(architecture, dtype)
+    module = StageModule(layers, bounds, source, dtype, config.activation_checkpoint_interval, build_adapter(config, layers))
+    return initialize_engine(module, config, layout), layout, bounds
+
+
+def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Any]:
+    """The same micro-batch for ever, in which every token is a target."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(3, vocab_size, (micro_batch_size, seq_length), generator=generator).to(device)  # [B, T]
+    position_ids = torch.arange(seq_length, device=device).repeat(micro_batch_size, 1)  # [B, T]
+    denominator = torch.tensor(float(micro_batch_size * (seq_length - 1)), device=device)
+    return itertools.repeat(((input_ids, position_ids), (input_ids, denominator)))
+
+
+class RankFailed(Exception):
+    """What ended a rank, in one line; the rank itself has shown the whole of it."""
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """What `work(*arguments)` returns on each of so many ranks of a process group, each with its share of the cores or its GPU.
+
+    Raises RankFailed as soon as one does, and ends the others.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environments = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+         "MASTER_PORT": str(port)}
+        for rank in range(world_size)
+    ]  # fmt: skip
+    return _run_processes(environments, work, arguments)
+
+
+def run_alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments)` returns in a process of its own, which knows of no ranks. Raises RankFailed."""
+    return _run_processes([{}], work, arguments)[0]
+
+
+def _run_processes(environments: list[dict[str, str]], work: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    processes, ends = [], []
+    for environment in environments:
+        end, other_end = context.Pipe(duplex=False)
+        process = context.Process(target=_run_process, args=(environment, other_end, work, arguments))
+        process.start()
+        other_end.close()  # so that a process that is killed ends the wait for its answer
+        processes.append(process)
+        ends.append(end)
+    answers: dict[Connection, Any] = {}
+    try:
+        while len(answers) < len(ends):
+            for end in wait([end for end in ends if end not in answers]):
+                answers[end] = _receive(end)
+                if isinstance(answers[end], RankFailed):
+                    raise answers[end]
+        for process in processes:
+            process.join(10)
+        return [answers[end] for end in ends]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _receive(end: Connection) -> Any:
+    try:
+        return end.recv()
+    except EOFError:
+        return RankFailed("killed, perhaps for memory")
+
+
+def _run_process(environment: dict[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    sys.stdout = open(os.devnull, "w")  # DeepSpeed reports what it finds
+    try:
+        if environment:
+            _join()
+        answer.send(work(*arguments))
+        if environment:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    except torch.OutOfMemoryError:
+        answer.send(RankFailed("out of memory"))
+    except Exception as error:
+        traceback.print_exc()
+        answer.send(RankFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"))
+
+
+def _join() -> None:
+    import deepspeed
+
+    import training.engine  # noqa: F401, it keeps DeepSpeed from compiling an op
+    from training.process import take_device
+    from training.ranks import read_ranks
+
+    take_device(read_ranks())
+    deepspeed.init_distributed()
