@@ -366,6 +366,13 @@ def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: 
     assert float(told[2]) * {"kB": 10**3, "MB": 10**6}[told[3]] == pytest.approx(found, rel=0.1)
 
 
+def test_a_damaged_file_among_whole_ones_is_named(prepare, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "1.parquet", RECORDS)
+    (tmp_path / "2.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(UserError, match=f"^{tmp_path}/2.parquet cannot be read after row 0"):
+        prepare(entries=[str(tmp_path / "*.parquet")])
+
+
 def test_a_process_that_is_killed_is_told(prepare, tmp_path: Path) -> None:
     """As the kernel does when memory runs out; nothing hangs, and nothing is left."""
     path = tmp_path / "many.jsonl"
