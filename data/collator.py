@@ -1,4 +1,5 @@
-"""From the rows of a micro-batch to tensors. One's own has the same two methods: they run on different ranks, where inputs are read and where labels are.
+"""From the rows of a micro-batch to tensors. One's own has the same two methods: they run on different ranks, one where inputs are read,
+the other where labels are.
 
 B rows of a micro-batch, T tokens of each; `shape` is (B, T) and there may be fewer rows than B (a batch of evaluation that runs short).
 """
@@ -14,15 +15,16 @@ from torch import Tensor
 from data.sample import IGNORE_INDEX
 from errors import UserError
 
+NumpyRows = Sequence[np.ndarray]  # int, one array a row, of its own length
 Shape = tuple[int, int]
 
 
 class Collator(Protocol):
-    def collate_inputs(self, input_ids: Sequence[np.ndarray], position_ids: Sequence[np.ndarray], shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
         """input_ids and position_ids, int64 [B, T]. Positions that restart keep documents apart."""
         ...
 
-    def collate_labels(self, labels: Sequence[np.ndarray], shape: Shape) -> Tensor:
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
         """int64 [B, T], -100 where nothing is trained, and as many targets as there were."""
         ...
 
@@ -31,10 +33,10 @@ class Collator(Protocol):
 class PadRight:
     """Padding behind the tokens: a causal model needs no mask for it."""
 
-    def collate_inputs(self, input_ids: Sequence[np.ndarray], position_ids: Sequence[np.ndarray], shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
         return _pad(input_ids, shape, pad_token_id), _pad_positions(position_ids, shape)
 
-    def collate_labels(self, labels: Sequence[np.ndarray], shape: Shape) -> Tensor:
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
         return _pad(labels, shape, IGNORE_INDEX)
 
 
@@ -45,13 +47,13 @@ class Checked:
     collator: Collator
     name: str
 
-    def collate_inputs(self, input_ids: Sequence[np.ndarray], position_ids: Sequence[np.ndarray], shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
         ids, positions = self.collator.collate_inputs(input_ids, position_ids, shape, pad_token_id)
         self._check("input_ids", ids, shape)
         self._check("position_ids", positions, shape)
         return ids, positions
 
-    def collate_labels(self, labels: Sequence[np.ndarray], shape: Shape) -> Tensor:
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
         """The loss is a mean over targets that were counted before."""
         collated = self.collator.collate_labels(labels, shape)
         self._check("labels", collated, shape)
@@ -67,14 +69,14 @@ class Checked:
             raise UserError(f"{self.name}: {what} must be a tensor torch.int64 {list(shape)}, not {found}")
 
 
-def _pad(rows: Sequence[np.ndarray], shape: Shape, value: int) -> Tensor:
+def _pad(rows: NumpyRows, shape: Shape, value: int) -> Tensor:
     padded = np.full(shape, value, dtype=np.int64)
     for row, tokens in zip(padded, rows):
         row[: len(tokens)] = tokens
     return torch.from_numpy(padded)  # [B, T]
 
 
-def _pad_positions(rows: Sequence[np.ndarray], shape: Shape) -> Tensor:
+def _pad_positions(rows: NumpyRows, shape: Shape) -> Tensor:
     """Padding goes on with the last document's positions, so that a batch without packed rows needs no mask at all."""
     padded = np.tile(np.arange(shape[1]), (shape[0], 1))
     for row, positions in zip(padded, rows):

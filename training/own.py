@@ -36,7 +36,10 @@ def build_collator(data: DataConfig) -> Collator:
 
 
 def build_run_loss(config: RunConfig, model_config: PretrainedConfig) -> Loss | None:
-    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy. Raises UserError for what is no loss."""
+    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy.
+
+    Raises UserError for what is no loss.
+    """
     if config.loss is None:
         return build_dpo_loss(config, model_config)
     if get_task(config) is Task.dpo:
