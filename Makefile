@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
-.PHONY: demo test test-full parity venv clean
+.PHONY: demo test test-full check format parity venv clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -14,6 +14,18 @@ test: venv
 
 test-full: venv
 	python -m pytest --durations=20
+
+# What CI asks of the source itself; `make format` mends most of it
+check: venv
+	python -m pip install --quiet ruff==0.17.6 mypy==2.4.1
+	ruff format --check .
+	ruff check .
+	mypy
+
+format: venv
+	python -m pip install --quiet ruff==0.17.6
+	ruff check --fix .
+	ruff format .
 
 # Every family against Hugging Face, as figures: docs/parity.md
 parity: venv
