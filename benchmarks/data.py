@@ -5,7 +5,8 @@
 
 One process trains the demo's small Llama on the same records in three ways that take turns in every round: packed rows, samples
 padded to the longest of their global batch, and samples padded to `max_seq_length`. Rates are tokens without padding. A global batch is
-16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples. Printed are medians over the rounds of the ratios within a round.
+16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples. Printed are medians over the rounds of the ratios
+within a round.
 With `--scale`, sizes in MB of text: memory and start from little text to much (benchmarks/data_scale.py), and the wait for data at the largest.
 """
 
@@ -179,7 +180,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     from training.pipeline import StageModule
     from training.preparation import build_row_plan
     from training.preparation import load_tokenizer, tokenize
-    from training.run import DTYPES
+    from training.precision import DTYPES
     from training.stage_loaders import build_loaders
 
     source = open_weights(config.model_name_or_path)

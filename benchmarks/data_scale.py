@@ -1,9 +1,9 @@
 """Memory and start of the data, from little text to much. `benchmarks/data.py --scale 10 2000` runs it.
 
-Each size is a file of that many MB of text, made of the given records. What is measured is measured in a process of its own: tokenizing it with
-two processes, and then the loaders of a first, a middle and a last stage, packed, which start from the cache as a run does. Memory is anonymous (RssAnon): what lies
-mapped from files is the kernel's to take back. A size beyond `--tokenize_up_to` gets a cache of that size that repeats the tokens of a smaller one, and a file
-of holes; all that follows is the real thing.
+Each size is a file of that many MB of text, made of the given records. What is measured is measured in a process of its own: tokenizing it
+with two processes, and then the loaders of a first, a middle and a last stage, packed, which start from the cache as a run does. Memory is
+anonymous (RssAnon): what lies mapped from files is the kernel's to take back. A size beyond `--tokenize_up_to` gets a cache of that size that
+repeats the tokens of a smaller one, and a file of holes; all that follows is the real thing.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def repeat_cache(config_of: Callable[[], Any], config_to: Callable[[], Any], tim
     with TokenizedWriter(path, 1) as writer:
         for _ in range(round(times)):
             writer.append({name: np.ascontiguousarray(values) for name, values in columns.items()}, 0)
-        counts = {"num_samples": writer.num_samples, "num_tokens": writer.num_tokens, "num_targets": writer.num_targets, "num_records": writer.num_samples}
-        writer.finish(replace(load_summary(source), **counts))
+        counts = {name: getattr(writer, name) for name in ("num_samples", "num_tokens", "num_targets")}
+        writer.finish(replace(load_summary(source), num_records=writer.num_samples, **counts))
     prepare(config_to())
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-IMPORTS = (
-    "torch", "transformers", "deepspeed", "accelerate", "peft", "hydra", "omegaconf", "safetensors", "tokenizers", "numpy", "pyarrow", "jinja2",
-    "xxhash", "psutil", "tqdm", "packaging",
-)  # fmt: skip
+IMPORTS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "hydra", "omegaconf", "safetensors", "numpy", "packaging")
 WARM_UP = 2
 VOCABULARY = 128_256
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -231,9 +229,9 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
             marks.append(time.perf_counter())
 
     arguments = TrainingArguments(
-        output_dir=os.devnull, per_device_train_batch_size=1, gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
         max_steps=WARM_UP + job.steps, optim="adamw_torch_fused", max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no",
+        gradient_checkpointing_kwargs={"use_reentrant": False}, ddp_find_unused_parameters=False, use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no",
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
     (input_ids, _), _ = next(repeat_batch(1, job.seq_length, job.vocab_size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -196,7 +197,7 @@ def serve_trainer(connection: Connection, model: dict[str, int], micro_batches: 
     (input_ids, _), _ = next(repeat_batch(micro_batch_size, seq_length, model["vocab_size"]))
     rows = list(itertools.islice(itertools.cycle(input_ids), micro_batches * micro_batch_size))
     arguments = TrainingArguments(
-        output_dir=os.devnull, per_device_train_batch_size=micro_batch_size, gradient_accumulation_steps=micro_batches, max_steps=10**6,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size, gradient_accumulation_steps=micro_batches, max_steps=10**6,
         optim="adamw_torch_fused", max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=True, save_strategy="no", logging_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip

@@ -4,13 +4,15 @@
 
 For each run the machine is measured as `plan=true hardware=here` does, then the run takes place: this trainer's stages, engine and step
 on random weights. Both alternate, `--rounds` times, and medians are compared, since the speed of a machine drifts. Memory is the most
-that is resident while training beyond what was after the imports, and compared where a rank needs 1 GB or more. Prints a table and
-draws both against their predictions.
+that is resident while training beyond what was after the imports, in a run of its own in which freed pieces go back to the system
+(MALLOC_MMAP_THRESHOLD_: glibc keeps those below 32 MB otherwise, some hundred MB), and compared where a rank needs 1 GB or more. Prints
+a table and draws both against their predictions.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -121,12 +123,14 @@ def main() -> None:
 
 
 def compare(run: Run, rounds: int, steps: int) -> Row:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)
+    peaks = [peak for _, peak in run_ranks(measure, run.pp * run.dp, run, 0)]
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
     predicted, real = [], []
     for _ in range(rounds):
         predicted.append(plan(run))
         real.append(run_ranks(measure, run.pp * run.dp, run, steps))
     memories = [stage.memory for stage in predicted[0].stages]
-    peaks = [statistics.median(peak for _, peak in of_rank) for of_rank in zip(*real, strict=True)]
     return Row(
         run,
         predicted_seconds=statistics.median(plan.step_seconds for plan in predicted),
@@ -150,11 +154,12 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     """On a rank: seconds of each step after two that warm up, and the peak of memory."""
     import torch.distributed as dist
 
+    import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory
     from training.engine import train_step
     from training.stage_clock import MemoryPeak
 
-    memory = MemoryPeak(torch.device("cpu"))
     config, architecture = run.config(), run.architecture()
+    memory = MemoryPeak(torch.device("cpu"))
     engine, *_ = build_engine(architecture, config)
     memory.start()
     batches = repeat_batch(run.micro_batch_size, run.seq_length, architecture.vocab_size)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from datasets import Dataset, load_dataset
@@ -93,6 +94,7 @@ def _read_hub(source: str) -> Iterator[RawRecord]:
         yield RawRecord(f"{source}: record {number}", json.dumps(record, default=str))
 
 
+@cache
 def _load_hub(source: str) -> Dataset:
     name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
     try:

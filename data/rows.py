@@ -110,7 +110,7 @@ def count_rows(path: str | Path, plan: RowPlan) -> int:
 
 def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
     """The rows of groups, in their order."""
-    return (np.asarray(groups)[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
 def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:

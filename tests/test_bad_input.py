@@ -120,6 +120,10 @@ KEYS = {
     "no encoder": (("data.encoder={_target_: json.JSONDecoder}",), "data.encoder: json.JSONDecoder must be a dataclass with a method encode"),
     "an encoder that is text": (("data.encoder=json",), "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder"),
     "an encoder without a name": (("data.encoder={field: a}",), "data.encoder: _target_=None; name a class or a function with its module"),
+    "no collator": (("data.collator={_target_: json.JSONDecoder}",), "data.collator: json.JSONDecoder must be a class with the methods collate_inputs and"),
+    "no loss": (("loss={_target_: json.JSONDecoder}",), "loss: json.JSONDecoder must be a class whose objects are called with (outputs, targets)"),
+    "a loss that is text": (("loss=focal",), "loss=focal: give a mapping, such as {_target_: my_losses.MyLoss, field: value}"),
+    "a loss that is not there": (("loss={_target_: json.Loss}",), "loss: _target_=json.Loss: the module json has no class or function 'Loss'"),
     "a reader that is not there": (("train_file={_target_: json.read}",), "train_file: entry 1: _target_=json.read: the module json has no class"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
@@ -177,7 +181,7 @@ def test_weights(name: str, message_of: Callable[..., str], root: Path, tmp_path
 
 
 RECORD = {"prompt": "a question", "completion": "an answer"}
-DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
+DATA: dict[str, tuple[str | bytes, tuple[str, ...], str]] = {
     "malformed line": (json.dumps(RECORD) + '\n{"prompt": "a"\n', (), "{file}:2: not valid JSON"),
     "empty": ("\n\n", (), "train_file holds no records ({file}); give a file that does"),
     "too few": (json.dumps(RECORD) + "\n", (), "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size"),
@@ -188,6 +192,10 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no conversation": ('{"prompt": "a"}\n', ("data=chat",), "{file}:1: no field 'messages', nor those of ShareGPT"),
     "no text": ('{"prompt": "a"}\n', ("data=pretrain",), "{file}:1: no field 'text'; the record has 'prompt'; set data.text_field"),
     "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
+    "no template": ('{"messages": [{"role": "user", "content": "a"}]}\n', ("data=chat",), "{file}:1: the record holds messages, but the tokenizer has no chat template"),
+    "empty completion": (json.dumps({**RECORD, "completion": " "}) + "\n", (), "{file}:1: field 'completion' is empty; fill it or remove the record"),
+    "another encoding": (json.dumps(RECORD).encode() + b'\n{"prompt": "caf\xe9"}\n', (), "{file}:2: not UTF-8 text (byte 0xe9 at position 15); convert the file to UTF-8"),
+    "UTF-16": (json.dumps(RECORD).encode("utf-16"), (), "{file}:1: not UTF-8 text (byte 0xff at position 0); convert the file to UTF-8"),
     "no answers": (json.dumps(RECORD) + "\n", ("data=preference",), "{file}:1: no field 'chosen'; the record has 'prompt', 'completion'; set data.chosen_field"),
     "nothing preferred": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n", ("data=preference",), "{file}:1: fields 'chosen' and 'rejected' are the same"),
     "too few pairs": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n", ("data=preference",), "train_file holds 1 pairs, fewer than one global batch"),
@@ -199,7 +207,7 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
 def test_data(name: str, message_of: Callable[..., str], tmp_path: Path) -> None:
     text, overrides, expected = DATA[name]
     file = tmp_path / "records.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert message_of(f"train_file={file}", "max_seq_length=64", *overrides).startswith(expected.format(file=file))
 
 

@@ -58,13 +58,17 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
-        if key == "train_file" and not files or not is_function and not isinstance(files, (str, list, type(None))):
+        if key == "train_file" and not files and not config.evaluate_only or not is_function and not isinstance(files, (str, list, type(None))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     _check_task(config)
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
+    if config.evaluate_only and config.eval_file is None:
+        raise UserError("evaluate_only=true needs eval_file")
+    if config.evaluate_only and config.overwrite_output_dir:
+        raise UserError("evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are; give one")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
 

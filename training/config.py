@@ -128,6 +128,7 @@ class Device(Enum):
 class DataConfig:
     name: DataKind = MISSING
     encoder: Any = MISSING
+    collator: Any = MISSING
     prompt_field: str | None = MISSING
     completion_field: str | None = MISSING
     messages_field: str | None = MISSING
@@ -222,6 +223,7 @@ class RunConfig:
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
     inspect_data: bool = MISSING
+    evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
 
@@ -237,6 +239,7 @@ class RunConfig:
     num_workers: int = MISSING
     seed: int = MISSING
 
+    loss: Any = MISSING
     learning_rate: float = MISSING
     lr_scheduler_type: SchedulerType = MISSING
     min_lr_ratio: float = MISSING

@@ -14,8 +14,9 @@ from training.config import Device, HardwareConfig, RunConfig, load_hardware, ro
 from training.hardware import complete_hardware
 from training.layout import Layout
 from training.plan import Plan, compute_model_flops, compute_plan
-from training.plan_cost import DTYPES, LayerCost, count_layers
+from training.plan_cost import LayerCost, count_layers
 from training.plan_memory import HOST_BYTES_A_RANK
+from training.precision import DTYPES
 from training.trainable import build_adapter
 
 

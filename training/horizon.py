@@ -19,15 +19,22 @@ from training.run_folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalSize:
+    """Of `eval_file`."""
+
+    rows: int
+    targets: int
+    terms: int  # what eval_loss is a mean over: target tokens, or pairs
+
+
+@dataclasses.dataclass(frozen=True)
 class Horizon:
     """Rank 0 computes it from the data; the others are told."""
 
     num_samples: int
     total_steps: int  # the schedule's length
     last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
-    eval_samples: int = 0
-    eval_targets: int = 0
-    eval_terms: int = 0  # what eval_loss is a mean over: target tokens, or pairs
+    evaluation: EvalSize | None = None
 
 
 def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
@@ -53,8 +60,11 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
         raise UserError(f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
-        eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
-        eval_targets = load_summary(datasets["eval_file"]).num_targets
-        eval_terms = eval_rows if get_task(config) is Task.dpo else eval_targets
-        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=eval_targets, eval_terms=eval_terms)
+        horizon = dataclasses.replace(horizon, evaluation=measure_evaluation(config, datasets["eval_file"]))
     return horizon, start
+
+
+def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
+    """path: of the tokenized `eval_file`."""
+    rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
+    return EvalSize(rows, targets, terms=rows if get_task(config) is Task.dpo else targets)

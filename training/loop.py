@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from errors import UserError
 from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
-from training.config import OnNonfinite, RunConfig, Task, get_task
+from training.config import OnNonfinite, OptimizerName, RunConfig, Task, get_task
 from training.engine import evaluate, is_nonfinite, train_step
 from training.horizon import Horizon
 from training.metrics import Record, Reporter
@@ -62,8 +62,9 @@ class TrainingLoop:
     def run(self) -> TrainerState:
         """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
 
-        A signal that ends it leaves time for saving alone, and its number in `signum`.
+        A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is no room to save.
         """
+        self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
@@ -167,9 +168,9 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         loader = self.eval_loader
-        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_terms)
+        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.evaluation.terms)
         rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.eval_targets}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.evaluation.targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:

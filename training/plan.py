@@ -189,18 +189,32 @@ def _bandwidth_between(layout: Layout, stage_id: int, hardware: HardwareConfig) 
 
 
 def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: HardwareConfig) -> float:
-    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
+    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype.
+
+    Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
+    sent, taken back, and out.
+    """
     ranks = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
     bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     share = (layout.dp_size - 1) / layout.dp_size
-    return 3 * share * num_trainable * bytes_of(precision) / (bandwidth * GB)
+    copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]
+    return num_trainable * (copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(precision) / (bandwidth * GB))
+
+
+def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
+    """What an optimizer step reads and writes for a trained parameter.
+
+    The gradient in fp32 copied, normed, clipped and set to zero; read, with the master weight and AdamW's moments read and written; the
+    weight copied from its master.
+    """
+    gradient, moments = (4 + 4) + 4 + (4 + 4) + 4, 16 if optimizer is OptimizerName.adamw else 0
+    return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
 
 
 def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: HardwareConfig) -> float:
-    """Bound by memory: AdamW reads and writes master weights and both moments, reads the gradient and writes the weights."""
+    """Bound by memory: `count_update_bytes` of this replica's part."""
     part = num_trainable / layout.dp_size
-    moments = 16 if config.optimizer.name is OptimizerName.adamw else 0
-    moved = (8 + moments + 4 + bytes_of(config.precision)) * part
+    moved = count_update_bytes(config.optimizer.name, config.precision) * part
     if config.offload_optimizer is Offload.none:
         return moved / (hardware.memory_bandwidth * GB)
     ranks_on_node = min(layout.world_size, hardware.cards_per_node)

@@ -22,11 +22,9 @@ from transformers import PretrainedConfig
 
 from models.adapters import Adapter
 from models.architecture import Layer
-from training.config import Precision
 from training.recompute import is_kept
 from training.trainable import choose_trained
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 POSITION_BYTES = 8  # position_ids are int64
 
 

@@ -17,9 +17,10 @@ from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
+from training.precision import DTYPES
 from training.ranks import Ranks, exit_on_user_error
 from training.rehearsal import rehearse
 from training.run_folder import RunFolder

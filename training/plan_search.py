@@ -18,8 +18,9 @@ from training.hardware import GIB
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import DTYPES, LayerCost, count_layers
+from training.plan_cost import LayerCost, count_layers
 from training.plan_report import largest_kind, render_rows, render_seconds
+from training.precision import DTYPES
 from training.trainable import build_adapter
 
 # (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of any size, so the

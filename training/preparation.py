@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import ChatEncoder
+from data.encoding import Encoding, OnBadRecord
 from data.length import LengthPolicy
 from data.mixture import MixtureUnit
 from data.preference import PreferenceEncoder
@@ -16,14 +16,13 @@ from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
-from data.targets import TARGET, build_target
 from data.tokenized import load_summary
-from data.encoding import Encoding, OnBadRecord
 from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
 from training.config import DataConfig, DataKind, RunConfig, rows_per_sample
 from training.config import LengthPolicy as LengthPolicyKey
+from training.own import build_own_encoder
 from training.train_files import TrainFiles, parse_files
 
 
@@ -83,15 +82,7 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
 def build_encoder(data: DataConfig) -> Encoder:
     """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
     if data.encoder is not None:
-        if not isinstance(data.encoder, dict):
-            raise UserError(f"data.encoder={data.encoder}: give a mapping, such as {{_target_: my_data.MyEncoder, field: value}}")
-        encoder = build_target({TARGET: None, **data.encoder}, "data.encoder")
-        if not callable(getattr(encoder, "encode", None)) or not is_dataclass(encoder):
-            raise UserError(
-                f"data.encoder: {data.encoder[TARGET]} must be a dataclass with a method encode(record, location, tokenizer); "
-                "its fields are part of the cache's key"
-            )
-        return encoder
+        return build_own_encoder(data)
     if data.name is DataKind.chat:
         return ChatEncoder(data.messages_field)
     if data.name is DataKind.pretrain:

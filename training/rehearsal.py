@@ -2,7 +2,7 @@
 
 FLOPs over a peak tell little of a CPU: its rate depends on shapes and dtype, norms and softmax take their part, and the ranks share
 caches and the bandwidth of one memory. So up to CHAIN layers of each kind are built with random weights and timed, a micro-batch forward
-and back, beside AdamW and an exchange between two ranks. B micro-batch, T sequence, D hidden.
+and back, beside an optimizer step and an exchange between two ranks. B micro-batch, T sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from transformers import PretrainedConfig
 
 from models.architecture import Layer, build_layers
 from models.loss import build_loss
-from training.config import HardwareConfig, RunConfig
+from training.config import HardwareConfig, OptimizerName, Precision, RunConfig
 from training.layout import Layout
-from training.plan_cost import DTYPES, LayerCost
+from training.plan import count_update_bytes
+from training.plan_cost import LayerCost
+from training.precision import DTYPES
 from training.trainable import build_adapter, choose_trained
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5
-ADAMW_ELEMENTS, REDUCED_ELEMENTS = 2**23, 2**22
+UPDATED, REDUCED = 2**23, 2**22  # elements
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _work(rank: int, size: int, store: str, task: _Task, answer: Connection) -> 
     answer.send(
         Rehearsal(
             pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
-            memory_bandwidth=28 * ADAMW_ELEMENTS / _time_adamw(),
+            memory_bandwidth=count_update_bytes(OptimizerName.adamw, Precision.fp32) * UPDATED / _time_update(),
             exchange_bandwidth=_measure_exchange(task, rank, size, dtype) if size > 1 else None,
         )
     )
@@ -138,21 +140,26 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     of_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
-    for _ in range(1 + ROUNDS):
+    waiting = []  # two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last
+    for _ in range(2 + ROUNDS):
         values: Any = (input_ids if is_first else hidden_states.clone().requires_grad_(), position_ids.clone())
         dist.barrier()
         start = time.perf_counter()
         for layer, module in chain:
             values = layer.forward_fn(module, values) if layer.forward_fn else module(values)
-        output = loss(values, targets) if is_last else values[0]
+        waiting.append(loss(values, targets) if is_last else values[0])
         middle = time.perf_counter()
+        if len(waiting) < 2:
+            continue
+        output = waiting.pop(0)
         if output.requires_grad:
             output.backward(None if is_last else of_outputs)
         for parameter, total in zip(trained, sums):  # as `BF16_Optimizer` adds a micro-batch's gradient to those before it
             total.add_(parameter.grad.to(torch.float32))
             parameter.grad = None
+        del output
         seconds.append((middle - start, time.perf_counter() - middle))
-    forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first round warms up
+    forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first warms up
     return forward, backward
 
 
@@ -167,18 +174,27 @@ def _build(layer: Layer, index: int, dtype: torch.dtype, adapter: Any, freeze: S
     return module
 
 
-def _time_adamw() -> float:
-    """Seconds of a step over ADAMW_ELEMENTS."""
-    parameter = nn.Parameter(torch.randn(ADAMW_ELEMENTS))
-    parameter.grad = torch.randn(ADAMW_ELEMENTS)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return _time(optimizer.step)
+def _time_update() -> float:
+    """Seconds of an optimizer step as `compute_optimizer_seconds` counts it, over UPDATED elements in fp32."""
+    parameter, gradient = torch.randn(UPDATED), torch.randn(UPDATED)
+    master = nn.Parameter(parameter.clone())
+    optimizer = torch.optim.AdamW([master], fused=True)
+
+    def update() -> None:
+        master.grad = gradient.clone()
+        master.grad.norm()
+        master.grad.mul_(0.5)
+        optimizer.step()
+        parameter.copy_(master.detach())
+        gradient.zero_()
+
+    return _time(update)
 
 
 def _measure_exchange(task: _Task, rank: int, size: int, dtype: torch.dtype) -> float:
     """Bytes/s: of a stage's output on its way to the next, or of gradients on a ring of replicas."""
     if not task.exchanges_hidden:
-        gradients = torch.zeros(REDUCED_ELEMENTS, dtype=dtype)
+        gradients = torch.zeros(REDUCED, dtype=dtype)
         return 2 * (size - 1) / size * gradients.nbytes / _time(lambda: dist.all_reduce(gradients))
     hidden_states = torch.zeros(task.micro_batch_size, task.config.max_seq_length, task.architecture.hidden_size, dtype=dtype)
 

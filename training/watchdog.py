@@ -1,6 +1,6 @@
 """A rank that is dead or stuck is found and named, and ends the run. Without this the others wait for it in a collective, without a word.
 
-*Dead or stopped.* A thread of each rank tells rank 0 once a second that it is there, and rank 0 answers, over a gloo group of their own. A
+*Dead or stopped.* A thread of each rank tells rank 0 once a second that it is there, and rank 0 answers, over gloo groups of their own. A
 connection that closes without a farewell is a rank that was killed; one that says nothing for `stuck_minutes` is stopped, or its host is
 gone. Nothing that the main threads wait for holds this up.
 
@@ -52,7 +52,9 @@ class Watchdog:
         self._main_thread = threading.get_ident()
         self._threads = [threading.Thread(target=self._watch_progress, daemon=True)]
         if ranks.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout + timedelta(seconds=2 * _SECONDS_TO_ANSWER))
+            # Two: a wait that times out closes all connections of its group (gloo), and the others are still to be answered.
+            longest = self._timeout + timedelta(seconds=2 * _SECONDS_TO_ANSWER)
+            self._to_main, self._from_main = (dist.new_group(backend="gloo", timeout=longest) for _ in range(2))
             self._threads.append(threading.Thread(target=self._exchange_beats, daemon=True))
 
     def __enter__(self) -> Watchdog:
@@ -69,6 +71,9 @@ class Watchdog:
         for thread in self._threads[1:]:
             thread.join(None if error is None else SECONDS_TO_LET_ANOTHER_SPEAK)
         self._ended.set()
+        if self._heard == _DONE:
+            for group in (self._to_main, self._from_main):
+                dist.destroy_process_group(group)
 
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
@@ -95,7 +100,7 @@ class Watchdog:
     def limit_collectives(self) -> None:
         """Gives every process group there is a timeout to match."""
         for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public way (2.13.0)
-            if group != getattr(self, "_group", None):
+            if self._ranks.world_size == 1 or group not in (self._to_main, self._from_main):
                 dist.distributed_c10d._set_pg_timeout(2 * self._timeout, group)
 
     def _progress(self, *_: object) -> None:
@@ -118,7 +123,7 @@ class Watchdog:
         for rank in range(1, self._ranks.world_size):
             beat = torch.zeros(1, dtype=torch.int32)
             try:
-                dist.irecv(beat, src=rank, group=self._group).wait(self._timeout)
+                dist.irecv(beat, src=rank, group=self._to_main).wait(self._timeout)
                 said[rank] = int(beat)
             except RuntimeError as error:
                 lost[rank] = error
@@ -131,7 +136,7 @@ class Watchdog:
             self._tell("; ".join(self._describe_lost(rank, error) for rank, error in lost.items()))
         for rank in said.keys() - {0}:
             with suppress(RuntimeError):
-                dist.send(torch.tensor([answer], dtype=torch.int32), dst=rank, group=self._group)
+                dist.send(torch.tensor([answer], dtype=torch.int32), dst=rank, group=self._from_main)
         if answer == _LOST:
             time.sleep(_SECONDS_BETWEEN_BEATS)  # a connection that closes with bytes unread takes what was sent along
             os._exit(1)
@@ -139,9 +144,9 @@ class Watchdog:
 
     def _ask_main(self) -> int:
         try:
-            dist.send(torch.tensor([self._says], dtype=torch.int32), dst=0, group=self._group)
+            dist.send(torch.tensor([self._says], dtype=torch.int32), dst=0, group=self._to_main)
             beat = torch.zeros(1, dtype=torch.int32)
-            dist.irecv(beat, src=0, group=self._group).wait(self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
+            dist.irecv(beat, src=0, group=self._from_main).wait(self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
             return int(beat)
         except RuntimeError as error:
             if self._ranks.rank == 1:  # one voice is enough

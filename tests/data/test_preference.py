@@ -15,7 +15,9 @@ from data.order import GlobalOrder
 from data.preference import PreferenceEncoder
 from data.reference import is_whole, reference_path, save_reference
 from data.rows import RowPlan, Rows, count_rows, prepare_rows
-from data.tokenizing import Encoding, LengthPolicy, OnBadRecord, prepare_dataset
+from data.encoding import Encoding, OnBadRecord
+from data.length import LengthPolicy
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 RECORD = {"prompt": "Legs of a {spider}?", "chosen": "Eight.", "rejected": "Five, I would say."}

@@ -168,7 +168,9 @@ def test_whatever_changes_the_tokens_makes_it_again(prepare, train_file: Path, b
     ]
     text = train_file.read_text()
     train_file.write_text(text.replace("Eight 3.", "Seven 3."))  # the same size
-    paths.append(prepare()[0])
+    path, lines = prepare()
+    assert lines[-1].endswith(f"tokenized into {path}")
+    paths.append(path)
     assert len(set(paths)) == len(paths)
 
 
@@ -362,6 +364,13 @@ def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: 
     assert int(told[1].replace(",", "")) == pytest.approx(3000, rel=0.1)
     found = sum(file.stat().st_size for file in path.iterdir())
     assert float(told[2]) * {"kB": 10**3, "MB": 10**6}[told[3]] == pytest.approx(found, rel=0.1)
+
+
+def test_a_damaged_file_among_whole_ones_is_named(prepare, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "1.parquet", RECORDS)
+    (tmp_path / "2.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(UserError, match=f"^{tmp_path}/2.parquet cannot be read after row 0"):
+        prepare(entries=[str(tmp_path / "*.parquet")])
 
 
 def test_a_process_that_is_killed_is_told(prepare, tmp_path: Path) -> None:

@@ -76,16 +76,20 @@ def save_until_ended(checkpoints: Path, first: int, told: int, rank: int, world_
     """Saves one step after the other, and writes each step that has been saved to the pipe `told`. listens: to signals, as a run does."""
     from training.requests import Requests
 
+    requests = None
     with saving(checkpoints, rank, world_size) as save:
-        requests = Requests(checkpoints.parent, 60, None, is_main=False).start() if listens else None
+        if listens:
+            requests = Requests(checkpoints.parent, 60, None, is_main=False).start()
         for step in range(first, first + 10_000):
             save(step)
             if step > first and rank == 0:  # this save has waited for the one before
                 os.write(told, (step - 1).to_bytes(4, "little"))
             if requests is not None and requests.agree().ends:
                 break
-        if requests is not None:
-            requests.close()
+    if rank == 0:
+        os.write(told, step.to_bytes(4, "little"))  # the last one is saved too
+    if requests is not None:
+        requests.close()
 
 
 def check_whole(checkpoints: Path, at_least: int) -> int:
@@ -115,7 +119,8 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, fault: str, world_
             for pid in pids:  # one after the other, as launchers do
                 os.kill(pid, signal.SIGTERM)
                 time.sleep(rng.random() * 0.05)
-            assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * world_size
+            codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+            assert codes <= {0, -signal.SIGTERM}  # one that was told late may have finished
         else:
             chosen = rng.choice(pids)
             for pid in [chosen] if fault == "kill one" else pids:

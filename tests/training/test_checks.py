@@ -98,3 +98,15 @@ def test_the_model_group_must_agree_with_the_weights() -> None:
         check_model_fields({"hidden_size": 64}, config, "/model")
     with pytest.raises(UserError, match="model.hiden_size is no field of a 'llama' config"):
         check_model_fields({"hiden_size": 48}, config, "/model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("eval_file=null",), "evaluate_only=true needs eval_file"),
+        (("eval_file=a.jsonl", "overwrite_output_dir=true"), "evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are"),
+    ],
+)
+def test_an_evaluation_needs_a_file_and_deletes_nothing(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_config(build_config("evaluate_only=true", "micro_batch_size=1", "global_batch_size=2", *overrides), has_accelerator=False)

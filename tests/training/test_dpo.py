@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case, build_engine, hf_weights, merge, train_run, worst_difference
-from distributed import WorkerGroup
+from distributed import WorkerError, WorkerGroup
 from test_lora import make_adapter, to_peft_weights
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS
 from tiny import save_llama, save_pairs, save_tokenizer
@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
     num_stages, world_size = LAYOUTS[layout]
-    if IPO in overrides:  # the steeper loss
+    if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
         overrides = (*overrides, "learning_rate=0.02")
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, overrides=(*DPO, "micro_batch_size=1", *overrides))
 
@@ -237,3 +237,14 @@ def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) ->
         run(f"other{seed}", "pp1", "max_steps=1", f"model_name_or_path={model}")
     files = find_references(tmp_path)
     assert len(files) == 3 and len({np.load(file).tobytes() for file in files}) == 3
+
+
+def test_a_reference_that_is_not_finite_is_told(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model")
+    model.lm_head.weight.data[7] = math.inf
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(root / "tiedFalse").save_pretrained(tmp_path / "model")
+    case = build_case(root, tmp_path, "pp1", f"model_name_or_path={tmp_path}/model")
+    with pytest.raises(WorkerError, match=r"UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 \(counted from 0\) is nan"):
+        workers(1).run(train_run, case)
+    assert find_references(tmp_path) == []

@@ -23,8 +23,9 @@ from training.config import Device, HardwareConfig, RunConfig
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import compute_plan
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
 from training.plan_memory import HOST_BYTES_A_RANK
+from training.precision import DTYPES
 
 SEQ_LENGTH = 128
 BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
