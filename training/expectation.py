@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from models.architecture import build_layers
+from models.architecture import build_layers, choose_attention
 from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.hardware import complete_hardware
 from training.layout import Layout
@@ -57,6 +58,8 @@ def expect(
     config: RunConfig, architecture: PretrainedConfig, bounds: Sequence[int], layout: Layout, machine: HardwareConfig | None, device: Device
 ) -> Expectation:
     """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
+    architecture = copy.deepcopy(architecture)
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)  # a resumed run's does not say
     layers = build_layers(architecture)  # of their own: counting moves what they share to the meta device
     costs = count_layers(
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 # Fields that differ from run to run.
 MEASURED = {
-    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble", "imbalance",
-    "peak_memory",
+    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble",
+    "imbalance", "predicted_imbalance", "peak_memory",
 }  # fmt: skip
 
 
