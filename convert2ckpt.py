@@ -17,7 +17,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from errors import UserError
+from errors import UserError, explain_refusal
 from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
 from models.folders import check_output_dir, has_tokenizer
 from models.special_tokens import SpecialTokens
@@ -31,8 +31,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave through the code that cleans up
     try:
         convert(build_parser().parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        told = error if isinstance(error, UserError) else explain_refusal(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
@@ -49,6 +52,8 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError("--unpad_vocab goes with --to_hf")
     if args.to_hf and args.pad_vocab_to_multiple_of != 1:
         raise UserError("the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with --to_hf")
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: at least 1")
     max_shard_size = parse_size(args.max_shard_size)
     check_output_dir(args.output_dir, args.overwrite)  # before the hub is asked for a hundred gigabytes
     source = open_weights(args.model_name_or_path, args.trust_remote_code)
@@ -65,6 +70,8 @@ def convert(args: argparse.Namespace) -> None:
                 max_shard_size=max_shard_size,
                 unpad_vocab=args.unpad_vocab,
                 overwrite=args.overwrite,
+                workers=args.workers,
+                verify=args.verify,
                 progress=progress,
             )
         else:
@@ -76,6 +83,8 @@ def convert(args: argparse.Namespace) -> None:
                 pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
                 trust_remote_code=args.trust_remote_code,
                 overwrite=args.overwrite,
+                workers=args.workers,
+                verify=args.verify,
                 progress=progress,
             )
     print(f"wrote {args.output_dir}")
@@ -96,6 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--pad_vocab_to_multiple_of", type=int, default=1, metavar="N", help="further rows of embedding and head, such as a GPU likes them"
     )
     parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: leave those rows away again")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="layers (with --to_hf: shards) that are written at once; each takes a layer's memory"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every tensor back from the disk and compare it with the source, bit by bit")
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
     tokens = parser.add_argument_group(

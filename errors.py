@@ -5,6 +5,20 @@ the key, the file and line, or the tensor, and says what to do. The entry points
 Everything else is a bug and keeps its trace.
 """
 
+from __future__ import annotations
+
+import errno
+
 
 class UserError(ValueError):
     """A mistake outside the code. The message names what is wrong and the way out."""
+
+
+def explain_refusal(error: OSError) -> UserError | None:
+    """What to say of a file that may not be touched, or for which there is no room; None for what is a bug."""
+    where = error.filename or "a file"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"{where}: {error.strerror}; ask its owner, or take another path")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{where} cannot be written: {error.strerror}; make room, then go on with resume=latest")
+    return None

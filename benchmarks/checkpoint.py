@@ -1,14 +1,16 @@
-"""Saving and resuming a training state against copies of the same bytes, in memory and on the disk.
+"""All that is promised of checkpoints, in one run: converting and exporting (convert.py), loading (load.py), and here saving and resuming
+a training state, against copies of the same bytes in memory and on the disk.
 
-    python benchmarks/checkpoint.py [--dir DIR] [--pairs 5] [--num_layers 6]
+    python benchmarks/checkpoint.py [--dir DIR] [--pairs 5] [--model_layers 17] [--state_layers 8]
 
-A random Llama in bf16 with fp32 weights and AdamW's moments, in one process (1.9 GB with 6 layers). What is compared runs in turn:
+A model of 2.0 GB, and a random Llama in bf16 with fp32 weights and AdamW's moments, in one process (2.0 GB with 8 layers). What is compared runs
+in turn:
 
     stall    `save` until training can go on, asynchronously          : a copy of the state in memory
     save     `save` to the last byte on the disk, synchronously       : `cp -r` of the checkpoint, each file synced
     resume   the manifest checked, weights, engine, optimizer's state : the same `cp -r`
 
-Everything is in the page cache before it is read. DIR needs three times the state's size.
+Everything of these is in the page cache before it is read. DIR needs four times the larger size.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ sys.path.insert(0, str(ROOT))
 
 from transformers import LlamaConfig  # noqa: E402
 
+from benchmarks import convert, load  # noqa: E402
 from models.architecture import Layer, build_layers  # noqa: E402
 from models.weights import open_weights  # noqa: E402
 from training.checkpoint import TrainerState, load_checkpoint  # noqa: E402
 from training.checkpoint_writer import CheckpointWriter, plan_share  # noqa: E402
 from training.resume import find_damage  # noqa: E402
 
+# What, its time's counterpart, the counterpart in words, and the ratio that is allowed.
+COMPARED = (("stall", "copy", "a copy of the state in memory", "1"), ("save", "cp", "`cp`, synced", "-"), ("resume", "cp", "`cp`, synced", "2"))
 STATE = TrainerState(1, 0, 1, 1, 1, 1, 1, 1, 0, "bf16", "adamw")
 
 
@@ -55,9 +60,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", help="where to work (default: the system's temporary folder)")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--model_layers", type=int, default=17)
+    parser.add_argument("--state_layers", type=int, default=8)
     arguments = parser.parse_args()
-    config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=arguments.num_layers, num_attention_heads=16)
+    print("## Converting and exporting\n", flush=True)
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+        convert.run_pairs(Path(folder), arguments.pairs, arguments.model_layers)
+    print("\n## Loading\n", flush=True)
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+        load.run(Path(folder), arguments.model_layers, [1, 2, 4])
+    print("\n## Saving and resuming", flush=True)
+    config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=arguments.state_layers, num_attention_heads=16)
     config.tie_word_embeddings = False
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         measure(Path(folder), config, arguments.pairs)
@@ -81,7 +94,7 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     for pair in range(pairs + 1):  # the first warms up
         state = replace(STATE, step=pair + 1)
         step_dir = checkpoints / f"global_step{state.step}"
-        taken = {"copy": clock(lambda: [file.copy() for file in plan_share(engine)])}
+        taken = {"copy": clock(lambda: [tensor.to("cpu", copy=True) for file in plan_share(engine) for tensor in file.tensors.values()])}
         taken["stall"] = clock(lambda: writers[True].save(state))
         writers[True].wait()
         shutil.rmtree(step_dir)
@@ -91,13 +104,14 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
         size = sum(file.stat().st_size for file in step_dir.iterdir())
         shutil.rmtree(step_dir)
         shutil.rmtree(copy)
-        for name, other in (("stall", "copy"), ("save", "cp"), ("resume", "cp")):
+        for name, other, *_ in COMPARED:
             times[name] += [(taken[name], taken[other])] if pair else []
-    print(f"\n{size / 1e9:.2f} GB, {pairs} pairs, median (lowest to highest)", file=sys.__stdout__)
-    for name, other in (("stall", "copy in memory"), ("save", "cp, synced"), ("resume", "cp, synced")):
+    print(f"\n{size / 1e9:.2f} GB, medians of {pairs} pairs.\n", file=sys.__stdout__)
+    print("| what | seconds | against | ratio: median (least to most) | allowed |\n|---|---|---|---|---|", file=sys.__stdout__)
+    for name, _, against, allowed in COMPARED:
         ratios = sorted(ours / theirs for ours, theirs in times[name])
         seconds = statistics.median(ours for ours, _ in times[name])
-        print(f"{name:8} {seconds:6.2f} s   {statistics.median(ratios):.2f} x {other} ({ratios[0]:.2f} to {ratios[-1]:.2f})", file=sys.__stdout__)
+        print(f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {allowed} |", file=sys.__stdout__)
 
 
 def resume(step_dir: Path, run_config: Any) -> None:

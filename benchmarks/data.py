@@ -1,10 +1,13 @@
 """What packing saves, what the loader costs, and tokenizing beside a bare `datasets.map`.
 
-    python benchmarks/data.py --file train.jsonl [--prompt_field question --completion_field answer] [--rounds 5] [--steps 2]
+    python benchmarks/data.py --file train.jsonl [--prompt_field question --completion_field answer] [--rounds 5] [--steps 2] [--num_proc 1 2]
+        [--scale 10 200 2000 [--tokenize_up_to 200]]
 
 One process trains the demo's small Llama on the same records in three ways that take turns in every round: packed rows, samples
 padded to the longest of their global batch, and samples padded to `max_seq_length`. Rates are tokens without padding. A global batch is
-16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples. Printed are medians over the rounds of the ratios within a round.
+16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples. Printed are medians over the rounds of the ratios
+within a round.
+With `--scale`, sizes in MB of text: memory and start from little text to much (benchmarks/data_scale.py), and the wait for data at the largest.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.data_scale import report_scale  # noqa: E402
+
 WAYS = {
     "packed": ("data.packing=true", "global_batch_size=4"),
     "padded to the longest": ("data.pad_to=longest", "global_batch_size=16"),
@@ -41,12 +46,21 @@ def main() -> None:
     parser.add_argument("--max_seq_length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps that a way takes in a round")
+    parser.add_argument("--num_proc", type=int, nargs="+", default=[1, 2], help="processes that tokenize; each number is measured")
+    parser.add_argument("--scale", type=int, nargs="+", help="MB of text, two sizes or more")
+    parser.add_argument("--tokenize_up_to", type=int, default=10**6, help="MB of text; the cache of more is that of less, repeated")
+    parser.add_argument("--only_scale", action="store_true", help="leave out the rest")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
         demo = [sys.executable, ROOT / "scripts" / "make_demo.py", "--output_dir", folder]
         subprocess.run(demo, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        report_tokenizing(measure_tokenizing(Path(folder), arguments))
-        report_training(measure_training(Path(folder), arguments))
+        if not arguments.only_scale:
+            report_tokenizing({num_proc: measure_tokenizing(Path(folder), arguments, num_proc) for num_proc in arguments.num_proc})
+            report_training(measure_training(Path(folder), arguments, WAYS))
+        if arguments.scale:
+            largest = report_scale(build_config, Path(folder), arguments)
+            ways = {"packed, the largest": (*WAYS["packed"], f"train_file={largest}")}
+            report_waiting(measure_training(Path(folder), arguments, ways))
 
 
 def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -> Any:
@@ -56,8 +70,9 @@ def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -
     from training.config import register_schema
 
     register_schema()
+    defaults = [] if any(override.startswith("train_file=") for override in overrides) else [f"train_file={os.path.abspath(arguments.file)}"]
     given = [
-        f"model_name_or_path={folder}/model", f"train_file={os.path.abspath(arguments.file)}", f"output_dir={folder}/out",
+        *defaults, f"model_name_or_path={folder}/model", f"output_dir={folder}/out",
         f"data.cache_dir={folder}/cache", f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
         f"max_seq_length={arguments.max_seq_length}", "micro_batch_size=2", "global_batch_size=16",
         "precision=fp32", "activation_checkpoint_interval=0", *overrides,
@@ -66,8 +81,8 @@ def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -
         return OmegaConf.to_object(compose("base", given))
 
 
-def measure_tokenizing(folder: Path, arguments: argparse.Namespace) -> list[float]:
-    """Bare time / our time, one a round, both with one process, from the file to a folder on disk."""
+def measure_tokenizing(folder: Path, arguments: argparse.Namespace, num_proc: int) -> list[float]:
+    """Bare time / our time, one a round, both with `num_proc` processes, from the file to a folder on disk."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -86,15 +101,16 @@ def measure_tokenizing(folder: Path, arguments: argparse.Namespace) -> list[floa
 
     def run_bare(name: str) -> None:
         raw = datasets.Dataset.from_json(arguments.file, cache_dir=str(folder / name))
-        raw.map(tokenize, batched=True, remove_columns=raw.column_names, new_fingerprint=name).save_to_disk(folder / name / "bare")
+        options = {"batched": True, "remove_columns": raw.column_names, "new_fingerprint": name, "num_proc": num_proc if num_proc > 1 else None}
+        raw.map(tokenize, **options).save_to_disk(folder / name / "bare")
 
     def run_ours(name: str) -> None:
-        config = build_config(folder, arguments, f"data.cache_dir={folder}/{name}")
+        config = build_config(folder, arguments, f"data.cache_dir={folder}/{name}", f"data.num_proc={num_proc}")
         prepare_file(config, "train_file", tokenizer, None)
 
     ratios = []
     for number in range(-1, arguments.rounds):  # the first round warms both up
-        bare, ours = (take_time(run, f"{number}{run.__name__}") for run in (run_bare, run_ours))
+        bare, ours = (take_time(run, f"{num_proc}_{number}{run.__name__}") for run in (run_bare, run_ours))
         if number >= 0:
             ratios.append(bare / ours)
     return ratios
@@ -136,7 +152,7 @@ class Way:
         self.seconds = 0.0
 
 
-def measure_training(folder: Path, arguments: argparse.Namespace) -> dict[str, Way]:
+def measure_training(folder: Path, arguments: argparse.Namespace, overrides: dict[str, tuple[str, ...]]) -> dict[str, Way]:
     import deepspeed
     import torch.distributed as dist
 
@@ -144,7 +160,7 @@ def measure_training(folder: Path, arguments: argparse.Namespace) -> dict[str, W
 
     ranks = read_ranks()
     deepspeed.init_distributed()
-    ways = {name: build_way(build_config(folder, arguments, *overrides), ranks) for name, overrides in WAYS.items()}
+    ways = {name: build_way(build_config(folder, arguments, *given), ranks) for name, given in overrides.items()}
     for number in range(-1, arguments.rounds):
         for way in ways.values():
             way.run_round(arguments.steps)
@@ -156,7 +172,7 @@ def measure_training(folder: Path, arguments: argparse.Namespace) -> dict[str, W
 
 def build_way(config: Any, ranks: Any) -> Way:
     from data.rows import Rows, compute_fill, count_rows
-    from models.architecture import build_layers
+    from models.architecture import build_layers, choose_attention
     from models.weights import open_weights
     from training.engine import initialize_engine, train_step
     from training.layout import build_layout
@@ -164,11 +180,11 @@ def build_way(config: Any, ranks: Any) -> Way:
     from training.pipeline import StageModule
     from training.preparation import build_row_plan
     from training.preparation import load_tokenizer, tokenize
-    from training.run import DTYPES
+    from training.precision import DTYPES
     from training.stage_loaders import build_loaders
 
     source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = config.attn_implementation.value
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = build_layers(source.config)
     layout = build_layout(config, 1, len(layers), False)
     tokenizer = load_tokenizer(config, source)
@@ -192,9 +208,11 @@ def time_waiting(micro_batches: Iterator[Any], waits: list[float]) -> Iterator[A
         yield batch
 
 
-def report_tokenizing(ratios: list[float]) -> None:
+def report_tokenizing(ratios: dict[int, list[float]]) -> None:
     print("| tokenizing | median | least - most |\n|---|---|---|")
-    print(f"| speed / bare `datasets.map`, one process each | {describe_ratios(ratios)} |\n")
+    for num_proc, found in ratios.items():
+        print(f"| speed / bare `datasets.map`, both with num_proc={num_proc} | {describe_ratios(found)} |")
+    print()
 
 
 def report_training(ways: dict[str, Way]) -> None:
@@ -203,7 +221,13 @@ def report_training(ways: dict[str, Way]) -> None:
     for name, way in ways.items():
         ratios = [rate / reference for rate, reference in zip(way.rates, ways[REFERENCE].rates)]
         waiting = sum(way.waits) / way.seconds
-        print(f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | {waiting:.2%} |")
+        print(f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | {waiting:.3%} |")
+
+
+def report_waiting(ways: dict[str, Way]) -> None:
+    print("| rows | share of time waiting for data |\n|---|---|")
+    for name, way in ways.items():
+        print(f"| {name} | {sum(way.waits) / way.seconds:.3%} |")
 
 
 def describe_ratios(ratios: list[float]) -> str:

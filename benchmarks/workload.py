@@ -70,7 +70,7 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
     from training.layout import build_layout
     from training.partition import compute_bounds
     from training.pipeline import StageModule
-    from training.plan_cost import DTYPES
+    from training.precision import DTYPES
     from training.trainable import build_adapter
 
     layers = build_layers(architecture)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.segments import Piece, PieceEncoder, check_eos, check_text
+from data.segments import Piece, PieceEncoder, check_text, get_eos
 from errors import UserError
 
 ASSISTANT = "assistant"
@@ -46,7 +46,7 @@ class ChatEncoder(PieceEncoder):
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
-        check_eos(tokenizer)
+        get_eos(tokenizer)  # there is one
         return split_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
 
     def _read_messages(self, record: dict, location: str) -> object:
@@ -107,7 +107,7 @@ def split_messages(
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
     if not pieces[-1][0].endswith(tokenizer.eos_token):
-        pieces.append(([tokenizer.eos_token_id], True))
+        pieces.append(([get_eos(tokenizer)], True))
     return pieces
 
 

@@ -14,9 +14,10 @@ import csv
 import gzip
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -45,20 +46,56 @@ class RawRecord:
 
 def read_file(path: str) -> Iterator[RawRecord]:
     """Every record of a file, in order; blank lines are none."""
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
-    kind = (suffixes[:-1] if is_compressed else suffixes)[-1:] or [""]
-    if kind[0] == ".parquet":
-        if is_compressed:
+    kind, compression = _split_suffixes(path)
+    if kind == ".parquet":
+        if compression:
             raise UserError(f"{path}: Parquet is compressed inside already; decompress the file")
         return _read_parquet(path)
-    if kind[0] in SEPARATORS:
-        return _read_table(path, SEPARATORS[kind[0]])
-    if kind[0] in TEXT_SUFFIXES:
+    if kind in SEPARATORS:
+        return _read_table(path, SEPARATORS[kind])
+    if kind in TEXT_SUFFIXES:
         return _read_text(path)
-    if kind[0] == ".json" and _holds_array(path):
+    if kind == ".json" and _holds_array(path):
         return _read_array(path)
     return _read_lines(path)
+
+
+def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
+    """From the size of the file and from what the first records (of this file, or of one like it) are long; exact where the format says it."""
+    kind, compression = _split_suffixes(path)
+    if kind in TEXT_SUFFIXES:
+        return 1
+    if kind == ".parquet":
+        try:
+            return parquet.read_metadata(path).num_rows
+        except (pyarrow.ArrowException, OSError):
+            return 0  # whoever reads it says what is wrong with it
+    texts = [record.text for record in first]
+    if kind in SEPARATORS:  # the names of the fields are not in each row
+        texts = [SEPARATORS[kind].join(map(str, json.loads(text).values())) for text in texts if text]
+    mean = sum(len(text.encode()) + 1 for text in texts) / max(1, len(texts))
+    return os.path.getsize(path) * _estimate_expansion(path, compression) / max(1, mean)
+
+
+def _estimate_expansion(path: str, compression: str) -> float:
+    """Bytes of text a byte of the file, by its beginning."""
+    if not compression:
+        return 1
+    with open(path, "rb") as file:
+        head = file.read(2**20)
+    read = 0
+    with suppress(EOFError, OSError), io.BytesIO(head) as cut_off:
+        stream = gzip.GzipFile(fileobj=cut_off) if compression == ".gz" else pyarrow.CompressedInputStream(cut_off, "zstd")
+        while text := stream.read(2**16):
+            read += len(text)
+    return read / max(1, len(head))
+
+
+def _split_suffixes(path: str) -> tuple[str, str]:
+    """(".jsonl", ".gz") of a.jsonl.gz; "" for what is not there."""
+    suffixes = ["", *(suffix.lower() for suffix in Path(path).suffixes)]
+    compression = suffixes.pop() if suffixes[-1] in COMPRESSIONS else ""
+    return suffixes[-1] if suffixes else "", compression
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
 
 def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
     """How full the rows would be if they were packed."""
+    if plan.group_size > 1:
+        return f", in {len(rows) // plan.group_size:,} pairs"
     if plan.packing is not Packing.NONE:
         return " (packing efficiency)"
     packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)

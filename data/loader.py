@@ -19,7 +19,7 @@ the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from data.collator import Collator, PadRight
 from data.order import GlobalOrder, micro_batch_ids
 from data.rows import RowPlan, Rows, list_rows
-from data.sample import IGNORE_INDEX
 
 PAD_MULTIPLE = 8
 
@@ -60,6 +60,7 @@ class LoaderOptions:
     pad_to: PadTo = PadTo.LONGEST
     num_workers: int = 0
     pin_memory: bool = False
+    collator: Collator = PadRight()
     reference_file: Path | None = None  # of the data set's preferences; see data/reference.py
 
     @property
@@ -167,9 +168,7 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(
-            np.arange(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = micro_batch_ids(range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size)
         return _collate(self._rows, ids, self._seq_length, 1.0, options)
 
 
@@ -265,15 +264,15 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
     return rows
 
 
-def _collate(rows: Rows, groups: np.ndarray, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
+def _collate(rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
     inputs = targets = None
     if options.reads_inputs:
-        input_ids = _pad([rows.input_ids(i) for i in ids], shape, options.pad_token_id)  # [B, T]
-        inputs = (input_ids, _pad_positions([rows.position_ids(i) for i in ids], shape))
+        read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
+        inputs = options.collator.collate_inputs(*read, shape, options.pad_token_id)
     if options.reads_labels:
-        labels = _pad([rows.labels(i) for i in ids], shape, IGNORE_INDEX)  # [B, T]
+        labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         targets = (labels, denominator) if options.group_size == 1 else (labels, _pad_reference(rows, ids, shape[0]), denominator)
     return inputs, targets
@@ -283,22 +282,6 @@ def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
     padded = np.zeros(num_rows)
     padded[: len(ids)] = [rows.reference(i) for i in ids]
     return torch.from_numpy(padded)  # [2 B]
-
-
-def _pad(rows: Sequence[np.ndarray], shape: tuple[int, int], value: int) -> Tensor:
-    padded = np.full(shape, value, dtype=np.int64)
-    for row, tokens in zip(padded, rows):
-        row[: len(tokens)] = tokens
-    return torch.from_numpy(padded)  # [B, T]
-
-
-def _pad_positions(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> Tensor:
-    """Padding goes on with the last document's positions, so that a batch without packed rows needs no mask at all."""
-    padded = np.tile(np.arange(shape[1]), (shape[0], 1))
-    for row, positions in zip(padded, rows):
-        row -= len(positions) - 1 - positions[-1]
-        row[: len(positions)] = positions
-    return torch.from_numpy(padded)  # [B, T]
 
 
 class _MicroBatches(Dataset):

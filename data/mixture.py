@@ -36,6 +36,9 @@ class Mixture:
     kind: ShareKind = ShareKind.WEIGHT
     unit: MixtureUnit = MixtureUnit.SAMPLES
 
+    def __str__(self) -> str:
+        return f"{self.kind} {', '.join(f'{share:g}' for share in self.shares)} by {self.unit}"
+
     def choose_samples(self, sources: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The sample ids of an epoch, int64 [P], grouped by source. sources, lengths: of each sample, [N].
 

@@ -7,10 +7,14 @@ batch) steps; which few samples an epoch leaves out changes from epoch to epoch.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
 from errors import UserError
+
+Ids = TypeVar("Ids", np.ndarray, range)
+ROUNDS = 8  # four do for large sizes; small ones want more
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,50 @@ class GlobalOrder:
 
     def sample_ids(self, step: int) -> np.ndarray:
         """The sample ids of a step's global batch, int64 [global_batch_size], read-only."""
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        start = step_of_epoch * self.global_batch_size
-        return _permute(self.num_samples, self.seed, epoch)[start : start + self.global_batch_size]
+        return _list_ids(self, step)
 
 
-# Steps come in order, so the last epoch's permutation (8 bytes a sample) is the only one worth keeping.
+# A step's micro-batches are read one after the other; no more than one step is kept.
 @lru_cache(maxsize=1)
-def _permute(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    permutation = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
-    permutation.flags.writeable = False
-    return permutation
+def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
+    epoch, step_of_epoch = divmod(step, order.steps_per_epoch)
+    start = step_of_epoch * order.global_batch_size
+    ids = permute(np.arange(start, start + order.global_batch_size), order.num_samples, order.seed, epoch)
+    ids.flags.writeable = False
+    return ids
 
 
-def micro_batch_ids(
-    sample_ids: np.ndarray, micro_batch: int, dp_rank: int, dp_size: int, micro_batch_size: int
-) -> np.ndarray:
+def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a permutation of range(size), picked by (seed, epoch), takes these places: int64, of their shape.
+
+    No table of the permutation is made, so it costs no memory however many samples there are: a Feistel network (Luby, Rackoff 1988)
+    permutes the next power of four, and what falls outside of range(size) is sent through it again until it is inside (cycle walking;
+    Black, Rogaway 2002), fewer than four times on average.
+    """
+    half = np.uint64(max(3, ((size - 1).bit_length() + 1) // 2))  # bits; fewer shuffle badly
+    keys = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, 2**64, ROUNDS, np.uint64)
+    walked = _encipher(places.astype(np.uint64), keys, half)
+    while (outside := walked >= size).any():
+        walked[outside] = _encipher(walked[outside], keys, half)
+    return walked.astype(np.int64)
+
+
+def _encipher(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return left << half | right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Each bit of the result depends on all bits of the value: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+def micro_batch_ids(sample_ids: Ids, micro_batch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Ids:
     """The slice of a global batch that a data-parallel rank reads as its micro-batch number `micro_batch`."""
     start = (micro_batch * dp_size + dp_rank) * micro_batch_size
     return sample_ids[start : start + micro_batch_size]

@@ -14,7 +14,7 @@ from itertools import takewhile
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import ASSISTANT, split_messages
-from data.segments import Piece, PieceEncoder, check_eos, check_text, get_fields
+from data.segments import Piece, PieceEncoder, check_text, get_eos, get_fields
 from data.sft import check_template, split_completion
 from errors import UserError
 
@@ -33,7 +33,7 @@ class PreferenceEncoder(PieceEncoder):
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
         """The pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or nothing is preferred."""
-        check_eos(tokenizer)
+        get_eos(tokenizer)  # there is one
         prompt, *answers = self._read_fields(record, location)
         for field, answer in zip((self.chosen_field, self.rejected_field), answers):
             if not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip() or not answer:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from data.segments import Piece, PieceEncoder, check_eos, check_text, get_fields, leading_bos
+from data.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
 
 
@@ -16,9 +16,8 @@ class PretrainEncoder(PieceEncoder):
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The document of one record. Raises `UserError` naming `location` when the field is missing, empty or not text."""
-        check_eos(tokenizer)
         (value,) = get_fields(record, {"data.text_field": self.text_field}, location)
         text = check_text(value, f"{location}: field '{self.text_field}'")
         if not text.strip():
             raise UserError(f"{location}: field '{self.text_field}' is empty; fill it or remove the record")
-        return [(leading_bos(tokenizer), True), (text, True), ([tokenizer.eos_token_id], True)]
+        return [(leading_bos(tokenizer), True), (text, True), ([get_eos(tokenizer)], True)]

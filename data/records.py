@@ -1,25 +1,31 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
 A source is one file, in a format that its name tells (`data/formats.py`), `hf:NAME[:SPLIT]`, read through `datasets`, or
-`own:SPEC`, one's own function that returns records (`data/targets.py`). A record travels as JSON text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every
-mistake in a file raises `UserError`; one that spoils a single record travels with it, so that the record can be skipped.
+`own:SPEC`, one's own function that returns records (`data/targets.py`). A record travels as JSON text and is parsed where it is
+tokenized, so that parsing is spread over the processes too. Every mistake in a file raises `UserError`; one that spoils a single record
+travels with it, so that the record can be skipped.
 """
 
 import glob
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
+from huggingface_hub import constants, get_session
 
+from data import formats
 from data.formats import RawRecord, describe_json_error, read_file
 from data.targets import TARGET, build_target
 from errors import UserError
 
 HUB_PREFIX = "hf:"
 OWN_PREFIX = "own:"
+HUB_SECONDS = 5  # to answer at all
 
 
 def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
@@ -60,6 +66,13 @@ def read_records(source: str) -> Iterator[RawRecord]:
     return _read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
 
 
+def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | None:
+    """first: the first records of this source or of one like it. None for one's own function, which must be called to know."""
+    if source.startswith(OWN_PREFIX):
+        return None
+    return len(_load_hub(source)) if source.startswith(HUB_PREFIX) else formats.estimate_num_records(source, first)
+
+
 def name_own_source(spec: Mapping[str, Any]) -> str:
     """The source of records that the function named by `_target_` returns, as text: it is part of the cache's key."""
     return OWN_PREFIX + json.dumps(dict(spec), sort_keys=True)
@@ -76,17 +89,41 @@ def _read_own(source: str) -> Iterator[RawRecord]:
 
 
 def _read_hub(source: str) -> Iterator[RawRecord]:
+    for number, record in enumerate(_load_hub(source), start=1):
+        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+        yield RawRecord(f"{source}: record {number}", json.dumps(record, default=str))
+
+
+@cache
+def _load_hub(source: str) -> Dataset:
     name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
     try:
-        dataset = load_dataset(name, split=split or "train")
+        with _offline_unless_reached():
+            return load_dataset(name, split=split or "train")
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network"
         ) from None
-    for number, record in enumerate(dataset, start=1):
-        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
-        yield RawRecord(f"{source}: record {number}", json.dumps(record, default=str))
+
+
+@contextmanager
+def _offline_unless_reached() -> Iterator[None]:
+    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); told so, it looks for a copy in its cache at once."""
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = offline or not _reaches_hub()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def _reaches_hub() -> bool:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # of whichever HTTP library the hub is asked with
+        return False
+    return True
 
 
 def parse_record(location: str, json_text: str) -> dict:

@@ -10,7 +10,8 @@ P pieces (what one row holds of one sample), R rows, T tokens of a row.
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,12 +23,14 @@ from data.mixture import Mixture
 from data.packing import Pieces, concatenate, lay_singly, pack_best_fit
 from data.reference import load_reference
 from data.sample import IGNORE_INDEX
-from data.tokenized import TokenizedDataset
+from data.tokenized import TokenizedDataset, column_file, map_column
 from errors import UserError
 
-COLUMNS = ("sample_ids", "starts", "stops", "offsets")
-TARGETS_FILE = "num_targets.npy"  # of each row, [R]
-INDEX_VERSION = 1  # raise it when the same plan begins to give other rows
+PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
+ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
+COLUMNS = (*PIECE_COLUMNS, *ROW_COLUMNS, "offset")  # offset: int64 [R + 1], the first piece of each row
+WINDOW = 2**18  # samples that are laid into rows at a time: memory does not grow with the data, and the rows at an end cost nothing
+INDEX_VERSION = 2  # raise it when the same plan begins to give other rows
 
 
 class Packing(StrEnum):
@@ -73,10 +76,8 @@ def prepare_rows(
     key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
     sources.
     """
-    if plan.is_trivial:
-        return
     folder = plan.folder(path)
-    if not _is_whole(folder):
+    if not plan.is_trivial and not _is_whole(folder):
         with lock_folder(path, log or (lambda text: None)):
             if not _is_whole(folder):
                 dataset = TokenizedDataset(path, False, True)
@@ -87,6 +88,8 @@ def prepare_rows(
 
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
+    if plan.group_size > 1:
+        log(f"{key}: {len(rows) // plan.group_size:,} pairs; of each, the chosen answer is a sample and the rejected one another")
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
         described = plan.mixture.describe(names, dataset.sources[::size], _sum_groups(dataset.lengths, size), rows.sample_ids[::size] // size)
@@ -105,25 +108,30 @@ def count_rows(path: str | Path, plan: RowPlan) -> int:
     return len(Rows(path, plan, False, False)) // plan.group_size
 
 
-def list_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
+def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
     """The rows of groups, in their order."""
-    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
 def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
     return counts.reshape(-1, group_size).sum(axis=1, dtype=np.int64)
 
 
-def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Pieces:
-    sample_ids = np.arange(len(dataset))
+def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
+    """The rows of one window of samples after the other."""
+    chosen, size = None, plan.group_size
     if plan.mixture is not None:
-        size = plan.group_size
-        sample_ids = list_rows(plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size)
-    if plan.packing is Packing.BEST_FIT:
-        return pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
-    if plan.packing is Packing.CONCATENATE:
-        return concatenate(sample_ids, dataset.lengths, plan.max_seq_length)
-    return lay_singly(sample_ids, dataset.lengths)
+        chosen = list_rows(plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size)
+    count = len(dataset) if chosen is None else len(chosen)
+    for start in range(0, count, WINDOW):
+        stop = min(start + WINDOW, count)
+        sample_ids = np.arange(start, stop) if chosen is None else chosen[start:stop]
+        if plan.packing is Packing.BEST_FIT:
+            yield pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
+        elif plan.packing is Packing.CONCATENATE:
+            yield concatenate(sample_ids, dataset.lengths, plan.max_seq_length)
+        else:
+            yield lay_singly(sample_ids, dataset.lengths)
 
 
 def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
@@ -136,29 +144,38 @@ def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
     return np.add.reduceat(counts, pieces.offsets[:-1])
 
 
-def _write_index(folder: Path, pieces: Pieces, dataset: TokenizedDataset) -> None:
+def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedDataset) -> None:
     """The folder appears whole, by a rename."""
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
-    for name in COLUMNS:
-        np.save(temporary / f"{name}.npy", getattr(pieces, name))
-    np.save(temporary / TARGETS_FILE, _count_targets(pieces, dataset))
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(column_file(temporary, name), "wb")) for name in COLUMNS}
+        num_pieces = 0
+        files["offset"].write(np.zeros(1, np.int64).data)
+        for pieces in windows:
+            written = {
+                "sample_id": pieces.sample_ids, "start": pieces.starts, "stop": pieces.stops, "length": pieces.compute_row_lengths(),
+                "num_targets": _count_targets(pieces, dataset), "offset": num_pieces + pieces.offsets[1:],
+            }  # fmt: skip
+            for name, values in written.items():
+                files[name].write(values.astype(np.int64, copy=False).data)
+            num_pieces += len(pieces.sample_ids)
     os.rename(temporary, folder)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        pieces = _load_index(folder)
-        num_targets = np.load(folder / TARGETS_FILE)
+        columns = _map_index(folder)
     except (OSError, ValueError):
         return False
-    return len(pieces.sample_ids) == len(pieces.starts) == len(pieces.stops) == pieces.offsets[-1] and len(num_targets) == pieces.num_rows
+    num_pieces, num_rows = ({len(columns[name]) for name in names} for names in (PIECE_COLUMNS, ROW_COLUMNS))
+    return num_pieces == {int(columns["offset"][-1])} and num_rows == {len(columns["offset"]) - 1}
 
 
-def _load_index(folder: Path) -> Pieces:
-    return Pieces(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in COLUMNS))
+def _map_index(folder: Path) -> dict[str, np.ndarray]:
+    return {name: map_column(folder, name, np.dtype(np.int64)) for name in COLUMNS}
 
 
 class Rows:
@@ -173,13 +190,12 @@ class Rows:
         self._arguments = (path, plan, reads_inputs, reads_labels, reference_file)
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
         self._reference = load_reference(reference_file) if reference_file is not None else None
-        self._pieces: Pieces | None = None
+        self._index: dict[str, np.ndarray] | None = None
         self.lengths: np.ndarray = dataset.lengths  # [R]
         self.num_targets: np.ndarray = dataset.num_targets  # [R]
         if not plan.is_trivial:
-            self._pieces = pieces = _load_index(plan.folder(path))
-            self.lengths = pieces.compute_row_lengths()
-            self.num_targets = np.load(plan.folder(path) / TARGETS_FILE)
+            self._index = index = _map_index(plan.folder(path))
+            self.lengths, self.num_targets = index["length"], index["num_targets"]
 
     def __reduce__(self) -> tuple:
         # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
@@ -191,17 +207,16 @@ class Rows:
     @property
     def sample_ids(self) -> np.ndarray:
         """The samples of all rows, each as often as it comes; one that is cut counts where it begins."""
-        if self._pieces is None:
+        if self._index is None:
             return np.arange(len(self))
-        return self._pieces.sample_ids[self._pieces.starts == 0]
+        return self._index["sample_id"][self._index["start"] == 0]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """(sample id, start, stop) of what the row holds."""
-        if self._pieces is None:
-            return [(row, 0, int(self.lengths[row]))]
-        run = slice(*self._pieces.offsets[row : row + 2])
-        columns = (self._pieces.sample_ids, self._pieces.starts, self._pieces.stops)
-        return list(zip(*(column[run].tolist() for column in columns)))
+        if self._index is None:
+            return [(int(row), 0, int(self.lengths[row]))]
+        run = slice(*self._index["offset"][row : row + 2])
+        return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
 
     def input_ids(self, row: int) -> np.ndarray:
         """int32 [T]"""

@@ -30,9 +30,12 @@ class PieceEncoder(ABC):
         return tokenize_pieces([pieces], tokenizer)[0]
 
 
-def check_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+@lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
+def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the eos token. Raises `UserError` when there is none."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos token, so no end of a completion can be trained; add one to it")
+    return tokenizer.eos_token_id
 
 
 def check_text(value: object, where: str) -> str:

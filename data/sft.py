@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import split_messages
-from data.segments import Piece, PieceEncoder, check_eos, check_text, get_fields, leading_bos
+from data.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
 
 PROMPT_SLOT = "{prompt}"
@@ -25,7 +25,7 @@ class SFTEncoder(PieceEncoder):
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
-        check_eos(tokenizer)
+        get_eos(tokenizer)  # there is one
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(field in record for field in fields):
             return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
@@ -47,4 +47,4 @@ def check_template(template: str) -> None:
 
 def split_completion(template: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
     text = template.replace(PROMPT_SLOT, prompt)  # not str.format: prompts and templates may hold braces of their own
-    return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([tokenizer.eos_token_id], True)]
+    return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([get_eos(tokenizer)], True)]

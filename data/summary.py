@@ -1,13 +1,10 @@
 """What tokenizing has made of the records, counted: nothing is lost without a word.
 
-While it runs, each batch leaves one line of `BatchCounts` in a file (processes append whole lines); at the end they are one
-`Summary`, kept beside the tokens for the log of later runs.
+Each batch of records comes with its `BatchCounts`; at the end they are one `Summary`, kept beside the tokens for the log of later runs.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from data.length import LengthCounts
 from errors import UserError
@@ -29,31 +26,16 @@ class BatchCounts:
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(message)
 
-    def append_to(self, path: Path) -> None:
-        """One write to a file opened for appending, so that lines of several processes do not mix."""
-        line = (json.dumps(asdict(self)) + "\n").encode()
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)
-        finally:
-            os.close(file)
-
-
-def load_counts(path: Path) -> BatchCounts:
-    """All lines together. Which of many skipped records are the examples may differ from run to run."""
-    total = BatchCounts()
-    for line in path.read_text().splitlines():
-        batch = json.loads(line)
-        total.num_records += batch["num_records"]
-        total.num_skipped += batch["num_skipped"]
-        total.lengths.add(LengthCounts(**batch["lengths"]))
-        total.examples = (total.examples + batch["examples"])[:MAX_EXAMPLES]
-    return total
+    def add(self, other: "BatchCounts") -> None:
+        self.num_records += other.num_records
+        self.num_skipped += other.num_skipped
+        self.lengths.add(other.lengths)
+        self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a tokenized folder holds, and what became of the records."""
+    """What a tokenized folder holds, and what became of the records. fingerprints: a hash of the samples of each entry of `train_file`."""
 
     num_samples: int
     num_tokens: int
@@ -62,6 +44,7 @@ class Summary:
     num_skipped: int
     lengths: LengthCounts
     examples: list[str]
+    fingerprints: list[str]
 
     def describe(self) -> str:
         parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]

@@ -4,16 +4,20 @@
     export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
 
 Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written. Then one
-tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one layer, and nothing at
-all where neither dtype nor rows change. The values are the source's bits. The new folder appears at once, when it is whole.
+tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one layer a worker, and nothing
+at all where neither dtype nor rows change. The values are the source's bits, and `verify` reads them back from the disk to see that they
+are. The new folder appears at once, when it is whole. Workers are threads: what they do is done outside of the interpreter.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -25,6 +29,7 @@ from models.folders import (
     check_disk_space,
     check_output_dir,
     copy_tokenizer_files,
+    drop_from_memory,
     find_custom_tokenizer,
     staged_folder,
 )
@@ -38,13 +43,14 @@ from models.safetensors_writer import (
     write_safetensors,
 )
 from models.special_tokens import SpecialTokens, count_rows, grow_rows, load_extended_tokenizer, update_token_ids
-from models.tensor_files import load_json
+from models.tensor_files import load_json, open_tensors
 from models.weights import WeightSource, layer_file, parse_config
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
 UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
+FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
 # whatever the number of stages.
@@ -59,7 +65,8 @@ ENGINE_STATE: dict[str, Any] = {
     "skipped_steps": 0,
 }
 
-Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
+Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
+Item = TypeVar("Item")
 
 
 def convert_to_pipeline(
@@ -71,6 +78,8 @@ def convert_to_pipeline(
     pad_vocab_to_multiple_of: int = 1,
     trust_remote_code: bool = False,
     overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer and `global_step0/` with one file a layer.
@@ -78,6 +87,7 @@ def convert_to_pipeline(
     dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
     special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
     pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json tells as `unpadded_vocab_size` how many are used.
+    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder appears.
     Raises UserError for whatever is wrong with the source, the output folder or the disk.
     """
     check_output_dir(output_dir, overwrite, source.path)
@@ -87,21 +97,27 @@ def convert_to_pipeline(
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
     config = _grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
-    weights = _Weights(source, config, dtype, progress)
+    weights = _Weights(source, config, dtype, progress, verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
     with staged_folder(output_dir, overwrite) as folder:
         step_dir = folder.path / STEP_NAME
         step_dir.mkdir()
-        for index, infos in enumerate(weights.infos):
-            if infos:
-                file = layer_file(step_dir, index)
-                save_torch({name: _own_storage(weights.read(index, name)) for name in infos}, file)
-                weights.report(sum(info.nbytes for info in infos.values()))
-                folder.flush(file)
+        places = {layer_file(step_dir, i): {name: (i, name) for name in infos} for i, infos in enumerate(weights.infos) if infos}
+
+        def write(file: Path) -> None:
+            save_torch({name: _own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
+            weights.report(sum(weights.infos[index][name].nbytes for index, name in places[file].values()))
+            folder.flush(file)
+
+        with _without_crc32():
+            _for_each(write, places, workers)
         save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
         _write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
+        if verify:
+            folder.flush_all()
+            _for_each(lambda file: _verify(file, places[file], weights), places, workers)
 
 
 def export_hugging_face(
@@ -112,47 +128,96 @@ def export_hugging_face(
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     unpad_vocab: bool = False,
     overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
 
-    unpad_vocab: leave away the rows that `pad_vocab_to_multiple_of` has added.
-    `dtype` and UserError as in `convert_to_pipeline`.
+    unpad_vocab: leave away the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at once.
+    `dtype`, `verify` and UserError as in `convert_to_pipeline`.
     """
     check_output_dir(output_dir, overwrite, source.path)
-    weights = _Weights(source, _trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress)
+    weights = _Weights(source, _trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress, verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
     shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
 
     with staged_folder(output_dir, overwrite) as folder:
-        for file_name, shard in zip(name_shards(len(shards)), shards, strict=True):
-            file = folder.path / file_name
-            write_safetensors(file, shard, read=lambda info: weights.read(*places[info]), written=weights.report)
+        files = {folder.path / name: shard for name, shard in zip(name_shards(len(shards)), shards, strict=True)}
+
+        def write(file: Path) -> None:
+            unflushed = 0
+
+            def written(nbytes: int) -> None:
+                nonlocal unflushed
+                weights.report(nbytes)
+                unflushed += nbytes
+                if unflushed >= FLUSHED_BYTES:  # the disk works on a shard while it is written
+                    folder.flush(file)
+                    unflushed = 0
+
+            write_safetensors(file, files[file], read=lambda info: weights.read(*places[info]), written=written)
             folder.flush(file)
+
+        _for_each(write, files, workers)
         if len(shards) > 1:
             _write_json(build_index(shards), folder.path / INDEX_NAME)
         _write_model_files(folder, weights)
+        if verify:
+            folder.flush_all()
+            named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
+            _for_each(lambda file: _verify(file, named[file], weights), named, workers)
+
+
+def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
+    """`work` on each item, `workers` of them at once. The first error ends it."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights) -> None:
+    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the arguments of `read` by name.
+
+    Raises UserError.
+    """
+    drop_from_memory(file)
+    written = open_tensors(file)
+    for name, place in places.items():
+        expected, found = weights.read(*place), written[name] if isinstance(written, dict) else written.get_tensor(name)
+        if expected.dtype != found.dtype or expected.shape != found.shape or not torch.equal(_view_bytes(expected), _view_bytes(found)):
+            raise UserError(f"--verify: '{name}' in {file.name} is not what the source holds; the disk or the memory is at fault. Nothing was kept")
+        weights.report(expected.nbytes)
+
+
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Weights:
     """The source's tensors as they will be written: planned from their shapes, then read one by one."""
 
     def __init__(
-        self, source: WeightSource, config: PretrainedConfig, dtype: torch.dtype | None, progress: Progress | None
+        self, source: WeightSource, config: PretrainedConfig, dtype: torch.dtype | None, progress: Progress | None, verify: bool
     ) -> None:
         self.source = source
         self.config = config
         self._layers = build_layers(source.config)
         source.check_complete(self._layers)
         self._dtype = dtype
-        self._current: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        self._of_thread = threading.local()  # the layer that a worker has open
         targets = build_layers(config)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
         self.nbytes = sum(info.nbytes for infos in self.infos for info in infos.values())
-        self._progress = progress
-        self._done = 0
+        self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
+        self._done, self._counting = 0, threading.Lock()
         self.report(0)
 
     @property
@@ -181,16 +246,18 @@ class _Weights:
         return converted
 
     def report(self, nbytes: int) -> None:
-        """Tells the listener that `nbytes` more are written."""
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self.nbytes)
+        """Tells the listener that `nbytes` more are written, or verified."""
+        with self._counting:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
 
     def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
-        if self._current[0] != index:
-            self._current = (-1, {})  # let go of the old one first: a source that cannot be mapped is in memory
-            self._current = (index, self.source.read_layer(index, self._layers[index]))
-        return self._current[1]
+        current = self._of_thread.__dict__
+        if current.get("index") != index:
+            current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
+            current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
+        return current["tensors"]
 
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}
@@ -282,12 +349,20 @@ def save_torch(content: dict[str, Any], file: Any) -> None:
     Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
     complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
     """
+    with _without_crc32():
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's writer hides the errno
+            raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch's setting is the whole process's: around threads that save, one block for all of them."""
     with_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(content, file)
-    except RuntimeError as error:  # torch's writer hides the errno
-        raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+        yield
     finally:
         torch.serialization.set_crc32_options(with_crc32)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -57,19 +58,22 @@ class DecoderContext:
         self._shared: dict[str, Any] = {}
         self._masks: dict[str, torch.Tensor | None] = {}
 
+    @torch.compiler.disable
     @torch.no_grad()
     def __call__(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
         """Keyword arguments for the `forward` of a layer whose attention is "full_attention" or "sliding_attention".
 
         The engine gives each micro-batch its own `position_ids` tensor and the layers hand it on untouched, so its identity
-        (kept alive here) names the micro-batch. A checkpointed layer that recomputes later simply misses and computes again.
+        (kept alive here) names the micro-batch. A checkpointed layer that recomputes later simply misses and computes again. Selective
+        checkpointing follows a layer operator by operator, and must find the same ones again: it is not shown what is computed here.
         """
-        if position_ids is not self._position_ids:
-            self._shared = self._compute(hidden_states, position_ids)
-            self._masks = {}
-            self._position_ids = position_ids
-        if attention_type not in self._masks:
-            self._masks[attention_type] = self._mask(hidden_states, position_ids, attention_type)
+        with _disable_current_modes():
+            if position_ids is not self._position_ids:
+                self._shared = self._compute(hidden_states, position_ids)
+                self._masks = {}
+                self._position_ids = position_ids
+            if attention_type not in self._masks:
+                self._masks[attention_type] = self._mask(hidden_states, position_ids, attention_type)
         return {"position_ids": position_ids, "attention_mask": self._masks[attention_type], **self._shared}
 
     def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:

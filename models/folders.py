@@ -16,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from errors import UserError
@@ -209,6 +209,12 @@ def exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)
+
+
+def drop_from_memory(file: Path) -> None:
+    """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing happens."""
+    with open(file, "rb") as stream, suppress(OSError):
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def open_tensors(file: Path) -> object:
     """A mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
     if file.suffix != ".safetensors":
         return load_torch_file(file)
+    _check_permission(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -39,6 +41,7 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
     """A .pt or .bin file, memory-mapped where its format allows, never unpickling anything but tensors."""
     if not file.is_file():
         raise UserError(f"{file} is missing; the checkpoint is incomplete")
+    _check_permission(file)
     try:
         try:
             tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -52,3 +55,9 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise UserError(f"{file} holds something else than tensors by name; it is no file of weights")
     return tensors
+
+
+def _check_permission(file: Path) -> None:
+    """Raises PermissionError, which the libraries report as another thing (safetensors 0.8.0: no such file)."""
+    with suppress(FileNotFoundError), open(file, "rb"):
+        pass

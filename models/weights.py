@@ -11,6 +11,7 @@ Both are opened memory-mapped: a tensor's bytes are read when they are used, and
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,7 +176,7 @@ class HuggingFaceFolder:
         self.config = load_config(path, trust_remote_code)
         self._files = _find_tensors(path)
         self._prefix = ""  # what the names in the files lack
-        self._open: dict[Path, object] = {}
+        self._of_thread = threading.local()  # the file that a thread has open
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
@@ -235,9 +236,11 @@ class HuggingFaceFolder:
         if name not in self._files:
             raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
         file = self._files[name]
-        if file not in self._open:
-            self._open = {file: open_tensors(file)}  # one shard mapped at a time
-        opened, name = self._open[file], name.removeprefix(self._prefix)
+        current = self._of_thread.__dict__
+        if file not in current:
+            current.clear()  # one shard mapped at a time
+            current[file] = open_tensors(file)
+        opened, name = current[file], name.removeprefix(self._prefix)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         except (KeyError, SafetensorError):

@@ -56,7 +56,7 @@ def prepare_run(line: list[str], world_size: int) -> None:
     """What a run does before its first step, but for the process group and the weights."""
     register_schema()
     cleaned = clean_arguments(["trainer_base_ds_mp.py", *line])[1:]
-    check_command_line(cleaned, CONF, "llama_tiny_pp2", world_size)
+    check_command_line(cleaned, CONF, "llama_tiny_pp2")
     config = to_typed(compose_config("llama_tiny_pp2", *cleaned[2:]))
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks)
@@ -95,10 +95,21 @@ KEYS = {
     "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
+    "a stage left empty": (("partition_method=[5,0]",), "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each"),
+    "no such checkpointing": (("activation_checkpoint_mode=some",), "activation_checkpoint_mode=some: must be one of grouped, every, selective"),
+    "a step to draw beyond the end": (("profile_step=9", "max_steps=3"), "profile_step=9: the run has 3 steps; give one of them, or null"),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),
-    "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, pretrain, sft"),
+    "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft"),
+    "preferences without pairs": (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
+    "pairs without preferences": (("data=preference", "task=sft"), "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo"),
+    "packed preferences": (("data=preference", "data.packing=true"), "data.packing=true: the two answers of a preference are rows of one micro-batch"),
+    "preferences in pieces": (("data=preference", "data.length_policy=split"), "data.length_policy=split: an answer cut in pieces cannot be preferred"),
+    "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
+    "no preference left": (("data=preference", "dpo.label_smoothing=0.5"), "dpo.label_smoothing=0.5: from 0 to below 0.5"),
+    "a smoothing that nothing reads": (("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"), "has no meaning with dpo.loss_type=ipo"),
+    "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
     "a weight below zero": (("train_file=[{path: a.jsonl, weight: -1}]",), "train_file: entry 1 has weight=-1; give a number of 0 or more"),
     "nothing in the mixture": (("train_file=[{path: a.jsonl, weight: 0}]",), "train_file: every entry has weight 0"),
     "shares of two kinds": (("train_file=[{path: a.jsonl, weight: 1}, {path: b.jsonl, epochs: 1}]",), "train_file: give every entry a weight, or every"),
@@ -109,6 +120,10 @@ KEYS = {
     "no encoder": (("data.encoder={_target_: json.JSONDecoder}",), "data.encoder: json.JSONDecoder must be a dataclass with a method encode"),
     "an encoder that is text": (("data.encoder=json",), "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder"),
     "an encoder without a name": (("data.encoder={field: a}",), "data.encoder: _target_=None; name a class or a function with its module"),
+    "no collator": (("data.collator={_target_: json.JSONDecoder}",), "data.collator: json.JSONDecoder must be a class with the methods collate_inputs and"),
+    "no loss": (("loss={_target_: json.JSONDecoder}",), "loss: json.JSONDecoder must be a class whose objects are called with (outputs, targets)"),
+    "a loss that is text": (("loss=focal",), "loss=focal: give a mapping, such as {_target_: my_losses.MyLoss, field: value}"),
+    "a loss that is not there": (("loss={_target_: json.Loss}",), "loss: _target_=json.Loss: the module json has no class or function 'Loss'"),
     "a reader that is not there": (("train_file={_target_: json.read}",), "train_file: entry 1: _target_=json.read: the module json has no class"),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
@@ -166,7 +181,7 @@ def test_weights(name: str, message_of: Callable[..., str], root: Path, tmp_path
 
 
 RECORD = {"prompt": "a question", "completion": "an answer"}
-DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
+DATA: dict[str, tuple[str | bytes, tuple[str, ...], str]] = {
     "malformed line": (json.dumps(RECORD) + '\n{"prompt": "a"\n', (), "{file}:2: not valid JSON"),
     "empty": ("\n\n", (), "train_file holds no records ({file}); give a file that does"),
     "too few": (json.dumps(RECORD) + "\n", (), "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size"),
@@ -177,6 +192,13 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no conversation": ('{"prompt": "a"}\n', ("data=chat",), "{file}:1: no field 'messages', nor those of ShareGPT"),
     "no text": ('{"prompt": "a"}\n', ("data=pretrain",), "{file}:1: no field 'text'; the record has 'prompt'; set data.text_field"),
     "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
+    "no template": ('{"messages": [{"role": "user", "content": "a"}]}\n', ("data=chat",), "{file}:1: the record holds messages, but the tokenizer has no chat template"),
+    "empty completion": (json.dumps({**RECORD, "completion": " "}) + "\n", (), "{file}:1: field 'completion' is empty; fill it or remove the record"),
+    "another encoding": (json.dumps(RECORD).encode() + b'\n{"prompt": "caf\xe9"}\n', (), "{file}:2: not UTF-8 text (byte 0xe9 at position 15); convert the file to UTF-8"),
+    "UTF-16": (json.dumps(RECORD).encode("utf-16"), (), "{file}:1: not UTF-8 text (byte 0xff at position 0); convert the file to UTF-8"),
+    "no answers": (json.dumps(RECORD) + "\n", ("data=preference",), "{file}:1: no field 'chosen'; the record has 'prompt', 'completion'; set data.chosen_field"),
+    "nothing preferred": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n", ("data=preference",), "{file}:1: fields 'chosen' and 'rejected' are the same"),
+    "too few pairs": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n", ("data=preference",), "train_file holds 1 pairs, fewer than one global batch"),
     "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),
 }  # fmt: skip
 
@@ -185,7 +207,7 @@ DATA: dict[str, tuple[str, tuple[str, ...], str]] = {
 def test_data(name: str, message_of: Callable[..., str], tmp_path: Path) -> None:
     text, overrides, expected = DATA[name]
     file = tmp_path / "records.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert message_of(f"train_file={file}", "max_seq_length=64", *overrides).startswith(expected.format(file=file))
 
 

@@ -50,11 +50,11 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (hf / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
     assert run(monkeypatch, "--model_name_or_path", hf, "--output_dir", pipeline) == 1
     tokens = ["--bos_token", "<begin>", "--eos_token", "<end>", "--pad_token", "<none>", "--add_special_tokens", "<a>", "<b>"]
-    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16"]
+    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16", "--workers", "2", "--verify"]
     assert run(monkeypatch, *there, *tokens) == 0
     assert run(monkeypatch, *there, *tokens) == 1
     assert run(monkeypatch, *there, *tokens, "--overwrite") == 0
-    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB"]
+    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB", "--workers", "2", "--verify"]
     assert run(monkeypatch, *to_hf) == 0
     assert run(monkeypatch, *to_hf) == 1
     assert run(monkeypatch, *to_hf, "--overwrite") == 0
@@ -82,12 +82,41 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"], "--max_shard_size 'big'"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--pad_token", "<p>"], "with --to_hf"),
+        (["--model_name_or_path", hf, "--output_dir", out, "--workers", "0"], "--workers 0: at least 1"),
     ):
         capsys.readouterr()
         assert run(monkeypatch, *arguments) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
         assert line.startswith("error: ") and message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "pipeline"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, to whom a folder is closed")
+@pytest.mark.parametrize("closed", ["hf", "hf/model.safetensors", "target"])
+def test_no_permission_is_one_line(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    assert run(monkeypatch, "--model_name_or_path", tmp_path / "hf", "--output_dir", tmp_path / "warm") == 0  # imports: Python may be root's own
+    (tmp_path / "target").mkdir()
+    for file in (tmp_path / "hf").iterdir():
+        os.chmod(file, 0o644)
+    os.chmod(tmp_path / closed, 0o700 if closed != "target" else 0o755)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        os.chmod(folder, 0o755)  # pytest's are its own user's
+    said = tmp_path / "said"
+    if (pid := os.fork()) == 0:
+        code = 99
+        try:
+            torch.set_num_threads(1)
+            sys.stderr = open(said, "w", buffering=1)
+            os.seteuid(65534)
+            sys.argv = ["convert2ckpt.py", "--model_name_or_path", str(tmp_path / "hf"), "--output_dir", str(tmp_path / "target" / "new")]
+            code = convert2ckpt.main()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    line = said.read_text()
+    assert line.startswith("error: ") and line.count("\n") == 1 and "ermission denied" in line and str(tmp_path / closed) in line, line
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.conversion import convert_to_pipeline
 from models.weights import open_weights
 
-FIELDS = ["step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time"]
+FIELDS = [
+    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time", "mfu", "compute_time", "communication_time",
+    "wait_time", "bubble", "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory", "predicted_peak_memory",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +101,21 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: 
 
 
 @pytest.mark.full
-def test_a_supervised_run_outlives_a_killed_rank(root: Path, tmp_path: Path) -> None:
+def test_a_supervised_run_outlives_two_killed_ranks(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def kill_rank_1(launch: Launch) -> None:
+    def kill_twice(launch: Launch) -> None:
         launch.wait_for("step 2/")
         os.kill(launch.rank(1), signal.SIGKILL)
+        launch.wait_for("start 2 of 4")
+        launch.wait_for("step 30/")
+        os.kill(launch.rank(0), signal.SIGKILL)
 
-    command = arguments(root, out, "save_steps=1", "max_steps=40")
-    ended = run_supervised(out, command, tmp_path, while_running=kill_rank_1)
+    ended = run_supervised(out, arguments(root, out, "save_steps=1", "max_steps=60"), tmp_path, while_running=kill_twice)
     assert (ended.code, ended.left_alive) == (0, []), ended.output
-    assert "start 2 of 4" in ended.output and json.loads((out / "completed.json").read_text())["step"] == 40
-    assert [line["step"] for line in read_metrics(out) if "loss" in line] == list(range(1, 41))
+    assert "start 3 of 4" in ended.output and "start 4 of 4" not in ended.output
+    assert json.loads((out / "completed.json").read_text())["step"] == 60
+    assert [line["step"] for line in read_metrics(out) if "loss" in line] == list(range(1, 61))
 
 
 @pytest.mark.full

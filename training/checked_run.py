@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from models.weights import WeightSource, open_weights
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, RunConfig, Task, get_task
 from training.layout import Layout, build_layout
+from training.own import build_collator, build_run_loss
 from training.partition import compute_bounds
 from training.process import has_accelerator
 from training.ranks import Ranks
@@ -43,8 +46,10 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_deepspeed_version()
     check_config(config, has_accelerator())
     check_attention(config.attn_implementation)
+    if config.compile:
+        check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
-    folder.check_usable(config.resume is not None, config.overwrite_output_dir)
+    folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
     resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_weights(_source_path(config, resume_from), config.trust_remote_code)
@@ -56,8 +61,11 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     layers = build_layers(source.config)
     source.check_complete(layers)
     check_freeze(config, layers)
-    adapter = build_adapter(config, layers)
-    check_same_adapter(config, adapter, resume_from)
+    adapter = None if config.evaluate_only else build_adapter(config, layers)
+    if not config.evaluate_only:
+        check_same_adapter(config, adapter, resume_from)
+    build_run_loss(config, source.config)
+    build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
@@ -82,8 +90,10 @@ def take_up(plan: CheckedRun, step_dir: Path, config: RunConfig) -> CheckedRun:
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:
-    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone, beside the model it started from."""
-    return weights_path(config) if resume_from is None or config.adapter.name is AdapterName.lora else str(resume_from)
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training goes on beside the model that it
+    started from, an evaluation has it merged in."""
+    adds_adapter = config.adapter.name is AdapterName.lora and not config.evaluate_only
+    return weights_path(config) if resume_from is None or adds_adapter else str(resume_from)
 
 
 def weights_path(config: RunConfig) -> str:
@@ -91,6 +101,15 @@ def weights_path(config: RunConfig) -> str:
     if path.startswith("outputs/demo/") and not Path(path).exists():
         raise UserError(f"model_name_or_path={path} is not there yet: run `make demo` once, it makes the demo's model and data")
     return path
+
+
+def check_compiler(has_accelerator: bool) -> None:
+    """Raises UserError where `torch.compile` cannot make code."""
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
+    if has_accelerator and find_spec("triton") is None:
+        raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
+    if not has_accelerator and shutil.which(compiler) is None:
+        raise UserError(f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set compile=false")
 
 
 def check_attention(implementation: AttnImplementation) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -45,6 +45,7 @@ class TrainerState:
     seed: int
     precision: str = ""
     optimizer: str = ""
+    data: dict[str, str] = field(default_factory=dict)  # what is trained on, as `training.preparation.describe_data` has it
     eval_loss: float | None = None  # of this step; None where it was not evaluated
     format: int = FORMAT
 

@@ -54,9 +54,14 @@ class ShareFile:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def copy(self) -> ShareFile:
-        """With tensors of its own, in the host's memory."""
-        return ShareFile(self.name, {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
+    def copy(self, before: ShareFile | None) -> ShareFile:
+        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs more than the copying."""
+        there = {} if before is None else before.tensors
+        copies = {}
+        for name, tensor in self.tensors.items():
+            same = name in there and (there[name].shape, there[name].dtype) == (tensor.shape, tensor.dtype)
+            copies[name] = there[name].copy_(tensor) if same else tensor.to("cpu", copy=True)
+        return ShareFile(self.name, copies)
 
 
 def plan_share(engine: PipelineEngine) -> list[ShareFile]:
@@ -85,6 +90,25 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
+        self._copies: dict[str, ShareFile] = {}  # of the last save, by file
+
+    def check_room(self, num_moments: int) -> None:
+        """Raises UserError when the disk has no room for one checkpoint; told before the first step, not after the last.
+
+        num_moments: tensors beside the fp32 weights that the optimizer will have.
+        """
+        sizes = [(name, tensor.nbytes) for file in plan_share(self._engine) for name, tensor in file.tensors.items()]
+        weights = sum(size for name, size in sizes if name.startswith(f"{optimizer_state.WEIGHT}/"))
+        parameters = sum(size for name, size in sizes if "/" not in name)
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, parameters + weights * (1 + num_moments), group=self._group)
+        error = None
+        if self._rank == 0:
+            try:
+                check_disk_space(self._checkpoints, sum(told) + _SPARE_BYTES)
+            except UserError as mistake:
+                error = UserError(f"a checkpoint of this run does not fit: {mistake}")
+        raise_together(error)
 
     def save(self, state: TrainerState) -> None:
         """Writes `global_step{state.step}`; asynchronously, only takes a copy and starts to write it.
@@ -94,9 +118,12 @@ class CheckpointWriter:
         self.wait()
         share = plan_share(self._engine)
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
-        fits = self._prepare(folder, sum(file.nbytes for file in share))
+        fits = self._prepare(folder, sum(file.nbytes for file in share), sum(file.nbytes for file in self._copies.values()))
+        if not fits:
+            self._copies = {}
         if self._asynchronous and fits:
-            share = [file.copy() for file in share]
+            self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
+            share = list(self._copies.values())
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
         if not (self._asynchronous and fits):
@@ -109,25 +136,25 @@ class CheckpointWriter:
             self._thread = None
             raise_together(self._error)
 
-    def _prepare(self, folder: Path, nbytes: int) -> bool:
-        """An empty folder that all ranks see, on a disk that has room for what all of them write.
+    def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
+        """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
 
-        Returns whether a copy of what the ranks of this host write fits into its memory.
+        Returns whether a copy of what the ranks of this host write fits into its memory, of which this one holds `held` bytes for it.
         """
         told: list[Any] = [None] * self._world_size
         host = socket.gethostname()
-        dist.all_gather_object(told, (host, nbytes), group=self._group)
+        dist.all_gather_object(told, (host, nbytes, held), group=self._group)
         error = None
         if self._rank == 0:
             try:
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                check_disk_space(self._checkpoints, sum(count for _, count in told) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(count for _, count, _ in told) + _SPARE_BYTES)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             except (UserError, OSError) as mistake:
                 error = _explain(mistake, folder)
         raise_together(error)
-        return sum(count for where, count in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
+        return sum(count - there for where, count, there in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
 
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
         """In the thread. Every rank ends with the same `_error`, or none."""
@@ -140,7 +167,11 @@ class CheckpointWriter:
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, (records, error), group=self._group)
+        try:
+            dist.all_gather_object(told, (records, error), group=self._group)
+        except RuntimeError as mistake:  # a rank is gone, or has not written its share in time
+            self._error = _explain(mistake, folder)
+            return
         errors = [error for _, error in told if error is not None]
         if self._rank == 0 and not errors:
             try:

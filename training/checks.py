@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config import DPOLossType, Precision, RunConfig, Task, get_task
+from training.config import CheckpointMode, DPOLossType, Precision, RunConfig, Task, get_task
 
 # Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
@@ -32,7 +32,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         value = getattr(config, key)
         if value is not None and value < 1:
             raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else ""))
-    for key in ("save_minutes", "grace_seconds"):
+    for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")
     if config.keep_best is not None and (config.keep_last is None or config.eval_file is None):
@@ -43,6 +43,11 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
         if not 0 <= getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")
+    mode = config.activation_checkpoint_mode
+    if mode is not CheckpointMode.grouped and not config.activation_checkpoint_interval:
+        raise UserError(f"activation_checkpoint_mode={mode.value} recomputes nothing with activation_checkpoint_interval=0; give 1 or more")
+    if mode is CheckpointMode.selective and config.compile:
+        raise UserError("activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false, or another mode")
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
     betas, eps = config.optimizer.betas, config.optimizer.eps
@@ -53,13 +58,17 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
-        if key == "train_file" and not files or not is_function and not isinstance(files, (str, list, type(None))):
+        if key == "train_file" and not files and not config.evaluate_only or not is_function and not isinstance(files, (str, list, type(None))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     _check_task(config)
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
+    if config.evaluate_only and config.eval_file is None:
+        raise UserError("evaluate_only=true needs eval_file")
+    if config.evaluate_only and config.overwrite_output_dir:
+        raise UserError("evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are; give one")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
 

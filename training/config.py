@@ -39,6 +39,12 @@ class SchedulerType(Enum):
     constant = "constant"
 
 
+class CheckpointMode(Enum):
+    grouped = "grouped"
+    every = "every"
+    selective = "selective"
+
+
 class AttnImplementation(Enum):
     auto = "auto"
     sdpa = "sdpa"
@@ -122,6 +128,7 @@ class Device(Enum):
 class DataConfig:
     name: DataKind = MISSING
     encoder: Any = MISSING
+    collator: Any = MISSING
     prompt_field: str | None = MISSING
     completion_field: str | None = MISSING
     messages_field: str | None = MISSING
@@ -216,6 +223,7 @@ class RunConfig:
     resume_allow_changes: bool = MISSING
     trust_checkpoint: bool = MISSING
     inspect_data: bool = MISSING
+    evaluate_only: bool = MISSING
 
     freeze: list[str] = MISSING
 
@@ -231,6 +239,7 @@ class RunConfig:
     num_workers: int = MISSING
     seed: int = MISSING
 
+    loss: Any = MISSING
     learning_rate: float = MISSING
     lr_scheduler_type: SchedulerType = MISSING
     min_lr_ratio: float = MISSING
@@ -252,10 +261,13 @@ class RunConfig:
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
     grace_seconds: float = MISSING
+    stuck_minutes: float | None = MISSING
 
     precision: Precision = MISSING
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_mode: CheckpointMode = MISSING
+    compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
 
     plan: Any = MISSING
@@ -268,6 +280,11 @@ _TASK_OF_DATA = {DataKind.sft: Task.sft, DataKind.chat: Task.sft, DataKind.pretr
 def get_task(config: RunConfig) -> Task:
     """What the data is for; `task` may say it again, and `training/checks.py` sees that it says the same."""
     return _TASK_OF_DATA[config.data.name]
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
+    return 2 if get_task(config) is Task.dpo else 1
 
 
 def register_schema() -> None:

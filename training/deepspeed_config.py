@@ -11,8 +11,8 @@ from training.layout import Layout
 _NEVER = 10**9  # steps_per_print takes no "off"
 
 
-def build_deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. Extra keys come from the `deepspeed` group.
+def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = True) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; without an optimizer when it does not train. Extra keys come from the `deepspeed` group.
 
     Raises UserError for an extra key that is set here from a key of the run.
     """
@@ -30,7 +30,9 @@ def build_deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
         "bf16": {"enabled": config.precision is Precision.bf16},
         "fp16": {"enabled": config.precision is Precision.fp16},
     }
-    if config.offload_optimizer is Offload.none:
+    if not trains:
+        built["zero_optimization"] = {"stage": 0}
+    elif config.offload_optimizer is Offload.none:
         del built["zero_optimization"]["offload_optimizer"]
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -22,11 +22,10 @@ from training.schedule import learning_rate_at
 deepspeed.ops.__compatible_ops__ = {}
 
 
-def initialize_engine(module: StageModule, config: RunConfig, layout: Layout) -> PipelineEngine:
-    """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters."""
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=build_optimizer(module, config), config=build_deepspeed_config(config, layout)
-    )
+def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> PipelineEngine:
+    """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters, or without one when it only evaluates."""
+    optimizer = build_optimizer(module, config) if trains else None
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=build_deepspeed_config(config, layout, trains))
     return engine
 
 

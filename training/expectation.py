@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from models.architecture import build_layers
-from training.config import Device, HardwareConfig, RunConfig, load_hardware
+from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.hardware import complete_hardware
 from training.layout import Layout
 from training.plan import Plan, compute_model_flops, compute_plan
-from training.plan_cost import DTYPES, LayerCost, count_layers
+from training.plan_cost import LayerCost, count_layers
 from training.plan_memory import HOST_BYTES_A_RANK
+from training.precision import DTYPES
 from training.trainable import build_adapter
 
 
@@ -30,11 +31,13 @@ class Expectation:
     peak_memory: list[int]
     peak_flops: float | None
     costs: Sequence[LayerCost]
+    rows_per_step: int
 
-    def compute_mfu(self, tokens_per_second: float, tokens_a_row: float) -> float | None:
-        """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were."""
+    def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
+        """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on average."""
         if self.peak_flops is None:
             return None
+        tokens_a_row = tokens_per_second * step_time / self.rows_per_step
         return tokens_per_second * compute_model_flops(self.costs, tokens_a_row) / self.peak_flops
 
 
@@ -56,8 +59,9 @@ def expect(
     """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
     layers = build_layers(architecture)  # of their own: counting moves what they share to the meta device
     costs = count_layers(
-        layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision], build_adapter(config, layers), config.freeze
-    )
+        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
+        build_adapter(config, layers), config.freeze,
+    )  # fmt: skip
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
     plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, assumed)
     on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
@@ -66,4 +70,5 @@ def expect(
         peak_memory=[stage.memory.peak + host for stage, host in zip(plan.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs,
+        rows_per_step=layout.global_batch_size * rows_per_sample(config),
     )

@@ -11,7 +11,7 @@ import torch
 
 from errors import UserError
 from training.config import HardwareConfig, Precision
-from training.plan_cost import DTYPES
+from training.precision import DTYPES
 
 GIB = 2**30
 GB = 10**9

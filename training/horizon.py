@@ -13,9 +13,18 @@ from errors import UserError
 from training.checked_run import CheckedRun
 from training.checkpoint import TrainerState, read_state
 from training.config import RunConfig, Task, get_task
-from training.preparation import build_row_plan
+from training.preparation import build_row_plan, describe_data
 from training.resume import check_resumable
 from training.run_folder import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSize:
+    """Of `eval_file`."""
+
+    rows: int
+    targets: int
+    terms: int  # what eval_loss is a mean over: target tokens, or pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +34,7 @@ class Horizon:
     num_samples: int
     total_steps: int  # the schedule's length
     last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
-    eval_samples: int = 0
-    eval_targets: int = 0
-    eval_terms: int = 0  # what eval_loss is a mean over: target tokens, or pairs
+    evaluation: EvalSize | None = None
 
 
 def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path]) -> tuple[Horizon, TrainerState]:
@@ -38,7 +45,7 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
         0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
-        config.precision.value, config.optimizer.name.value,
+        config.precision.value, config.optimizer.name.value, describe_data(config, datasets["train_file"]),
     )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
@@ -49,10 +56,15 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
     if start.step > last_step or start.step == last_step and not unfinished:
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
+    if config.profile_step is not None and config.profile_step > total_steps:
+        raise UserError(f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null")
     horizon = Horizon(num_samples, total_steps, last_step)
     if "eval_file" in datasets:
-        eval_rows = count_rows(datasets["eval_file"], build_row_plan(config, "eval_file"))
-        eval_targets = load_summary(datasets["eval_file"]).num_targets
-        eval_terms = eval_rows if get_task(config) is Task.dpo else eval_targets
-        horizon = dataclasses.replace(horizon, eval_samples=eval_rows, eval_targets=eval_targets, eval_terms=eval_terms)
+        horizon = dataclasses.replace(horizon, evaluation=measure_evaluation(config, datasets["eval_file"]))
     return horizon, start
+
+
+def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
+    """path: of the tokenized `eval_file`."""
+    rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
+    return EvalSize(rows, targets, terms=rows if get_task(config) is Task.dpo else targets)

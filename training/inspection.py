@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.inspection import choose_rows, describe_dataset, render_row, save_histogram
-from data.rows import Rows
+from data.rows import RowPlan, Rows, list_rows
 from training.config import RunConfig
 from training.preparation import build_row_plan
 
@@ -25,6 +26,13 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
         histogram = Path(config.output_dir) / f"lengths_{key}.png"
         save_histogram(path, plan, key, histogram)
         print(f"\n=== {key} ===\n{describe_dataset(path, plan)}\nhistogram of lengths: {histogram}")
-        for row in choose_rows(len(rows), ROWS_SHOWN):
+        for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
             counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets, {len(rows.pieces(row)):,} documents"
-            print(f"\n--- row {row:,}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
+            print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
+
+
+def _name_row(row: int, plan: RowPlan) -> str:
+    if plan.group_size == 1:
+        return f"row {row:,}"
+    pair, answer = divmod(row, plan.group_size)
+    return f"pair {pair:,}, {('chosen', 'rejected')[answer]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from errors import UserError
-from models.dpo import DPOLoss
 from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
-from training.config import OnNonfinite, RunConfig
+from training.config import OnNonfinite, OptimizerName, RunConfig, Task, get_task
 from training.engine import evaluate, is_nonfinite, train_step
 from training.horizon import Horizon
 from training.metrics import Record, Reporter
@@ -23,6 +23,7 @@ from training.preferences import Rewards
 from training.ranks import raise_together
 from training.requests import Requests
 from training.run_folder import RunFolder
+from training.stage_probe import StageProbe
 from training.telemetry import Telemetry
 
 
@@ -43,23 +44,27 @@ class TrainingLoop:
         folder: RunFolder,
         reporters: list[Reporter],
         telemetry: Telemetry,
+        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """state: where the run starts. reporters: empty on all ranks but the main one."""
+        """state: where the run starts. reporters: empty on all ranks but the main one. patience: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self._telemetry = telemetry
         self.last_eval: Record | None = None
+        self._patience = patience
         self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
+        self._probe = StageProbe(engine.module, engine.device)
         self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
-        self._rewards = Rewards(engine.module.loss_fn, engine.device) if isinstance(engine.module.loss_fn, DPOLoss) else None
+        self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
 
     def run(self) -> TrainerState:
         """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
 
-        A signal that ends it leaves time for saving alone, and its number in `signum`.
+        A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is no room to save.
         """
+        self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
@@ -69,7 +74,8 @@ class TrainingLoop:
             ended = self.state.step >= self.horizon.last_step
             while not ended:
                 ended = self._step_and_after(micro_batches)
-            self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
+            with self._patience():
+                self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
         finally:
             self._requests.close()
         return self.state
@@ -107,6 +113,7 @@ class TrainingLoop:
         step = self.state.step
         if nonfinite:
             self._tell_nonfinite(step, loss)
+        self._probe.reset()
         num_tokens = self.state.num_tokens
         if self._rewards is not None:
             self._rewards.add_step(counts=not nonfinite)
@@ -121,12 +128,12 @@ class TrainingLoop:
             reporter.advance(step + 1)
 
     def _tell_nonfinite(self, step: int, loss: torch.Tensor) -> None:
-        error = None
+        error, place = None, self._probe.find_first()
         if self.reporters:
             ids = self.train_loader.sample_ids(step).tolist()
             named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
             norm = float(self.engine.get_global_grad_norm())
-            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0)"
+            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
             if self.config.on_nonfinite is OnNonfinite.skip:
                 print(f"skipped {text}", file=sys.__stderr__, flush=True)
             else:
@@ -135,7 +142,8 @@ class TrainingLoop:
                     "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
-            self._writer.wait()
+            with self._patience():
+                self._writer.wait()
             raise_together(error)
 
     def _report_interval(self) -> None:
@@ -160,14 +168,15 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         loader = self.eval_loader
-        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.eval_terms)
+        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.evaluation.terms)
         rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.eval_targets}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.evaluation.targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:
         evaluated = self.last_eval is not None and self.last_eval["step"] == self.state.step
-        self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
+        with self._patience():
+            self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

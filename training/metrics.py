@@ -69,7 +69,7 @@ class ProgressBar:
 
     def report(self, record: Record) -> None:
         if "eval_loss" in record:
-            self._line(f"step {record['step']}: eval_loss {record['eval_loss']:.4f}  {_describe_quality(record)}")
+            self._line(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
             self._bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
@@ -104,11 +104,12 @@ def _describe_rewards(record: Record) -> str:
     return f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  " if "rewards_accuracy" in record else ""
 
 
-def _describe_quality(record: Record) -> str:
-    """Of an evaluation: the perplexity, or the share of pairs whose chosen answer has the higher reward."""
+def describe_evaluation(record: Record) -> str:
+    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward."""
+    loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
-        return f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
-    return f"perplexity {perplexity(record['eval_loss']):.2f}"
+        return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}"
 
 
 def perplexity(loss: float) -> float:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
+from models.decoder import PipelineDecoderLayer
 from models.loss import Loss, build_loss
 from models.weights import WeightSource
+from training.config import CheckpointMode
 from training.ranks import raise_together
+from training.recompute import Recompute
 from training.trainable import choose_trained
 
 
@@ -47,23 +48,31 @@ class StageModule(PipelineModule):
         activation_checkpoint_interval: int,
         adapter: Adapter | None = None,
         freeze: Sequence[str] = (),
+        *,
         loss: Loss | None = None,
+        checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
+        compiles: bool = False,
     ) -> None:
         """bounds: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
-        names that are not trained. loss: of the last stage; next-token cross entropy by default. Needs an initialised process group.
+        names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
+        itself. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
         self._layers, self._source, self._dtype, self.adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
+        self._recompute, self._compiles = Recompute(activation_checkpoint_interval, checkpoint_mode), compiles
         super().__init__(
             layers=build_layer_specs(layers),
             num_stages=len(bounds) - 1,
             loss_fn=loss or build_loss(source.config),
             partition_method=list(bounds),
-            activation_checkpoint_interval=activation_checkpoint_interval,
-            # torch's own, non-reentrant: it takes integer inputs and restores the random state for dropout
-            activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
+            activation_checkpoint_interval=self._recompute.group_size,
+            activation_checkpoint_func=self._recompute.build_function(),
         )
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Says of each group of layers that `forward` cuts whether it is recomputed."""
+        self.is_checkpointable_results = [group.is_recomputed for group in self._recompute.list_groups(len(self.forward_funcs))]
 
     def _partition_layers(self, method: list[int]) -> None:
         """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every layer)."""
@@ -79,6 +88,8 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
+        if self._compiles:
+            self._compile_layers()
         self._fill_groups()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
@@ -86,6 +97,13 @@ class StageModule(PipelineModule):
     def _load_layers(self) -> None:
         for index, _, module in self.local_layers():
             self._load(module, index)
+
+    def _compile_layers(self) -> None:
+        """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all layers of a kind, and
+        lengths that change from step to step make it general once."""
+        for _, _, module in self.local_layers():
+            if isinstance(module, PipelineDecoderLayer):
+                module.compile()
 
     def _fill_groups(self) -> None:
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.config import HardwareConfig, Offload, OptimizerName, Precision, RunConfig
+from training.config import HardwareConfig, Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
 from training.hardware import GB, GIB
 from training.layout import Layout
 from training.plan_cost import POSITION_BYTES, LayerCost
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
+from training.recompute import build_recompute
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ class Plan:
 def compute_plan(
     costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layout, vocab_size: int, config: RunConfig, hardware: HardwareConfig
 ) -> Plan:
-    """costs: of one micro-batch of `layout.micro_batch_size` x `config.max_seq_length` tokens. hardware: complete."""
-    tokens = layout.micro_batch_size * config.max_seq_length
+    """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each. hardware: complete."""
+    tokens_per_sample = rows_per_sample(config) * config.max_seq_length
+    tokens = layout.micro_batch_size * tokens_per_sample
     stages = [_plan_stage(costs, bounds, stage_id, layout, vocab_size, tokens, config, hardware) for stage_id in range(layout.num_stages)]
     boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
     transfer = [
@@ -101,7 +103,7 @@ def compute_plan(
     trainable = [_distinct(costs[start:stop], "num_trainable") for start, stop in zip(bounds, bounds[1:])]
     reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config.precision, hardware) for stage, n in enumerate(trainable))
     optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
-    tokens_per_step = layout.global_batch_size * config.max_seq_length
+    tokens_per_step = layout.global_batch_size * tokens_per_sample
     step_seconds = pipeline_seconds + reduce_seconds + optimizer_seconds
     peak = hardware.peak_flops[config.precision.value] * layout.world_size
     return Plan(
@@ -131,21 +133,24 @@ def _plan_stage(
 ) -> StagePlan:  # fmt: skip
     layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
     num_parameters = _distinct(layers, "num_parameters")
-    interval = config.activation_checkpoint_interval
+    recompute = build_recompute(config)
     state = compute_state(
         num_parameters, _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device,
     )  # fmt: skip
     memory = compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, interval, tokens, vocab_size, state, config.precision
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, recompute, tokens, vocab_size, state, config.precision
     )
     forward = sum(layer.forward_flops for layer in layers)
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
-    # loss, which is not.
-    head = layers[-1].forward_flops if stage_id == layout.num_stages - 1 else 0
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + (forward - head if interval else 0)
+    # loss, once, or, where it is no sum over tokens, again in the backward pass.
+    in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
+    groups = [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
+    again = [layers[i] for group in groups for i in range(group.start, min(group.stop, in_loss))]
+    again += layers[in_loss:] if get_task(config) is Task.dpo else []
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layer.forward_flops for layer in again)
     if all(layer.forward_seconds is not None for layer in layers):
-        recomputed = sum(layer.forward_seconds for layer in layers[: -1 if head else None]) if interval else 0
+        recomputed = sum(layer.forward_seconds for layer in again)
         seconds = sum(layer.forward_seconds for layer in layers), sum(layer.backward_seconds for layer in layers) + recomputed
     else:
         rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
@@ -162,7 +167,7 @@ def _distinct(layers: Sequence[LayerCost], count: str) -> int:
     return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
-def compute_model_flops(costs: Sequence[LayerCost], seq_length: int) -> float:
+def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal half, and

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from models.adapters import Adapter
 from models.architecture import Layer
-from training.config import Precision
+from training.recompute import is_kept
 from training.trainable import choose_trained
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 POSITION_BYTES = 8  # position_ids are int64
 
 
@@ -36,7 +37,8 @@ class LayerCost:
     frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
     attention_width: heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
-    is_estimated: the layer does not run on the meta device, and saved_bytes is an upper estimate.
+    kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
+    is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
     forward_seconds, backward_seconds: of a token, where the layer was timed (`training/rehearsal.py`).
     """
 
@@ -52,6 +54,8 @@ class LayerCost:
     tied_key: str | None = None
     is_estimated: bool = False
     frozen_flops: float = 0
+    kept_bytes: int = 0
+    remade_bytes: int = 0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
 
@@ -100,7 +104,9 @@ def _count_layer(
         forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width,
         frozen_flops=2 * sum(active[name] for name in multiplied if not parameters[name].requires_grad),
         attention_width=width,
-        saved_bytes=saved,
+        saved_bytes=saved.saved,
+        kept_bytes=saved.kept,
+        remade_bytes=saved.remade,
         output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
@@ -154,27 +160,40 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
 
 def _count_saved(
     layer: Layer, module: nn.Module, config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype, is_first: bool
-) -> tuple[int, bool]:
-    """(bytes that autograd keeps, whether they are only estimated)."""
+) -> tuple[SavedBytes, bool]:
+    """(what autograd keeps, whether it is only estimated)."""
     position_ids = torch.zeros(micro_batch_size, seq_length, dtype=torch.long, device="meta")
     hidden_states = torch.empty(micro_batch_size, seq_length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     inputs = (position_ids if is_first else hidden_states, position_ids)
     try:
-        return measure_saved_bytes(lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module), False
+        return count_saved_bytes(lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module), False
     except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
-        return _estimate_saved(layer, module, config, dtype.itemsize) * micro_batch_size * seq_length, True
+        return _estimate_saved(layer, module, config, dtype.itemsize, micro_batch_size * seq_length), True
 
 
-def _estimate_saved(layer: Layer, module: nn.Module, config: PretrainedConfig, itemsize: int) -> int:
-    """Bytes a token: input and output of each matrix, and two copies of hidden_states in fp32 around each norm."""
+def _estimate_saved(layer: Layer, module: nn.Module, config: PretrainedConfig, itemsize: int, tokens: int) -> SavedBytes:
+    """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be kept."""
     names = list(_multiplied(layer, module, config))
     shapes = {name: parameter.shape[-2:] for name, parameter in module.named_parameters() if name in names}
     chosen = {name: config.num_experts_per_tok if _active_share(name, config) < 1 else 1 for name in shapes}
-    return round(sum(sum(shape) * itemsize * chosen[name] for name, shape in shapes.items()) + 4 * 4 * config.hidden_size)
+    both = tokens * round(sum(sum(shape) * itemsize * chosen[name] for name, shape in shapes.items()) + 4 * 4 * config.hidden_size)
+    return SavedBytes(both, kept=both, remade=both)
 
 
-def measure_saved_bytes(run: Any, module: nn.Module) -> int:
-    """Bytes of the distinct storages that autograd saves while `run()` runs, without the module's own parameters."""
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes of distinct storages, without the module's own parameters. saved: by autograd, when nothing is recomputed.
+
+    kept: results of the operators that `selective` keeps. remade: of what is saved, the rest.
+    """
+
+    saved: int
+    kept: int
+    remade: int
+
+
+def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
+    """What the backward pass of `run()`, a forward pass on the meta device, will need."""
     own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address taken by another
 
@@ -184,9 +203,29 @@ def measure_saved_bytes(run: Any, module: nn.Module) -> int:
             saved[storage._cdata] = storage
         return tensor
 
-    with _WithoutData(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    results = _KeptResults()
+    with _WithoutData(), results, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
-    return sum(storage.nbytes() for storage in saved.values())
+    return SavedBytes(
+        saved=sum(storage.nbytes() for storage in saved.values()),
+        kept=sum(storage.nbytes() for storage in results.storages.values()),
+        remade=sum(storage.nbytes() for address, storage in saved.items() if address not in results.storages),
+    )
+
+
+class _KeptResults(TorchDispatchMode):
+    """The storages of the results that `selective` keeps, by address; attention keeps its output and one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if is_kept(function) or _FusedAttention.is_running:
+            for tensor in tree_leaves(result):
+                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return result
 
 
 class _WithoutData(TorchFunctionMode):
@@ -207,11 +246,16 @@ class _WithoutData(TorchFunctionMode):
 class _FusedAttention(torch.autograd.Function):
     """What FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32 number a row."""
 
+    is_running = False
+
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         batch, heads, length, _ = query.shape
+        _FusedAttention.is_running = True
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own memory order
-        context.save_for_backward(query, key, value, output, query.new_empty(batch, heads, length, dtype=torch.float32))
+        row_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        _FusedAttention.is_running = False
+        context.save_for_backward(query, key, value, output, row_sums)
         return output
 
     @staticmethod

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from models.loss import PIECE
 from training.config import Device, Offload, OptimizerName, Precision
 from training.plan_cost import POSITION_BYTES, LayerCost
+from training.recompute import Recompute
 
 # Elements of DeepSpeed's buckets: `reduce_bucket_size` (runtime/zero/config.py) and MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py).
 BUCKET = 500_000_000
@@ -24,7 +25,8 @@ HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assu
 class Memory:
     """Bytes on one card, by kind; `host` in the host's memory, for this rank.
 
-    activations: of all micro-batches in flight. recomputation: of the one group of layers whose activations are made again.
+    activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is made again exceeds what
+    later layers have given back by then.
     buffers: of communication. step: what the optimizer step allocates for itself.
     """
 
@@ -96,13 +98,13 @@ def compute_memory(
     stage_id: int,
     num_stages: int,
     num_micro_batches: int,
-    interval: int,
+    recompute: Recompute,
     tokens: int,
     vocab_size: int,
     state: State,
     precision: Precision,
 ) -> Memory:
-    """One stage's memory. tokens: of a micro-batch, B x T. interval: `activation_checkpoint_interval`.
+    """One stage's memory. tokens: of a micro-batch, B x T.
 
     At most min(P - stage_id, M) micro-batches are in flight (1F1B, 2006.09503; `TrainSchedule.num_pipe_buffers` of DeepSpeed).
     """
@@ -113,13 +115,18 @@ def compute_memory(
     positions = POSITION_BYTES * tokens
     # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
     held = (positions if is_first else hidden) + positions + (0 if is_last else hidden)
-    groups = group_layers(len(stage_layers), interval)
-    saved = [sum(layer.saved_bytes for layer in stage_layers[start:stop]) for start, stop in groups]
-    if interval:
-        inputs = [(positions if is_first else hidden) if start == 0 else stage_layers[start - 1].output_bytes for start, _ in groups]
-        kept, recomputation = sum(inputs) + positions, max(saved)
-    else:
-        kept, recomputation = sum(saved), 0
+    kept = recomputation = 0
+    for group in reversed(recompute.list_groups(len(stage_layers))):  # as the backward pass goes: what later groups kept is free by then
+        layers = stage_layers[group.start : group.stop]
+        if not group.is_recomputed:
+            kept += sum(layer.saved_bytes for layer in layers)
+            continue
+        remade = sum(layer.remade_bytes if recompute.is_selective else layer.saved_bytes for layer in layers)
+        recomputation = max(recomputation, remade - kept)
+        kept += stage_layers[group.start - 1].output_bytes if group.start else (positions if is_first else hidden)
+        if recompute.is_selective:
+            kept += sum(layer.kept_bytes for layer in layers)
+    kept += positions if recompute.interval else 0  # which every recomputed group takes too
     largest = max(layer.largest_trainable for layer in stage_layers)
     # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
     in_transit = (0 if is_first else hidden + positions) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
@@ -144,9 +151,3 @@ def compute_loss_bytes(num_logits: int, precision: Precision) -> int:
     """
     piece = min(num_logits, PIECE)
     return {Precision.fp32: 8 * piece, Precision.bf16: 10 * piece + 2 * num_logits, Precision.fp16: 12 * num_logits}[precision]
-
-
-def group_layers(num_layers: int, interval: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of the groups of layers that are recomputed together, as `PipelineModule.forward` cuts them; 0: one group."""
-    size = interval or num_layers
-    return [(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config import HardwareConfig, Offload, RunConfig
+from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig, rows_per_sample
 from training.hardware import GIB
 from training.plan import Plan, StagePlan
 
@@ -17,9 +17,11 @@ def render_plan(plan: Plan, config: RunConfig, hardware: HardwareConfig, total_s
     """Several lines, without a newline at the end."""
     return "\n".join(
         [
-            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, {config.max_seq_length} tokens a sample",
+            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
+            f"{rows_per_sample(config) * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, {config.precision.value}, "
-            f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval}",
+            f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
+            f"({config.activation_checkpoint_mode.value})",
             "",
             *render_table(plan),
             "",
@@ -106,8 +108,8 @@ def largest_kind(stage: StagePlan) -> str:
 
 def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
     advice = []
-    if config.activation_checkpoint_interval != 1:
-        advice.append("activation_checkpoint_interval=1")
+    if (config.activation_checkpoint_interval, config.activation_checkpoint_mode) != (1, CheckpointMode.grouped):
+        advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
     if plan.layout.micro_batch_size > 1:
         advice.append("a smaller micro_batch_size")
     if config.offload_optimizer is Offload.none:
@@ -124,7 +126,7 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
     recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(s.backward_flops + s.forward_flops for s in plan.stages)
     losses = {
-        f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_interval=0 saves it where activations fit": recomputed,
+        f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or activation_checkpoint_interval=0 saves it where activations fit": recomputed,
         f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size) or fewer num_stages lessen it": waiting - uneven,
         f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
         f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,

@@ -12,14 +12,15 @@ from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
-from training.config import NOT_GIVEN, HardwareConfig, RunConfig, to_typed
+from training.config import NOT_GIVEN, HardwareConfig, RunConfig, rows_per_sample, to_typed
 from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
+from training.precision import DTYPES
 from training.ranks import Ranks, exit_on_user_error
 from training.rehearsal import rehearse
 from training.run_folder import RunFolder
@@ -101,8 +102,9 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     check_freeze(config, layers)
     costs = count_layers(
-        layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision], build_adapter(config, layers), config.freeze
-    )
+        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
+        build_adapter(config, layers), config.freeze,
+    )  # fmt: skip
     if config.hardware.peak_flops is None:  # this machine
         costs, hardware = rehearse(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)

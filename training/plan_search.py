@@ -1,4 +1,4 @@
-"""`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and checkpointing interval, best first.
+"""`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing, best first.
 
 The global batch stays what the config says, so each found layout trains the same run.
 """
@@ -13,17 +13,25 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer
-from training.config import HardwareConfig, Offload, RunConfig
+from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig, rows_per_sample
 from training.hardware import GIB
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
-from training.plan_cost import DTYPES, LayerCost, count_layers
+from training.plan_cost import LayerCost, count_layers
 from training.plan_report import largest_kind, render_rows, render_seconds
+from training.precision import DTYPES
 from training.trainable import build_adapter
 
-# Keep all activations, or make them again: that takes the same time in groups of any size, so the size with the least memory is taken.
-INTERVALS = ((0,), (1, 2, 4, 8))
+# (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of any size, so the
+# size with the least memory is taken. Where two are equally fast, the first is.
+CHECKPOINTING = (
+    ((CheckpointMode.grouped, 0),),
+    ((CheckpointMode.selective, 1),),
+    ((CheckpointMode.every, 4),),
+    ((CheckpointMode.every, 2),),
+    tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
+)
 SHOWN = 10
 
 
@@ -47,17 +55,17 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     for num_stages, micro_batch_size in _list_layouts(config.world_size, len(layers), total):
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_layers(
-                layers, architecture, micro_batch_size, config.max_seq_length, DTYPES[config.precision], adapter, config.freeze
+                layers, architecture, micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision], adapter, config.freeze
             )
         dp_size = config.world_size // num_stages
         layout = Layout(config.world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
         bounds = compute_bounds(layers, num_stages, _method(config))
-        for intervals, offload in itertools.product(INTERVALS, Offload):
+        for choices, offload in itertools.product(CHECKPOINTING, Offload):
             tried = []
-            for interval in intervals:
-                keys = replace(config, activation_checkpoint_interval=interval, offload_optimizer=offload)
+            for mode, interval in choices:
+                keys = replace(config, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval, offload_optimizer=offload)
                 plan = compute_plan(costs[micro_batch_size], bounds, layout, architecture.vocab_size, keys, hardware)
-                tried.append(Candidate(_overrides(layout, interval, offload), plan))
+                tried.append(Candidate(_overrides(layout, mode, interval, offload), plan))
             candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
     if not candidates:
         raise UserError(f"global_batch_size={total} can be cut for no split of world_size={config.world_size}; give a multiple of a divisor of it")
@@ -92,13 +100,14 @@ def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> I
             micro_batch_size *= 2
 
 
-def _overrides(layout: Layout, interval: int, offload: Offload) -> tuple[str, ...]:
+def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> tuple[str, ...]:
     return (
         f"num_stages={layout.num_stages}",
         f"micro_batch_size={layout.micro_batch_size}",
         "gradient_accumulation_steps=null",
         f"global_batch_size={layout.global_batch_size}",
         f"activation_checkpoint_interval={interval}",
+        f"activation_checkpoint_mode={mode.value}",
         f"offload_optimizer={offload.value}",
     )
 
@@ -129,9 +138,14 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     layout = plan.layout
     return (
         str(layout.num_stages), str(layout.dp_size), str(layout.micro_batch_size), str(layout.gradient_accumulation_steps),
-        keys["activation_checkpoint_interval"], keys["offload_optimizer"], f"{plan.fullest.memory.peak / GIB:.1f}",
+        _name_checkpointing(keys), keys["offload_optimizer"], f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
     )  # fmt: skip
+
+
+def _name_checkpointing(keys: dict[str, str]) -> str:
+    mode, interval = keys["activation_checkpoint_mode"], keys["activation_checkpoint_interval"]
+    return {"grouped": interval, "every": f"every {interval}", "selective": "selective"}[mode]
 
 
 def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: HardwareConfig) -> str:

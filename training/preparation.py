@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import ChatEncoder
+from data.encoding import Encoding, OnBadRecord
 from data.length import LengthPolicy
 from data.mixture import MixtureUnit
 from data.preference import PreferenceEncoder
@@ -16,12 +16,13 @@ from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
-from data.targets import TARGET, build_target
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.tokenized import load_summary
+from data.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights import WeightSource
-from training.config import DataConfig, DataKind, RunConfig
+from training.config import DataConfig, DataKind, RunConfig, rows_per_sample
 from training.config import LengthPolicy as LengthPolicyKey
+from training.own import build_own_encoder
 from training.train_files import TrainFiles, parse_files
 
 
@@ -67,18 +68,21 @@ def prepare_file(config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase
     return path
 
 
+def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
+    """What decides the samples of a row of `train_file`, tokenized in `path`: by the tokens themselves, so a file may move or be copied."""
+    plan = build_row_plan(config, "train_file")
+    described = {
+        "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
+        "mixture": "none" if plan.mixture is None else str(plan.mixture),
+    }
+    fingerprints = load_summary(path).fingerprints
+    return described | {f"the hash of the tokens of train_file entry {number}": each for number, each in enumerate(fingerprints, start=1)}
+
+
 def build_encoder(data: DataConfig) -> Encoder:
     """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
     if data.encoder is not None:
-        if not isinstance(data.encoder, dict):
-            raise UserError(f"data.encoder={data.encoder}: give a mapping, such as {{_target_: my_data.MyEncoder, field: value}}")
-        encoder = build_target({TARGET: None, **data.encoder}, "data.encoder")
-        if not callable(getattr(encoder, "encode", None)) or not is_dataclass(encoder):
-            raise UserError(
-                f"data.encoder: {data.encoder[TARGET]} must be a dataclass with a method encode(record, location, tokenizer); "
-                "its fields are part of the cache's key"
-            )
-        return encoder
+        return build_own_encoder(data)
     if data.name is DataKind.chat:
         return ChatEncoder(data.messages_field)
     if data.name is DataKind.pretrain:
@@ -96,8 +100,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
         if not data.packing or data.length_policy is not LengthPolicyKey.split:
             raise UserError("data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are")
         packing = Packing.CONCATENATE
-    group_size = 2 if data.name is DataKind.preference else 1
-    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, group_size)
+    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:

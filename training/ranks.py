@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from errors import UserError
+from errors import UserError, explain_refusal
 
-_SECONDS_TO_LET_ANOTHER_SPEAK = 10
+SECONDS_TO_LET_ANOTHER_SPEAK = 10
 # What gloo and torch's store say when the process at the other end is gone.
 _LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed", re.IGNORECASE)
 
@@ -75,24 +75,33 @@ def _translate_slurm() -> None:
 
 @contextmanager
 def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
-    """Turns a UserError into one line on stderr and exit code 1. A rank whose peer is gone waits to be ended by the launcher.
+    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1. A rank whose peer is gone waits
+    to be ended by the launcher.
 
     speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
     since the launcher ends all ranks as soon as one of them has ended.
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        told = error if isinstance(error, UserError) else explain_refusal(error)
+        if told is None:
+            raise
         if speaks:
             where = f" (rank {ranks.rank})" if says_rank and ranks.world_size > 1 else ""
-            print(f"\nerror{where}: {error}\n", file=sys.__stderr__, flush=True)
+            print(f"\nerror{where}: {told}\n", file=sys.__stderr__, flush=True)
         else:
-            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
         sys.exit(1)
     except RuntimeError as error:
-        if _LOST_PEER.search(str(error)):  # the rank that is gone has said why; our stack trace would only bury it
-            time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+        if is_lost_peer(error):  # the rank that is gone has said why; our stack trace would only bury it
+            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
         raise
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether a collective has failed because the process at the other end is gone."""
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
 def raise_together(error: UserError | None) -> None:
@@ -108,5 +117,5 @@ def raise_together(error: UserError | None) -> None:
         return
     if error is not None and failed.index(True) == dist.get_rank():
         raise error
-    time.sleep(_SECONDS_TO_LET_ANOTHER_SPEAK)
+    time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
     sys.exit(1)

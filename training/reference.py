@@ -60,15 +60,15 @@ def prepare_reference(
     if module.has_loss:
         missing += torch.tensor([not is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()])
     dist.all_reduce(missing)
-    to_compute = [key for key, is_missing in zip(files, missing.tolist()) if is_missing]
+    to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}  # both keys may name the same data
     if not to_compute:
         ranks.say(f"reference log-probabilities: found beside the tokens ({model_id})")
         return files
     with _as_reference(module, reference, own):
-        for key in to_compute:
+        for file, key in to_compute.items():
             log_probabilities = _score(engine, datasets[key], options, reference, f"reference log-probabilities of {key}", ranks)
             if module.has_loss:
-                save_reference(files[key], log_probabilities, ranks.rank)
+                save_reference(file, log_probabilities, ranks.rank)
     dist.barrier()
     return files
 

@@ -27,7 +27,8 @@ from models.loss import build_loss
 from training.config import HardwareConfig, OptimizerName, Precision, RunConfig
 from training.layout import Layout
 from training.plan import count_update_bytes
-from training.plan_cost import DTYPES, LayerCost
+from training.plan_cost import LayerCost
+from training.precision import DTYPES
 from training.trainable import build_adapter, choose_trained
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage

@@ -5,31 +5,34 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
-import torch
 from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
 
 from models.weights import open_weights
 from training.checked_run import CheckedRun, check_run, take_up, weights_path
-from training.checkpoint import TrainerState, load_checkpoint
+from training.checkpoint import load_checkpoint
 from training.checks import check_config
-from training.config import Device, HardwareConfig, Precision, RunConfig, to_typed
+from training.config import Device, HardwareConfig, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.environment import describe_environment
 from training.expectation import expect, find_machine
-from training.horizon import Horizon, compute_horizon
+from training.evaluation import evaluate_checkpoint
+from training.horizon import compute_horizon, measure_evaluation
 from training.inspection import print_inspection
 from training.loggers import build_loggers
 from training.loop import TrainingLoop
 from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
+from training.own import build_run_loss
 from training.pipeline import StageModule
-from training.preferences import build_dpo_loss
+from training.precision import DTYPES
 from training.preparation import load_tokenizer, tokenize
 from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
@@ -40,8 +43,9 @@ from training.run_folder import RunFolder
 from training.stage_clock import MemoryPeak, StageClock
 from training.stage_loaders import build_loaders, build_options
 from training.telemetry import Telemetry
+from training.watchdog import Watchdog
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+T = TypeVar("T")
 # Ranks wait this long for rank 0 of their host to tokenize.
 PREPARATION_TIMEOUT = timedelta(hours=12)
 
@@ -50,14 +54,16 @@ def run(composed: DictConfig) -> None:
     """Checks everything that can be known, then trains. A UserError ends the process with one line."""
     ranks = read_ranks()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        config = to_typed(composed)
+        config = to_typed(composed, unread=("train_file",) if composed.evaluate_only else ())
+        if config.evaluate_only:
+            config = replace(config, train_file=None)
         if config.inspect_data:
             return inspect_data(config, ranks)
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
     with exit_on_user_error(ranks, says_rank=True):
-        signum = train(config, plan, folder, ranks)
+        signum = evaluate_only(config, plan, folder, ranks) if config.evaluate_only else train(config, plan, folder, ranks)
     dist.destroy_process_group()
     if signum:
         sys.exit(exit_code(signum))
@@ -76,19 +82,48 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     """The run itself: prepare the data, join the ranks, build the stage, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
         folder.take()
+    machine = find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None  # while all cores are ours
+    tokenizer = join_ranks(config, plan, ranks)
+    with Watchdog(ranks, config.stuck_minutes) as watchdog:
+        signum = train_together(config, plan, folder, ranks, tokenizer, machine, watchdog)
+    folder.release()
+    return signum
+
+
+def evaluate_only(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+    """Instead of `train`."""
+    tokenizer = join_ranks(config, plan, ranks)
+    with Watchdog(ranks, config.stuck_minutes):
+        datasets = tokenize(config, tokenizer)
+        if plan.resumable is not None:
+            plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
+        size = tell_all(lambda: measure_evaluation(config, datasets["eval_file"]), ranks)
+        evaluate_checkpoint(config, plan, datasets, size, tokenizer, folder, ranks)
+    return 0
+
+
+def join_ranks(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> PreTrainedTokenizerBase:
+    """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         tokenizer = load_tokenizer(config, plan.source)
     if ranks.local_rank == 0:
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None)  # the other ranks of the host wait for the process group meanwhile
-    machine = find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None  # while all cores are ours
     take_device(ranks)
     choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
     dist.barrier()
+    return tokenizer
+
+
+def train_together(
+    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
+    machine: HardwareConfig | None, watchdog: Watchdog,
+) -> int:  # fmt: skip
+    """The part of a run in which no rank may be missing. machine: what is known of it, on the main rank. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
-    horizon, start = agree_on_horizon(config, plan, datasets, ranks)
+    horizon, start = tell_all(lambda: compute_horizon(config, plan, datasets), ranks)
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 
     hosts = gather_hosts()
@@ -98,13 +133,14 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     memory = MemoryPeak(current_device())
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        build_dpo_loss(config, plan.source.config),
+        loss=build_run_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}
     if plan.reference is not None:
         options = build_options(config, plan.layout, module, tokenizer, ranks)
         reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
+    watchdog.limit_collectives()
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
@@ -118,8 +154,9 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         reporters += build_loggers(config.logger, folder.path, facts, start.step)
 
     telemetry = build_telemetry(engine, memory, config, plan, machine, ranks)
-    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry)
-    state = loop.run()
+    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused)
+    with watchdog.watching(module):
+        state = loop.run()
     for reporter in reporters:
         reporter.close()
     if summary := telemetry.summarize():
@@ -131,8 +168,6 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
         exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
         ranks.say(f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
-    dist.barrier()
-    folder.release()
     return loop.signum
 
 
@@ -151,13 +186,11 @@ def build_telemetry(
     return Telemetry(clock, plan.layout, expectation)
 
 
-def agree_on_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], ranks: Ranks) -> tuple[Horizon, TrainerState]:
-    """How long the run is and where it starts: computed by rank 0, told to the others."""
-    agreed: list[Any] = [None]
-    if ranks.is_main:
-        agreed = [compute_horizon(config, plan, datasets)]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]
+def tell_all(compute: Callable[[], T], ranks: Ranks) -> T:
+    """What rank 0 computes, on every rank: numbers on which all must agree, or they hang."""
+    told: list[Any] = [compute() if ranks.is_main else None]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def gather_hosts() -> list[str]:

@@ -14,17 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from data import loader as loaders
 from data.order import GlobalOrder
 from training.config import RunConfig
-from training.horizon import Horizon
+from training.horizon import EvalSize, Horizon
 from training.layout import Layout
+from training.own import build_collator
 from training.pipeline import StageModule
 from training.preparation import build_row_plan
 from training.ranks import Ranks
 
 
 def build_options(
-    config: RunConfig, layout: Layout, module: StageModule, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    config: RunConfig, layout: Layout, module: StageModule, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, key: str = "train_file"
 ) -> loaders.LoaderOptions:
-    """What this rank's stage reads of `train_file`."""
+    """What this rank's stage reads of `train_file` or `eval_file`."""
     return loaders.LoaderOptions(
         reads_inputs=module.has_first_layer,
         reads_labels=module.has_loss,
@@ -33,8 +34,9 @@ def build_options(
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=loaders.PadTo(config.data.pad_to.value),
-        row_plan=build_row_plan(config, "train_file"),
+        row_plan=build_row_plan(config, key),
         num_workers=config.num_workers,
+        collator=build_collator(config.data),
         pin_memory=get_accelerator().device_name() == "cuda",
     )
 
@@ -53,5 +55,14 @@ def build_loaders(
     train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
     if "eval_file" not in datasets:
         return train_loader, None
-    options = dataclasses.replace(options, row_plan=build_row_plan(config, "eval_file"), reference_file=reference.get("eval_file"))
-    return train_loader, loaders.build_eval_loader(datasets["eval_file"], options, horizon.eval_samples)
+    return train_loader, build_eval_loader(config, layout, datasets, horizon.evaluation, module, tokenizer, ranks, reference)
+
+
+def build_eval_loader(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], size: EvalSize, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """The evaluation loader alone; see `build_loaders`."""
+    options = build_options(config, layout, module, tokenizer, ranks, "eval_file")
+    options = dataclasses.replace(options, reference_file=reference.get("eval_file"))
+    return loaders.build_eval_loader(datasets["eval_file"], options, size.rows)

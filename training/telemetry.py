@@ -118,8 +118,7 @@ class Telemetry:
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:
         """The fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
         expectation = self._expectation
-        tokens_a_row = tokens_per_second * measured.step_time / self._layout.global_batch_size
-        mfu = expectation.compute_mfu(tokens_per_second, tokens_a_row)
+        mfu = expectation.compute_mfu(tokens_per_second, measured.step_time)
         record: Record = {
             **({} if mfu is None else {"mfu": mfu}),
             "compute_time": measured.compute_time,

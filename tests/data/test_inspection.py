@@ -10,7 +10,8 @@ from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, ren
 from data.length import LengthPolicy
 from data.rows import Packing, RowPlan, Rows, prepare_rows
 from data.sft import SFTEncoder
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.encoding import Encoding, OnBadRecord
+from data.tokenizing import prepare_dataset
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
 

@@ -14,7 +14,8 @@ from data.order import GlobalOrder
 from data.rows import RowPlan
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset
-from data.tokenizing import Encoding, prepare_dataset
+from data.encoding import Encoding
+from data.tokenizing import prepare_dataset
 
 PAD = 2
 NUM_SAMPLES = 21

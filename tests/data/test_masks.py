@@ -18,7 +18,8 @@ from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, count_rows, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
-from data.tokenizing import Encoding, prepare_dataset
+from data.encoding import Encoding
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 # ChatML as its models ship it, with a turn of a tool and a call of one.

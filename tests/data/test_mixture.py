@@ -9,7 +9,8 @@ import pytest
 from data.mixture import Mixture, MixtureUnit, ShareKind
 from data.rows import Packing, RowPlan, Rows, count_rows, prepare_rows
 from data.sft import SFTEncoder
-from data.tokenizing import Encoding, prepare_dataset
+from data.encoding import Encoding
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 COUNTS = (100, 30, 400)

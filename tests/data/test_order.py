@@ -1,9 +1,11 @@
 """The order of samples is a function of (seed, epoch, step) and of nothing else."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
-from data.order import GlobalOrder, micro_batch_ids
+from data.order import GlobalOrder, micro_batch_ids, permute
 from errors import UserError
 
 ORDER = GlobalOrder(num_samples=50, global_batch_size=8, seed=3)
@@ -35,6 +37,30 @@ def test_a_batch_does_not_depend_on_the_steps_before_it() -> None:
 def test_a_permutation_cannot_be_changed_by_its_reader() -> None:
     with pytest.raises(ValueError, match="read-only"):
         ORDER.sample_ids(0)[0] = 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000, 99_991])
+def test_a_permutation_takes_each_place_once(size: int) -> None:
+    for epoch in range(3):
+        assert np.array_equal(np.sort(permute(np.arange(size), size, 3, epoch)), np.arange(size))
+
+
+def test_permutations_are_as_good_as_random() -> None:
+    """Over many epochs each sample comes to each place equally often (chi-square a degree of freedom, 1 +- 5 deviations), and so does each order."""
+    size, epochs = 20, 5000
+    counts = np.zeros((size, size))
+    for epoch in range(epochs):
+        counts[np.arange(size), permute(np.arange(size), size, 0, epoch)] += 1
+    degrees = (size - 1) ** 2
+    chi_square = ((counts - epochs / size) ** 2 / (epochs / size)).sum() / degrees
+    assert abs(chi_square - 1) < 5 * np.sqrt(2 / degrees)
+    orders = Counter(tuple(permute(np.arange(4), 4, 1, epoch)) for epoch in range(2400))
+    assert len(orders) == 24 and min(orders.values()) > 50 and max(orders.values()) < 150
+
+
+def test_neighbours_do_not_stay_together() -> None:
+    places = permute(np.arange(10**6), 10**6, 0, 0)
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005 and abs(np.corrcoef(places, np.arange(10**6))[0, 1]) < 0.005
 
 
 @pytest.mark.parametrize(("dp_size", "micro_batch_size", "accumulation"), [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2)])

@@ -1,10 +1,12 @@
 """Sources and records: what is found, in which order, and what a bad file says."""
 
 import json
+import time
 from pathlib import Path
 
 import datasets
 import pytest
+from huggingface_hub import constants
 
 from data.records import parse_record, read_records, resolve_sources
 from errors import UserError
@@ -75,6 +77,15 @@ def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: py
     ]
     with pytest.raises(UserError, match=f"hf:{folder}: cannot be loaded: .*train.*; check the name and the split"):
         list(read_records(f"hf:{folder}"))
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    start = time.monotonic()
+    with pytest.raises(UserError, match="hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing' .*; check the name .* and the network"):
+        list(read_records("hf:nobody/nothing"))
+    assert time.monotonic() - start < 6 and not constants.HF_HUB_OFFLINE
 
 
 def test_text_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.mixture import Mixture, ShareKind
 from data.order import GlobalOrder
 from data.rows import Packing, RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset
-from data.tokenizing import Encoding, prepare_dataset
+from data.encoding import Encoding
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 LENGTH = 48
@@ -114,9 +116,24 @@ def test_an_index_is_found_again_and_a_damaged_one_is_made_again(path: Path) -> 
     fill = compute_fill(rows, PLAN)
     assert folder.stat().st_ino == before
     assert lines == [f"train_file: packed into {len(rows)} rows of 48 tokens, {fill:.1%} full"] and 0.8 < fill <= 1
-    (folder / "stops.npy").write_bytes((folder / "stops.npy").read_bytes()[:-8])
+    (folder / "stop.bin").write_bytes((folder / "stop.bin").read_bytes()[:-8])
     prepare_rows(path, PLAN, "train_file", lines.append)
     assert len(Rows(path, PLAN, False, False)) == len(rows) and lines[-1] == lines[0]
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_windows_of_samples_make_one_index(path: Path, monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
+    """However few samples are laid into rows at a time, all of them are there, once."""
+    mixture = Mixture((1,), ShareKind.EPOCHS)  # another plan than that of the other tests
+    plan = RowPlan(LENGTH, packing, mixture)
+    monkeypatch.setattr("data.rows.WINDOW", 7)
+    prepare_rows(path, plan, "train_file", print, ["a"])
+    rows, data = Rows(path, plan, True, True), TokenizedDataset(path, True, True)
+    pieces = [piece for row in range(len(rows)) for piece in rows.pieces(row)]
+    assert sorted(i for i, start, _ in pieces if start == 0) == list(range(NUM_SAMPLES))
+    assert sum(stop - start - 1 for _, start, stop in pieces) == (data.lengths - 1).sum()  # each token but a sample's first, once
+    assert rows.num_targets.sum() == data.num_targets.sum()
+    assert all(rows.lengths[row] == len(rows.input_ids(row)) <= LENGTH for row in range(len(rows)))
 
 
 def test_rows_without_packing_are_samples(path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from data.records import name_own_source, read_records
 from data.targets import build_target
 from data.tokenized import TokenizedDataset
-from data.tokenizing import Encoding, prepare_dataset
+from data.encoding import Encoding
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 ENCODER = """

@@ -1,21 +1,30 @@
 """The tokenized cache: what is in it, when it is made again, and that it is whole or not there."""
 
+import csv
+import errno
+import gzip
 import json
 import multiprocessing
 import os
 import pickle
+import re
+import signal
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data.length import LengthPolicy
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset
-from data.tokenizing import Encoding, OnBadRecord, prepare_dataset
+from data.encoding import Encoding, OnBadRecord
+from data.tokenizing import prepare_dataset
 from errors import UserError
 
 RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight {n}."} for n in range(12)]
@@ -38,6 +47,18 @@ class SlowEncoder(SFTEncoder):
 class BrokenEncoder(SFTEncoder):
     def split(self, record, location, tokenizer):
         raise KeyError("a bug, not a mistake of the user")
+
+
+@dataclass(frozen=True)
+class DyingEncoder(SFTEncoder):
+    """Kills the process it works in, unless that is `parent`."""
+
+    parent: int = 0
+
+    def split(self, record, location, tokenizer):
+        if os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().split(record, location, tokenizer)
 
 
 @pytest.fixture
@@ -87,7 +108,7 @@ def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
     assert 0 < truncated < 12
     tokens, targets = data.lengths.sum(), data.num_targets.sum()
     expected = f"12 samples, {tokens} tokens, {targets} target tokens; {truncated} samples truncated"
-    assert lines == [
+    assert lines[1:] == [
         f"train_file: {expected}, {lost} tokens lost by it ({lost_targets} of them targets); tokenized into {path}"
     ]
 
@@ -130,8 +151,9 @@ def test_pickling_opens_the_folder_again(prepare) -> None:
 def test_a_second_run_finds_it(prepare, train_file: Path) -> None:
     encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
     path, _ = prepare(encoder=encoder)
+    trace = Path(encoder.trace).read_text()
     again, lines = prepare(encoder=encoder)
-    assert again == path and len(Path(encoder.trace).read_text().splitlines()) == 12
+    assert again == path and Path(encoder.trace).read_text() == trace and len(trace.splitlines()) == 2 * 12  # and 12 to tell the size from
     assert len(lines) == 1 and "cached in" in lines[0]
 
 
@@ -146,7 +168,9 @@ def test_whatever_changes_the_tokens_makes_it_again(prepare, train_file: Path, b
     ]
     text = train_file.read_text()
     train_file.write_text(text.replace("Eight 3.", "Seven 3."))  # the same size
-    paths.append(prepare()[0])
+    path, lines = prepare()
+    assert lines[-1].endswith(f"tokenized into {path}")
+    paths.append(path)
     assert len(set(paths)) == len(paths)
 
 
@@ -173,10 +197,10 @@ def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
     for process in processes:
         process.join()
     assert answers[0][0] == answers[1][0]
-    assert len(Path(encoder.trace).read_text().splitlines()) == 12
+    assert len(Path(encoder.trace).read_text().splitlines()) == 2 * 12  # as one alone
     lines = sorted(answers[0][1] + answers[1][1])
-    assert ["cached" in line for line in lines] == [True, False, False]
-    assert "tokenized into" in lines[1] and lines[2].startswith("waiting for another process")
+    assert ["cached" in line for line in lines] == [True, False, False, False]
+    assert "tokenized into" in lines[1] and lines[2].startswith("train_file: tokenizing about 12") and lines[3].startswith("waiting for another process")
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -204,7 +228,7 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
     train_file.write_bytes(b"\n".join([good[0], *bad, *good[1:]]))
     path, lines = prepare(on_bad_record=OnBadRecord.SKIP, num_proc=num_proc)
     assert len(TokenizedDataset(path, True, True)) == 12
-    (line,) = lines
+    line = lines[1]
     assert line.startswith("train_file: 12 samples, ") and "; 4 of 16 records skipped as bad, such as " in line
     assert f"{train_file}:" in line.partition("such as ")[2]
     with pytest.raises(UserError, match="train.jsonl:2: no field 'completion'"):
@@ -229,14 +253,14 @@ def test_lengths_are_fitted_as_the_policy_says(prepare) -> None:
     whole, rest = prepare(max_seq_length=None)
     count = [len(TokenizedDataset(path, False, False)) for path in (dropped, whole, split)]
     assert 0 < count[0] < count[1] == 12 < count[2]
-    assert f"{12 - count[0]} samples too long and dropped" in lines[0] and f"{12 - count[0]} samples split" in more[0]
+    assert f"{12 - count[0]} samples too long and dropped" in lines[1] and f"{12 - count[0]} samples split" in more[1]
     targets = [TokenizedDataset(path, False, False).num_targets.sum() for path in (whole, split)]
-    assert targets[0] == targets[1] and "tokens lost" not in rest[0]
+    assert targets[0] == targets[1] and "tokens lost" not in rest[1]
 
 
 DAMAGE = {
-    "cut off": lambda path: os.truncate(next(path.glob("data-*.arrow")), 100),
-    "a file less": lambda path: (path / "state.json").unlink(),
+    "cut off": lambda path: os.truncate(path / "labels.bin", 100),
+    "a file less": lambda path: (path / "offset.bin").unlink(),
     "a summary of nothing": lambda path: (path / "summary.json").write_text("{}"),
 }
 
@@ -249,7 +273,7 @@ def test_a_damaged_folder_is_told_and_made_again(prepare, name: str) -> None:
     again, lines = prepare()
     assert again == path and TokenizedDataset(path, True, False).input_ids(3).tolist() == before
     assert lines[0].startswith(f"train_file: the tokenized data in {path} is damaged (") and "made again" in lines[0]
-    assert "tokenized into" in lines[1] and "cached in" in prepare()[1][0]
+    assert "tokenized into" in lines[2] and "cached in" in prepare()[1][0]
 
 
 def test_a_bug_keeps_its_own_type_and_leaves_nothing(prepare, train_file: Path) -> None:
@@ -276,6 +300,88 @@ def test_a_cache_that_cannot_be_written(prepare, train_file: Path) -> None:
         prepare(cache_dir=train_file / "cache")
 
 
+def test_a_disk_without_room_stops_it_before_it_starts(prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = SlowEncoder(trace=str(train_file.parent / "trace"))
+    monkeypatch.setattr("data.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError) as caught:
+        prepare(encoder=encoder)
+    cache = train_file.parent / "cache"
+    message = f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; make room, or choose another folder with data.cache_dir"
+    assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []
+    assert len(Path(encoder.trace).read_text().splitlines()) == 12
+
+
+def test_a_disk_that_fills_up_meanwhile(prepare, train_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("data.tokenizing.TokenizedWriter.append", append)
+    with pytest.raises(UserError, match="train_file: the disk that holds .*/cache is full; make room, or choose another folder with data.cache_dir"):
+        prepare()
+    assert list_cache(train_file) == []
+
+
+def write_jsonl(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_gzip(path: Path, records: list[dict]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode()))
+
+
+def write_zstd(path: Path, records: list[dict]) -> None:
+    path.write_bytes(pyarrow.Codec("zstd").compress("".join(json.dumps(record) + "\n" for record in records).encode(), asbytes=True))
+
+
+def write_array(path: Path, records: list[dict]) -> None:
+    path.write_text(json.dumps(records))
+
+
+def write_parquet(path: Path, records: list[dict]) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+def write_table(path: Path, records: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
+        table = csv.DictWriter(file, list(records[0]))
+        table.writeheader()
+        table.writerows(records)
+
+
+WRITERS = {
+    "a.jsonl": write_jsonl, "a.jsonl.gz": write_gzip, "a.jsonl.zst": write_zstd, "a.json": write_array, "a.parquet": write_parquet, "a.csv": write_table,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: str) -> None:
+    """From the first 200 records of 3,000; what lies on disk afterwards is within 10% of it."""
+    lengths = np.random.default_rng(0).integers(1, 40, 3000)
+    records = [{"prompt": f"{n} legs?", "completion": "Eight legs. " * int(length)} for n, length in enumerate(lengths)]
+    WRITERS[name](tmp_path / name, records)
+    path, lines = prepare(entries=[str(tmp_path / name)], max_seq_length=256)
+    told = re.fullmatch(r"train_file: tokenizing about ([0-9,]+) records; they will need about ([0-9.]+) (kB|MB) of disk in .* free\)", lines[0])
+    assert int(told[1].replace(",", "")) == pytest.approx(3000, rel=0.1)
+    found = sum(file.stat().st_size for file in path.iterdir())
+    assert float(told[2]) * {"kB": 10**3, "MB": 10**6}[told[3]] == pytest.approx(found, rel=0.1)
+
+
+def test_a_damaged_file_among_whole_ones_is_named(prepare, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "1.parquet", RECORDS)
+    (tmp_path / "2.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(UserError, match=f"^{tmp_path}/2.parquet cannot be read after row 0"):
+        prepare(entries=[str(tmp_path / "*.parquet")])
+
+
+def test_a_process_that_is_killed_is_told(prepare, tmp_path: Path) -> None:
+    """As the kernel does when memory runs out; nothing hangs, and nothing is left."""
+    path = tmp_path / "many.jsonl"
+    write_jsonl(path, RECORDS * 500)
+    with pytest.raises(UserError, match="a process that tokenizes was killed, for want of memory as a rule; lower data.num_proc"):
+        prepare(entries=[str(path)], encoder=DyingEncoder(parent=os.getpid()), num_proc=2)
+    assert list_cache(path) == []
+
+
 def test_nothing_is_left_in_the_cache_of_datasets(prepare, train_file, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home")
     path, _ = prepare(num_proc=2)
@@ -283,4 +389,3 @@ def test_nothing_is_left_in_the_cache_of_datasets(prepare, train_file, tmp_path,
     assert list_cache(train_file) == [path.name]
     assert not [name for name in os.listdir(path) if "tmp" in name or name.startswith("cache-")]
     assert "Tokenizing" not in capfd.readouterr().err  # no progress bars in a log file
-    assert not datasets.are_progress_bars_disabled()

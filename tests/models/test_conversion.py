@@ -14,6 +14,7 @@ from tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoTokenizer
 
 from errors import UserError
+from models import conversion
 from models.architecture import build_layers
 from models.safetensors_writer import INDEX_NAME
 from models.special_tokens import SpecialTokens
@@ -217,3 +218,39 @@ def test_the_layer_files_follow_the_layers(tmp_path: Path) -> None:
         tensors = torch.load(layer_file(step, index), weights_only=True)
         own = {name: tensor for name, tensor in expected.items() if name.startswith(layer.hf_prefix)}
         assert_same_bits(tensors, {name.removeprefix(layer.hf_prefix): tensor for name, tensor in own.items()})
+
+
+@pytest.mark.parametrize("kind", ["index", "legacy bin"])
+def test_workers_write_the_same_files(kind: str, tmp_path: Path) -> None:
+    expected = save_source(tmp_path / "hf", kind, torch.float32)
+    folders = [convert(tmp_path / "hf", tmp_path / f"pipeline{workers}", workers=workers) for workers in (1, 3)]
+    folders += [export(folders[1], tmp_path / f"back{workers}", max_shard_size=70_000, workers=workers, verify=True) for workers in (1, 3)]
+    for one, three in (folders[:2], folders[2:]):
+        files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
+        assert len(files) > 5 and all((one / file).read_bytes() == (three / file).read_bytes() for file in files)
+    assert_same_bits(load_transformers(folders[3]), expected)
+
+
+@pytest.mark.parametrize("way", ["convert", "export"])
+def test_verify_finds_a_bit_that_the_disk_has_changed(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_source(tmp_path / "hf", "safetensors", torch.float32)
+    go, source = (convert, tmp_path / "hf") if way == "convert" else (export, convert(tmp_path / "hf", tmp_path / "pipeline"))
+    reports: list[tuple[int, int]] = []
+    for dtype in (None, torch.bfloat16):
+        go(source, tmp_path / f"good{dtype}", dtype=dtype, verify=True, workers=2, progress=lambda *report: reports.append(report))
+    assert reports[-1][0] == reports[-1][1] and {total for _, total in reports} == {reports[0][1], reports[-1][1]}
+
+    drop = conversion.drop_from_memory
+
+    def flip_a_bit(file: Path) -> None:
+        drop(file)
+        if file.name in ("layer_03-model_states.pt", "model.safetensors"):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+
+    monkeypatch.setattr(conversion, "drop_from_memory", flip_a_bit)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"--verify: '.*' in (layer_03-model_states.pt|model.safetensors) is not what the source holds; .* Nothing was kept"):
+        go(source, tmp_path / "bad", verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -61,8 +61,8 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     from training.ranks import Ranks
     from training.trainable import build_adapter
     from training.preparation import load_tokenizer, tokenize
-    from training.run import DTYPES
-    from training.preferences import build_dpo_loss
+    from training.own import build_run_loss
+    from training.precision import DTYPES
     from training.reference import prepare_reference
     from training.stage_loaders import build_loaders, build_options
 
@@ -78,8 +78,9 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(
-        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze, build_dpo_loss(config, source.config)
-    )
+        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
+        loss=build_run_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+    )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
     reference = {}
@@ -120,12 +121,15 @@ def train_run(case: Case) -> None:
 
     from training.ranks import Ranks
     from training.checked_run import check_run
-    from training.run import train
+    from training.run import evaluate_only, train
     from training.run_folder import RunFolder
 
     config = case.config()
+    if config.evaluate_only:
+        config = replace(config, train_file=None)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    train(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
+    work = evaluate_only if config.evaluate_only else train
+    work(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -111,6 +111,18 @@ def test_no_room_is_told_before_a_byte_is_written(writer: CheckpointWriter, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_room_for_any_checkpoint_is_told_before_the_first_step(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, state = ShareFile("layer_00-model_states.pt", {"w": torch.zeros(10**6)}), ShareFile("optimizer", {"weight/w@0": torch.zeros(10**6)})
+    monkeypatch.setattr(checkpoint_writer, "plan_share", lambda _: [layer, state])
+    needed = 4 * 10**6 * 4 + 16 * 2**20  # the layer, its fp32 weights and two moments
+    for free, num_moments in ((needed, 2), (needed - 1, 1)):
+        monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        writer.check_room(num_moments)
+    with pytest.raises(UserError, match="a checkpoint of this run does not fit: .* needs 0.03 GB and its disk has 0.03 GB free; make room"):
+        writer.check_room(2)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "no exchange"])
 def test_a_step_that_is_saved_again_replaces_the_old(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
@@ -126,7 +138,7 @@ def test_a_step_that_is_saved_again_replaces_the_old(
 
 def test_other_ranks_hear_of_a_failure(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(told: list[Any], mine: Any, group: object) -> None:
-        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine[0], dict) else [mine, ("elsewhere", 0)]
+        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine[0], dict) else [mine, ("elsewhere", 0, 0)]
 
     monkeypatch.setattr(checkpoint_writer.dist, "all_gather_object", gather)  # rank 1 is another host's
     writer._world_size = 2
@@ -154,6 +166,9 @@ def test_training_goes_on_while_a_copy_is_written(writer: CheckpointWriter, tmp_
     assert 2 in find_checkpoints(tmp_path)
     writer.wait()
     assert latest(tmp_path) == tmp_path / "global_step4"
+    copies = writer._copies["layer_00-model_states.pt"].tensors["x"].data_ptr()
+    save(writer, 6)
+    assert writer._copies["layer_00-model_states.pt"].tensors["x"].data_ptr() == copies  # the same memory
     for step, value in ((2, 1.0), (4, 5.0)):
         assert torch.load(tmp_path / f"global_step{step}" / "layer_00-model_states.pt", weights_only=True)["x"].tolist() == [value] * 3
 
@@ -171,7 +186,7 @@ def test_what_went_wrong_beside_the_training_is_told_at_the_end(writer: Checkpoi
 def test_where_a_copy_does_not_fit_the_save_is_waited_for(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer._asynchronous = True
     monkeypatch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
-    monkeypatch.setattr(ShareFile, "copy", lambda _: pytest.fail("copied"))
+    monkeypatch.setattr(ShareFile, "copy", lambda *_: pytest.fail("copied"))
     save(writer, 2)
     assert latest(tmp_path) == tmp_path / "global_step2"
 

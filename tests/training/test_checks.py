@@ -9,6 +9,7 @@ from configs import build_config
 from transformers import LlamaConfig
 
 from errors import UserError
+from training.checked_run import check_compiler
 from training.checks import MIN_DEEPSPEED, check_config, check_deepspeed_version, check_model_fields
 
 
@@ -58,6 +59,8 @@ def test_the_defaults_pass() -> None:
         ("weight_decay=-1", "weight_decay=-1.0: 0 or more"),
         ("num_workers=-1", "num_workers=-1: 0 or more"),
         ("activation_checkpoint_interval=-1", "activation_checkpoint_interval=-1: 0 or more"),
+        ("activation_checkpoint_mode=every activation_checkpoint_interval=0", "activation_checkpoint_mode=every recomputes nothing"),
+        ("activation_checkpoint_mode=selective compile=true", "activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false"),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: two numbers"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0]: two numbers from 0 to below 1"),
@@ -70,8 +73,17 @@ def test_the_defaults_pass() -> None:
 )
 def test_a_value_out_of_range(override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_config(build_config(override), has_accelerator=False)
+        check_config(build_config(*override.split(" ")), has_accelerator=False)
     assert message in str(caught.value)
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="compile=true needs a C.. compiler, and no-such-compiler is not there; .* or set compile=false"):
+        check_compiler(has_accelerator=False)
+    monkeypatch.setattr("training.checked_run.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="compile=true needs the package triton on a GPU; install it, or set compile=false"):
+        check_compiler(has_accelerator=True)
 
 
 def test_resume_and_overwrite_contradict_each_other() -> None:
@@ -86,3 +98,15 @@ def test_the_model_group_must_agree_with_the_weights() -> None:
         check_model_fields({"hidden_size": 64}, config, "/model")
     with pytest.raises(UserError, match="model.hiden_size is no field of a 'llama' config"):
         check_model_fields({"hiden_size": 48}, config, "/model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("eval_file=null",), "evaluate_only=true needs eval_file"),
+        (("eval_file=a.jsonl", "overwrite_output_dir=true"), "evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are"),
+    ],
+)
+def test_an_evaluation_needs_a_file_and_deletes_nothing(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_config(build_config("evaluate_only=true", "micro_batch_size=1", "global_batch_size=2", *overrides), has_accelerator=False)

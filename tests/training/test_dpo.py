@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ from distributed import WorkerError, WorkerGroup
 from test_lora import make_adapter, to_peft_weights
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS
 from tiny import save_llama, save_pairs, save_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
 from data.tokenized import TokenizedDataset
-from training.horizon import Horizon
 
-NUM_PAIRS = 20
+NUM_PAIRS = 21  # no multiple of any batch
 DPO = ("data=preference", "task=dpo", "dpo.beta=0.3")
 SMOOTHED, IPO = "dpo.label_smoothing=0.2", "dpo.loss_type=ipo"
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
@@ -35,13 +35,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
     save_pairs(root / "train.jsonl", NUM_PAIRS)
-    save_pairs(root / "eval.jsonl", 5, seed=1)  # no multiple of any batch
     return root
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
     num_stages, world_size = LAYOUTS[layout]
-    if IPO in overrides:  # the steeper loss
+    if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
         overrides = (*overrides, "learning_rate=0.02")
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, overrides=(*DPO, "micro_batch_size=1", *overrides))
 
@@ -63,9 +62,8 @@ def train_pairs(case: Case) -> dict[str, Any]:
     return result | {"weights": hf_weights(engine)}
 
 
-def find_dataset(case: Case, num_pairs: int = NUM_PAIRS) -> TokenizedDataset:
-    datasets = [TokenizedDataset(path, True, True) for path in (case.workdir / "cache").iterdir() if path.is_dir()]
-    return next(dataset for dataset in datasets if len(dataset) == 2 * num_pairs)
+def find_dataset(case: Case) -> TokenizedDataset:
+    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
 
 
 def compute_log_probability(model: torch.nn.Module, dataset: TokenizedDataset, sample: int) -> tuple[torch.Tensor, int]:
@@ -156,3 +154,97 @@ def test_five_sgd_steps_equal_the_paper(
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.parametrize("layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))])
+def test_with_an_adapter_the_reference_is_the_model_without_it(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str) -> None:
+    """The adapter starts far from zero, so that policy and reference differ from the first step on."""
+    policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    result = merge(workers(case.world_size).run(train_pairs, case))
+    oracle = train_oracle(case, policy, load_model(case.model))
+    check_equal(result, oracle)
+    assert abs(result["losses"][0] - math.log(2)) > 0.01
+    worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
+    assert worst < BOUND, name
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """run(name, layout, *overrides): the metrics of a whole run, which is evaluated on its own training pairs."""
+
+    def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
+        defaults = (
+            f"output_dir={tmp_path / name}", f"eval_file={root}/train.jsonl", "eval_on_start=true", "optimizer=adamw", "learning_rate=1e-3",
+            "max_grad_norm=1.0", "max_steps=6", "logging_steps=1", "micro_batch_size=2",
+        )  # fmt: skip
+        case = build_case(root, tmp_path, layout, *defaults, *overrides)
+        workers(case.world_size).run(train_run, case)
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    return start
+
+
+def find_references(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").glob("*/reference-*"))
+
+
+def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset: TokenizedDataset) -> dict[str, float]:
+    with torch.no_grad():
+        pairs = [compute_pair(policy, reference, dataset, pair, 0.3, 0, False) for pair in range(NUM_PAIRS)]
+    means = summarize([both for _, *both in pairs])
+    return {"eval_loss": np.mean([loss.item() for loss, *_ in pairs]), **{f"eval_{name}": mean for name, mean in means.items()}}
+
+
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [("pp2", "pp1"), *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("pp2xdp2", "pp2"), ("pp1", "pp2xdp2"), ("pp4", "pp2xdp2")))],
+)
+def test_a_run_learns_and_goes_on_at_another_layout(run, root: Path, tmp_path: Path, saved: str, resumed: str) -> None:
+    """Also without the reference's log-probabilities, which are then computed again by the model that the run has started from."""
+    whole = run("whole", saved)
+    (file,) = find_references(tmp_path)
+    reference, written = np.load(file), file.stat().st_mtime_ns
+    run("begun", saved, "stop_after_steps=3")
+    assert find_references(tmp_path) == [file] and file.stat().st_mtime_ns == written  # reused
+    file.unlink()
+    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
+    assert find_references(tmp_path) == [file] and np.load(file) == pytest.approx(reference, rel=1e-6)
+
+    steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (ended, whole)]
+    assert [record["step"] for record in steps[0]] == [4, 5, 6]
+    for found, expected in zip(*steps, strict=True):
+        assert {name: found[name] for name in ("loss", "grad_norm", *REWARDS)} == pytest.approx(
+            {name: expected[name] for name in ("loss", "grad_norm", *REWARDS)}, rel=1e-4  # Adam divides rounding by itself
+        )  # fmt: skip
+
+    first, last = whole[0], whole[-1]
+    assert first["step"] == 0 and first["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert last["eval_rewards_accuracy"] > 0.9 and last["eval_rewards_margin"] > 0.5 > abs(first["eval_rewards_margin"]) * 1e4
+    dataset = TokenizedDataset(file.parent, True, True)
+    expected = evaluate_oracle(load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse"), dataset)
+    assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) -> None:
+    """A file says by its name which model computed it: one that changes in place is noticed."""
+    run("first", "pp1", "max_steps=1")
+    model = tmp_path / "model"
+    save_llama(model, seed=1)
+    AutoTokenizer.from_pretrained(root / "tiedFalse").save_pretrained(model)
+    for seed in (1, 2):
+        save_llama(model, seed=seed)
+        run(f"other{seed}", "pp1", "max_steps=1", f"model_name_or_path={model}")
+    files = find_references(tmp_path)
+    assert len(files) == 3 and len({np.load(file).tobytes() for file in files}) == 3
+
+
+def test_a_reference_that_is_not_finite_is_told(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model")
+    model.lm_head.weight.data[7] = math.inf
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(root / "tiedFalse").save_pretrained(tmp_path / "model")
+    case = build_case(root, tmp_path, "pp1", f"model_name_or_path={tmp_path}/model")
+    with pytest.raises(WorkerError, match=r"UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 \(counted from 0\) is nan"):
+        workers(1).run(train_run, case)
+    assert find_references(tmp_path) == []

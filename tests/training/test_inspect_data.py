@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from configs import build_config
-from tiny import save_llama, save_records, save_tokenizer
+from tiny import save_llama, save_pairs, save_records, save_tokenizer
 
 from training.ranks import Ranks
 from training.run import inspect_data
@@ -37,3 +37,16 @@ def test_it_tells_what_the_model_will_see(config, tmp_path: Path, capsys: pytest
 def test_one_rank_does_it(config, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     inspect_data(config, Ranks(1, 2, 1, 2))
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
+
+
+def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1)
+    save_tokenizer(tmp_path / "model")
+    config = build_config(
+        f"model_name_or_path={tmp_path}/model", f"train_file={save_pairs(tmp_path / 'pairs.jsonl', 9)}", f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache", "max_seq_length=256", "data=preference", "inspect_data=true",
+    )  # fmt: skip
+    inspect_data(config, Ranks(0, 1, 0, 1))
+    told = capsys.readouterr().out
+    for part in ("18 samples, ", "in 9 pairs", "\n--- pair 0, chosen: ", "\n--- pair 0, rejected: ", "\n--- pair 8, rejected: ", "</s>]]"):
+        assert part in told, part

@@ -14,7 +14,7 @@ from configs import build_config
 
 from training import loop
 from training.checkpoint import TrainerState
-from training.horizon import Horizon
+from training.horizon import EvalSize, Horizon
 from training.loop import TrainingLoop
 from training.requests import Request
 from training.run_folder import RunFolder
@@ -25,7 +25,7 @@ TOKENS = [100, 200, 300, 400, 500]
 
 
 class Engine:
-    device, global_rank = torch.device("cpu"), 0
+    device, global_rank, module = torch.device("cpu"), 0, None
 
     def __init__(self) -> None:
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}], overflow=False)
@@ -55,7 +55,7 @@ class Loader:
         return np.arange(100) + step
 
     def step_info(self, step: int) -> SimpleNamespace:
-        return SimpleNamespace(num_targets=TARGETS[step], num_tokens=TOKENS[step])
+        return SimpleNamespace(num_terms=TARGETS[step], num_tokens=TOKENS[step])
 
     def __len__(self) -> int:
         return 1
@@ -80,15 +80,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
-        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None))
+        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None, check_room=lambda num_moments: None))
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite)))
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
+        monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
-        horizon = Horizon(40, 5, last, eval_samples=3, eval_targets=12)
+        horizon = Horizon(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {})
         final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final

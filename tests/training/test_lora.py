@@ -115,6 +115,8 @@ def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, 
     assert sum(file.stat().st_size for file in (whole / "checkpoints/global_step4").glob("layer_*")) < 200_000  # adapters alone
 
     base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
+    run("halves", num_stages, num_stages, *lora, "evaluate_only=true", "resume=latest")
+    assert json.loads((halves / "evaluation.json").read_text())["eval_loss"] == pytest.approx(reported, rel=1e-5)  # with the adapter merged in
     before = mean_loss(base, eval_dataset(root))[0]
     assert abs(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(root))[0] - reported) < 1e-4
     assert before - reported > 0.01  # the adapter does something

@@ -46,7 +46,7 @@ def run(workers: Callable[[int], WorkerGroup], case: Case, tmp_path: Path) -> Ca
     return start
 
 
-def train_on_bad_data(case: Case) -> str:
+def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
     """On a rank: a run in which the loss of one step is divided by zero. Ranks that would go quietly answer ''."""
     from training import loop, ranks
 
@@ -54,7 +54,7 @@ def train_on_bad_data(case: Case) -> str:
 
     def build_bad(self: loader.TrainLoader, index: int) -> loader.Batch:
         inputs, targets = build(self, index)
-        if targets is not None and index // self._gradient_accumulation_steps == BAD_STEP:
+        if targets is not None and index // self._gradient_accumulation_steps == bad_step:
             targets = (targets[0], torch.zeros((), dtype=torch.float64))
         return inputs, targets
 
@@ -72,6 +72,48 @@ def train_on_bad_data(case: Case) -> str:
         return ""
 
 
+def train_with_a_bad_stage(case: Case, stage: int, backward: bool) -> str:
+    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient that it computes."""
+    from training import loop
+
+    build = loop.StageProbe
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + float("inf")  # all of it: the loss does not look at each position
+
+    def build_late(module: Any, device: torch.device) -> Any:  # the hooks of a module run in the order of registration
+        calls = iter(range(1000))
+
+        def interfere(_: Any, inputs: Any, outputs: Any) -> Any:
+            if module.stage_id != stage or next(calls) != 4 * BAD_STEP + 1:
+                return None
+            if backward:
+                inputs[0][0].register_hook(spoil)
+                return None
+            return (spoil(outputs[0]), *outputs[1:])
+
+        module.register_forward_hook(interfere)
+        return build(module, device)
+
+    with patch.object(loop, "StageProbe", build_late):
+        return train_on_bad_data(case, bad_step=None)
+
+
+@pytest.mark.parametrize(
+    "stage, backward, world_size, place",
+    [
+        (1, False, 4, "in the output of stage 1"),
+        (2, True, 4, "in the backward pass of stage 2"),
+        *(pytest.param(stage, False, 4, f"in the output of stage {stage}", marks=pytest.mark.full) for stage in (0, 2, 3)),
+        *(pytest.param(stage, True, 4, f"in the backward pass of stage {stage}", marks=pytest.mark.full) for stage in (1, 3)),
+    ],
+)
+def test_the_first_stage_that_saw_it_is_named(workers, case: Case, tmp_path: Path, stage: int, backward: bool, world_size: int, place: str) -> None:
+    changed = replace(case, world_size=world_size, num_stages=4, overrides=(*case.overrides, f"output_dir={tmp_path}/out"))
+    error = max(workers(world_size).run(train_with_a_bad_stage, changed, stage, backward))
+    assert error.startswith("step 3: ") and f"(counted from 0); first seen {place}. Neither" in error
+
+
 def read(out: Path) -> tuple[list[int], list[str]]:
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     return steps, sorted(path.name for path in (out / "checkpoints").glob("global_step*"))
@@ -86,6 +128,7 @@ def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, p
     out, error = run(f"precision={precision}", world_size=world_size)
     ids = ", ".join(map(str, GlobalOrder(SAMPLES, 8, case.config().seed).sample_ids(BAD_STEP)))
     assert error.startswith(f"step 3: loss nan, gradient norm inf; samples {ids} of train_file") or error.startswith(f"step 3: loss inf, gradient norm inf; samples {ids} of")
+    assert "(counted from 0); first seen in the loss. Neither" in error
     assert "on_nonfinite=skip" in error and "resume=latest" in error
     assert read(out) == ([1, 2], ["global_step1", "global_step2"]) and not (out / "completed.json").exists()
 

@@ -6,6 +6,7 @@ because otherwise the weights would agree whatever the gradient.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,8 @@ from tiny import save_llama, save_records, save_tokenizer
 BOUND = 1e-5
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # num_stages, world size
 CHECKPOINTED = "activation_checkpoint_interval=1"
+SELECTIVE = (CHECKPOINTED, "activation_checkpoint_mode=selective")
+EVERY_SECOND = ("activation_checkpoint_interval=2", "activation_checkpoint_mode=every")
 CLIPPED = "max_grad_norm=0.05"  # a tenth of the norms of these runs: it bites in each step
 
 
@@ -47,17 +50,48 @@ def run(workers: Callable[[int], WorkerGroup], case: Case) -> dict:
         pytest.param((CHECKPOINTED, CLIPPED), id="checkpointed-clipped"),
         pytest.param((CHECKPOINTED,), id="checkpointed", marks=pytest.mark.full),
         pytest.param((CLIPPED,), id="clipped", marks=pytest.mark.full),
+        pytest.param(SELECTIVE, id="selective", marks=pytest.mark.full),
+        pytest.param(EVERY_SECOND, id="every-second", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_five_sgd_steps_equal_hugging_face(workers, material, layout: str, tied: bool, overrides: tuple[str, ...]) -> None:
-    case = material(tied, layout, *overrides)
+    compare(workers, material(tied, layout, *overrides))
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     result = run(workers, case)
     oracle = train_oracle(case)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def test_selective_checkpointing(workers, material) -> None:
+    compare(workers, material(True, "pp2", *SELECTIVE, CLIPPED))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,), EVERY_SECOND], ids=["kept", "checkpointed", "every-second"])
+def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
+    """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others, whatever the layers."""
+    case = material(False, "pp2", "compile=true", *overrides)
+    compiled, oracle = workers(2).run(train_compiled, case), train_oracle(case)
+    assert worst_difference(merge(compiled)["weights"], oracle["weights"])[0] < BOUND
+    assert [result["num_graphs"] for result in compiled] == [2, 2]
+
+
+def train_compiled(case: Case) -> dict:
+    """As `train_case`, with the number of pieces of code that were compiled for it."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    result = train_case(case)
+    return {**result, "num_graphs": counters["stats"]["unique_graphs"]}
 
 
 @pytest.mark.parametrize("split", ["[7,1]", "[1,7]"], ids=["head-alone", "embedding-alone"])

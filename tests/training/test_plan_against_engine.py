@@ -23,8 +23,9 @@ from training.config import Device, HardwareConfig, RunConfig
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import compute_plan
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
 from training.plan_memory import HOST_BYTES_A_RANK
+from training.precision import DTYPES
 
 SEQ_LENGTH = 128
 BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
@@ -73,6 +74,9 @@ def train_counted(case: Case) -> int:
         (2, ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")),
         (2, ("precision=fp32", "activation_checkpoint_interval=1")),
         (1, ("precision=fp32", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )

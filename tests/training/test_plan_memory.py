@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from models.loss import PIECE
-from training.config import Device, Offload, OptimizerName, Precision
+from training.config import CheckpointMode, Device, Offload, OptimizerName, Precision
 from training.plan_cost import LayerCost
-from training.plan_memory import BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state, group_layers
+from training.plan_memory import BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state
+from training.recompute import Recompute
 
 ADAMW, SGD = OptimizerName.adamw, OptimizerName.sgd
 BIG = 10 * BUCKET
@@ -57,12 +58,12 @@ POSITIONS = 800
 
 
 def layer(saved: int) -> LayerCost:
-    return LayerCost("x", 10, 10, 10, 5, 1.0, 0, saved, HIDDEN)
+    return LayerCost("x", 10, 10, 10, 5, 1.0, 0, saved, HIDDEN, kept_bytes=saved // 4, remade_bytes=saved // 2)
 
 
-def memory(stage_id: int, stages: int, micro_batches: int, interval: int, saved: tuple[int, ...] = (3000, 4000, 5000)) -> Memory:
+def memory(stage_id: int, stages: int, micro_batches: int, interval: int, mode: CheckpointMode = CheckpointMode.grouped) -> Memory:
     nothing = State(0, 0, 0, 0, 0, 0)
-    return compute_memory([layer(s) for s in saved], stage_id, stages, micro_batches, interval, TOKENS, 7, nothing, Precision.bf16)
+    return compute_memory([layer(s) for s in (3000, 4000, 5000)], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16)
 
 
 @pytest.mark.parametrize(("stage_id", "micro_batches", "in_flight"), [(0, 8, 4), (1, 8, 3), (3, 8, 1), (0, 2, 2), (2, 2, 2)])
@@ -77,7 +78,19 @@ def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:
     each = memory(1, 4, 8, 1)
     assert each.activations == 3 * (3 * HIDDEN + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and each.recomputation == 5000
     pairs = memory(1, 4, 8, 2)
-    assert pairs.activations == 3 * (2 * HIDDEN + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and pairs.recomputation == 7000
+    assert pairs.activations == 3 * (2 * HIDDEN + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and pairs.recomputation == 7000 - HIDDEN
+
+
+def test_every_second_layer_keeps_its_input_and_the_others_all() -> None:
+    found = memory(1, 4, 8, 2, CheckpointMode.every)  # the second of three
+    assert found.activations == 3 * (3000 + HIDDEN + 5000 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == 0  # the third gives back more
+    assert memory(1, 4, 8, 1, CheckpointMode.every) == memory(1, 4, 8, 1)
+    assert memory(1, 4, 8, 9, CheckpointMode.every).recomputation == 0
+
+
+def test_selective_keeps_results_and_remakes_the_rest() -> None:
+    found = memory(1, 4, 8, 2, CheckpointMode.selective)
+    assert found.activations == 3 * (2 * HIDDEN + 12000 // 4 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == max(5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN)
 
 
 def test_only_the_last_stage_makes_logits() -> None:
@@ -96,9 +109,3 @@ def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
     found = Memory(weights=1, gradients=2, optimizer=4, activations=8, recomputation=100, loss=50, buffers=16, step=0, host=0)
     assert found.peak == found.backward_peak == 1 + 2 + 4 + 16 + 8 + 100
     assert Memory(1, 2, 4, 8, 100, 50, 16, step=1000, host=0).peak == 1 + 2 + 4 + 16 + 1000
-
-
-def test_groups_are_cut_as_the_engine_cuts_them() -> None:
-    assert group_layers(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert group_layers(5, 0) == [(0, 5)]
-    assert group_layers(2, 7) == [(0, 2)]

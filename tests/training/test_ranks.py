@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -60,6 +61,16 @@ def test_a_mistake_is_one_line_and_exit_code_1(naps: list[float], monkeypatch: p
     assert fail(UserError("x"), OTHER, says_rank=True) == 1
     assert capfd.readouterr() == ("", "\nerror (rank 1): x\n\n")
     assert naps == []
+
+
+def test_what_the_disk_or_its_owner_refuse_is_one_line_too(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(PermissionError(errno.EACCES, "Permission denied", "/m/config.json"), MAIN) == 1
+    assert capfd.readouterr().err == "\nerror: /m/config.json: Permission denied; ask its owner, or take another path\n\n"
+    assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 1
+    assert "error: /o/metrics.jsonl cannot be written: No space left on device; make room, then go on with resume=latest" in capfd.readouterr().err
+    with pytest.raises(IsADirectoryError), exit_on_user_error(MAIN):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
 
 
 def test_a_rank_that_finds_the_same_lets_the_other_speak(naps: list[float], monkeypatch, capfd) -> None:

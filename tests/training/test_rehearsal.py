@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from models.architecture import build_layers
 from training.hardware import complete_hardware
 from training.layout import Layout
-from training.plan_cost import DTYPES, count_layers
+from training.plan_cost import count_layers
+from training.precision import DTYPES
 from training.rehearsal import rehearse
 
 

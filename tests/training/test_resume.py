@@ -123,6 +123,27 @@ def test_all_that_differs_is_named_at_once() -> None:
         check_resumable(STATE, replace(STATE, num_samples=1, seed=1), Path("/c/global_step2"))
 
 
+DATA = {"packing": "none", "mixture": "weight 2, 1 by samples", "the hash of the tokens of train_file entry 1": "3fa"}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_that_is_other_is_named(name: str) -> None:
+    saved, run = replace(STATE, data=DATA), replace(STATE, data=DATA | {name: "other"})
+    with pytest.raises(UserError, match=f"differs from the one that saved /c/global_step2: {name} was {DATA[name]}, is other. Give"):
+        check_resumable(saved, run, Path("/c/global_step2"))
+    assert check_resumable(saved, run, Path("/c/global_step2"), allow_changes=True) == [f"{name} was {DATA[name]}, is other"]
+    assert check_resumable(saved, saved, Path("/c/global_step2")) == []
+
+
+def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data_is_taken() -> None:
+    more = {"the hash of the tokens of train_file entry 2": "9c1"}
+    with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was none, is 9c1. Give"):
+        check_resumable(replace(STATE, data=DATA), replace(STATE, data=DATA | more), Path("/c/global_step2"))
+    with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was 9c1, is none. Give"):
+        check_resumable(replace(STATE, data=DATA | more), replace(STATE, data=DATA), Path("/c/global_step2"))
+    assert check_resumable(STATE, replace(STATE, data=DATA), Path("/c/global_step2")) == []
+
+
 def test_another_layout_and_a_longer_schedule_may_go_on() -> None:
     run = replace(STATE, step=0, num_tokens=0, total_steps=99, num_stages=1, dp_size=4, micro_batch_size=1)
     assert check_resumable(STATE, run, Path("/c/global_step2")) == []

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 # Fields that differ from run to run.
 MEASURED = {
-    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "imbalance", "peak_memory",
+    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble", "imbalance",
+    "peak_memory",
 }  # fmt: skip
 
 
@@ -58,6 +59,20 @@ def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
 
 def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(output_dir / "hf" / "model.safetensors")
+
+
+def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[..., Path]) -> None:
+    out = run("whole", 2, 2, "precision=bf16")
+    trained = read_metrics(out)[-1]
+    before = sorted(out.rglob("*"))
+    run("whole", 2, 2, "precision=bf16", "evaluate_only=true", "resume=latest")
+    found = json.loads((out / "evaluation.json").read_text())
+    assert (found["eval_loss"], found["eval_tokens"]) == (trained["eval_loss"], trained["eval_tokens"])
+    assert sorted(out.rglob("*")) == sorted([*before, out / "evaluation.json"])  # and nothing else
+
+    other = run("other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf")
+    assert json.loads((other / "evaluation.json").read_text())["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+
 
 
 @pytest.mark.parametrize(

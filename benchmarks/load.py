@@ -1,0 +1,117 @@
+"""What loading costs a stage: memory against the stage's own weights, and bytes read against the model.
+
+    python benchmarks/load.py [--dir DIR] [--num_layers 17] [--num_stages 1 2 4]
+
+A random Llama in bf16 (2.0 GB with 17 layers), as a Hugging Face folder and converted, read by as many processes as there are stages into
+the training dtype. Memory is the anonymous memory that a rank adds at its peak; pages of mapped files are the kernel's. Bytes read are those
+that the disk gave (`read_bytes` in /proc/self/io), after the files have been dropped from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.convert import SECONDS_BETWEEN_SAMPLES, read_anonymous_bytes, save_model  # noqa: E402
+from models.conversion import convert_to_pipeline  # noqa: E402
+from models.folders import drop_from_memory  # noqa: E402
+from models.weights import open_weights  # noqa: E402
+
+ALLOWED_MEMORY, ALLOWED_READ = 1.2, 1.1
+PORT = 29519
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", help="where to work (default: the system's temporary folder)")
+    parser.add_argument("--num_layers", type=int, default=17)
+    parser.add_argument("--num_stages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        return print(json.dumps(load_stage(arguments.load)))
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="benchmark-load-") as root:
+        run(Path(root), arguments.num_layers, arguments.num_stages)
+
+
+def run(root: Path, num_layers: int, num_stages: list[int]) -> None:
+    """Prints a table: a row a source and number of stages."""
+    save_model(root / "hf", num_layers)
+    convert_to_pipeline(open_weights(str(root / "hf")), root / "converted")
+    print("| source | stages | peak memory / own stage, worst rank | allowed | bytes read / model | allowed |")
+    print("|---|---|---|---|---|---|")
+    for source in ("hf", "converted"):
+        size = sum(file.stat().st_size for file in (root / source).rglob("*") if file.suffix in (".safetensors", ".pt"))
+        for count in num_stages:
+            ranks = start_ranks(root / source, count)
+            memory = max(rank["peak_bytes"] / rank["stage_bytes"] for rank in ranks)
+            read = sum(rank["read_bytes"] for rank in ranks) / size
+            print(f"| {source}, {size / 1e9:.2f} GB | {count} | {memory:.2f} | {ALLOWED_MEMORY} | {read:.2f} | {ALLOWED_READ} |")
+
+
+def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
+    os.sync()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            drop_from_memory(file)
+    given = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
+    environments = [{**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}} for rank in range(count)]
+    command = [sys.executable, __file__, "--load", str(folder)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for environment in environments]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"a rank ended with {[process.returncode for process in processes]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def load_stage(folder: str) -> dict[str, int]:
+    """On a rank: builds and loads its stage. Imports and the process group are no part of the measure."""
+    import deepspeed
+    import torch
+
+    import training.engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
+    from models.architecture import build_layers
+    from training.pipeline import StageModule
+
+    deepspeed.init_distributed("gloo")
+    source = open_weights(folder)
+    layers = build_layers(source.config)
+    count = int(os.environ["WORLD_SIZE"])
+    bounds = [round(len(layers) * stage / count) for stage in range(count + 1)]
+    torch.distributed.barrier()
+    before, read_before, done = read_anonymous_bytes(), read_bytes(), threading.Event()
+    peak = before
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(SECONDS_BETWEEN_SAMPLES):
+            peak = max(peak, read_anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    module = StageModule(layers, bounds, source, torch.bfloat16, 0)
+    done.set()
+    watcher.join()
+    stage_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+    return {"peak_bytes": max(peak, read_anonymous_bytes()) - before, "stage_bytes": stage_bytes, "read_bytes": read_bytes() - read_before}
+
+
+def read_bytes() -> int:
+    """Fetched from the disk for this process so far."""
+    match = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""From the rows of a micro-batch to tensors. One's own has the same two methods: they run on different ranks, one where inputs are read,
+the other where labels are.
+
+B rows of a micro-batch, T tokens of each; `shape` is (B, T) and there may be fewer rows than B (a batch of evaluation that runs short).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.sample import IGNORE_INDEX
+from errors import UserError
+
+NumpyRows = Sequence[np.ndarray]  # int, one array a row, of its own length
+Shape = tuple[int, int]
+
+
+class Collator(Protocol):
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+        """input_ids and position_ids, int64 [B, T]. Positions that restart keep documents apart."""
+        ...
+
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
+        """int64 [B, T], -100 where nothing is trained, and as many targets as there were."""
+        ...
+
+
+@dataclass(frozen=True)
+class PadRight:
+    """Padding behind the tokens: a causal model needs no mask for it."""
+
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+        return _pad(input_ids, shape, pad_token_id), _pad_positions(position_ids, shape)
+
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
+        return _pad(labels, shape, IGNORE_INDEX)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One's own collator; `name` is what errors call it."""
+
+    collator: Collator
+    name: str
+
+    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+        ids, positions = self.collator.collate_inputs(input_ids, position_ids, shape, pad_token_id)
+        self._check("input_ids", ids, shape)
+        self._check("position_ids", positions, shape)
+        return ids, positions
+
+    def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
+        """The loss is a mean over targets that were counted before."""
+        collated = self.collator.collate_labels(labels, shape)
+        self._check("labels", collated, shape)
+        expected = sum(np.count_nonzero(row[1:] != IGNORE_INDEX) for row in labels)
+        found = int((collated[:, 1:] != IGNORE_INDEX).sum())
+        if found != expected:
+            raise UserError(f"{self.name}: {found} targets in a micro-batch that had {expected}; which tokens carry loss is for the encoder to say")
+        return collated
+
+    def _check(self, what: str, tensor: object, shape: Shape) -> None:
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != torch.int64:
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(f"{self.name}: {what} must be a tensor torch.int64 {list(shape)}, not {found}")
+
+
+def _pad(rows: NumpyRows, shape: Shape, value: int) -> Tensor:
+    padded = np.full(shape, value, dtype=np.int64)
+    for row, tokens in zip(padded, rows):
+        row[: len(tokens)] = tokens
+    return torch.from_numpy(padded)  # [B, T]
+
+
+def _pad_positions(rows: NumpyRows, shape: Shape) -> Tensor:
+    """Padding goes on with the last document's positions, so that a batch without packed rows needs no mask at all."""
+    padded = np.tile(np.arange(shape[1]), (shape[0], 1))
+    for row, positions in zip(padded, rows):
+        row -= len(positions) - 1 - positions[-1]
+        row[: len(positions)] = positions
+    return torch.from_numpy(padded)  # [B, T]

@@ -1,0 +1,168 @@
+"""Faults through the real launcher, at random moments: after each the run goes on, and ends with the losses of one that nothing befell."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import Ended, Launch, run_deepspeed
+from small_disk import small_disk
+from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
+
+from training.checkpoint import list_checkpoints, step_of
+from training.resume import find_damage, find_resume
+
+pytestmark = pytest.mark.full
+STEPS = 60
+TIMES = 3
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def train(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:  # noqa: F811
+    """train(out, *overrides, while_running=None): a run of STEPS steps, each saved."""
+
+    def start(out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None) -> Ended:
+        options = ("optimizer=adamw", f"max_steps={STEPS}", "save_steps=1", "keep_last=3", "learning_rate=1e-3", *overrides)
+        return run_deepspeed(arguments(root, out, *options), tmp_path_factory.mktemp("launch"), while_running=while_running)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def expected(train: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert train(out).code == 0
+    return read_steps(out)
+
+
+def read_steps(out: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out) if "loss" in line]
+
+
+def check_whole(out: Path) -> int:
+    """The newest step, and that nothing that looks like a checkpoint is broken."""
+    resumable = find_resume("latest", out / "checkpoints", trust=False)
+    assert resumable.damages == [] and all(find_damage(step_dir, 0, 1) is None for step_dir in list_checkpoints(out / "checkpoints"))
+    return step_of(resumable.candidates[0])
+
+
+def finish(train: Callable[..., Ended], out: Path, expected: list[tuple[float, float]]) -> Ended:
+    ended = train(out, "resume=latest")
+    assert (ended.code, ended.left_alive) == (0, []), ended.output
+    assert json.loads((out / "completed.json").read_text())["step"] == STEPS
+    found = read_steps(out)
+    assert len(found) == STEPS and all(a == pytest.approx(b, rel=BOUND) for a, b in zip(found, expected, strict=True))
+    return ended
+
+
+def wait_for_step(launch: Launch, step: int, rng: random.Random) -> None:
+    launch.wait_for(f"step {step}/")
+    time.sleep(0.3 * rng.random())
+
+
+def kill_one(launch: Launch, rng: random.Random) -> None:
+    os.kill(launch.rank(rng.randrange(2)), signal.SIGKILL)
+
+
+def kill_all(launch: Launch, rng: random.Random) -> None:
+    for pid in launch.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def terminate_launchers(launch: Launch, rng: random.Random) -> None:
+    ranks = {launch.rank(0), launch.rank(1)}
+    for pid in launch.processes().keys() - ranks:
+        os.kill(pid, signal.SIGTERM)
+    while ranks & launch.processes().keys():  # the outer launcher does not wait for them
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("strike", [kill_one, kill_all, terminate_launchers])
+def test_a_signal_loses_nothing(train, expected, tmp_path: Path, strike: Callable[[Launch, random.Random], None]) -> None:
+    rng, out, step = random.Random(strike.__name__), tmp_path / "out", 0
+    for attempt in range(TIMES):
+        seen = step + rng.randrange(2, 12)
+
+        def befall(launch: Launch) -> None:
+            wait_for_step(launch, seen, rng)
+            strike(launch, rng)
+
+        ended = train(out, *(["resume=latest"] if attempt else []), while_running=befall)
+        assert not (out / "completed.json").exists() and ended.left_alive == [], ended.output
+        if strike is kill_one:
+            assert any("has ended without a word" in line for line in ended.errors()), ended.output
+        assert (step := check_whole(out)) >= seen - 2  # the save of the one before may be under way
+    finish(train, out, expected)
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(train, expected, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for rank in (0, 1):
+
+        def stop(launch: Launch) -> None:
+            launch.wait_for(f"step {5 + 20 * rank}/")
+            os.kill(launch.rank(rank), signal.SIGSTOP)
+
+        ended = train(out, "stuck_minutes=0.15", *(["resume=latest"] if rank else []), while_running=stop)
+        (error,) = ended.errors()
+        assert error.startswith(f"error: rank {rank} has not answered for stuck_minutes=0.15: it is stopped or stuck") and ended.code != 0, error
+        assert check_whole(out) >= 3 + 20 * rank
+    finish(train, out, expected)
+
+
+def test_a_full_disk_is_survived(train, expected, tmp_path: Path) -> None:
+    rng, step = random.Random(2), 0
+    with small_disk(tmp_path / "disk", 64 * 2**20) as disk:
+        out, filler = disk / "out", disk / "filler"
+        for attempt in range(TIMES):
+            seen = step + rng.randrange(2, 8)
+
+            def fill(launch: Launch) -> None:
+                wait_for_step(launch, seen, rng)
+                with open(filler, "wb") as stream:
+                    os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(disk).free - rng.randrange(2**18))
+
+            ended = train(out, *(["resume=latest"] if attempt else []), while_running=fill)
+            assert ended.code != 0 and any("ake room" in line for line in ended.errors()), ended.output
+            filler.unlink()
+            assert (step := check_whole(out)) >= seen - 2
+        finish(train, out, expected)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped"])
+def test_damage_is_named_and_the_one_before_is_taken(train, expected, tmp_path: Path, kind: str) -> None:
+    rng, out = random.Random(kind), tmp_path / "out"
+    assert train(out, "stop_after_steps=10").code == 0
+    for attempt in range(TIMES):
+        broken = Path(shutil.copytree(out, tmp_path / str(attempt)))
+        file = rng.choice(sorted((broken / "checkpoints" / "global_step10").iterdir()))
+        content = bytearray(file.read_bytes())
+        if kind == "truncated":
+            os.truncate(file, rng.randrange(len(content)))
+        else:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            file.write_bytes(content)
+        ended = finish(train, broken, expected)
+        assert f"resume: going back to {broken}/checkpoints/global_step9, the newest whole checkpoint" in ended.output
+
+
+def test_a_second_run_on_the_folder_is_refused(train, expected, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def start_others(launch: Launch) -> None:
+        launch.wait_for("step 1/")
+        for _ in range(TIMES):
+            second = train(out, "resume=latest")
+            assert second.code != 0 and "is in use by another run that has not ended" in second.errors()[0], second.output
+
+    ended = train(out, "max_steps=100000", "lr_scheduler_type=constant", while_running=lambda launch: (start_others(launch), (out / "STOP").touch()))
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    check_whole(out)

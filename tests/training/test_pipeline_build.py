@@ -1,0 +1,64 @@
+"""Building a stage: nothing is initialised that will be loaded, nothing is built that is another rank's, nothing is wider than it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from distributed import WorkerGroup
+from tiny import save_llama
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BOUNDS = [0, 3, 7]
+
+
+class Made(TorchDispatchMode):
+    """Every floating tensor with a storage of its own that an operator makes, and every operator of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+        self.random: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                self.random.append(str(function))
+            if tensor.is_floating_point() and tensor.untyped_storage()._cdata not in given:
+                self.bytes[str(tensor.dtype)] = self.bytes.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        return result
+
+
+def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], int]:
+    """(bytes made by dtype, operators of random numbers, decoder layers built, bytes of the stage's parameters)."""
+    from models.architecture import build_layers
+    from models.weights import open_weights
+    from training.pipeline import StageModule
+
+    source = open_weights(str(folder))
+    layers = build_layers(source.config)
+    decoder_layer = layers[1].module_class
+    built, init = [], decoder_layer.__init__
+
+    def count(self: Any, config: Any, layer_idx: int, *others: Any) -> None:
+        built.append(layer_idx)
+        init(self, config, layer_idx, *others)
+
+    with patch.object(decoder_layer, "__init__", count), Made() as made:
+        module = StageModule(layers, BOUNDS, source, torch.bfloat16, 0)
+    return made.bytes, made.random, built, sum(p.nbytes for p in module.parameters())
+
+
+def test_a_stage_is_made_of_its_own_loaded_weights_alone(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", num_hidden_layers=4)  # in fp32: embedding, four decoder layers, norm, head
+    for rank, (made, random, built, size) in enumerate(workers(2).run(build_counted, tmp_path / "hf")):
+        assert made == {"torch.bfloat16": size} and random == []
+        assert set(built) == ({0, 1}, {2, 3})[rank]

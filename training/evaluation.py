@@ -1,0 +1,45 @@
+"""`evaluate_only=true`: any checkpoint and any file through the pipeline, with neither an optimizer nor a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from training.checked_run import CheckedRun
+from training.config import RunConfig
+from training.engine import evaluate, initialize_engine
+from training.horizon import EvalSize
+from training.metrics import Record, describe_evaluation
+from training.own import build_run_loss
+from training.pipeline import StageModule
+from training.precision import DTYPES
+from training.preferences import Rewards
+from training.ranks import Ranks
+from training.reference import prepare_reference
+from training.run_folder import RunFolder, write_atomically
+from training.stage_loaders import build_eval_loader, build_options
+
+
+def evaluate_checkpoint(
+    config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], size: EvalSize, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, ranks: Ranks
+) -> Record:
+    """The figures, told and written to `output_dir/evaluation.json`; the same on every rank. All ranks call it, in a process group."""
+    loss = build_run_loss(config, plan.source.config)
+    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile)
+    engine = initialize_engine(module, config, plan.layout, trains=False)
+    reference = {}
+    if plan.reference is not None:
+        options = build_options(config, plan.layout, module, tokenizer, ranks, "eval_file")
+        reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
+    loader = build_eval_loader(config, plan.layout, datasets, size, module, tokenizer, ranks, reference)
+    rewards = Rewards(loss, engine.device) if plan.reference is not None else None
+    result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms)}
+    result |= rewards.finish_evaluation() if rewards is not None else {}
+    result["eval_tokens"] = size.targets
+    ranks.say(f"{plan.source.path} on {config.eval_file}: {describe_evaluation(result)}")
+    if ranks.is_main:
+        described = {"model": str(plan.source.path), "eval_file": config.eval_file, **result}
+        write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
+    return result
