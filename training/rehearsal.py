@@ -181,12 +181,11 @@ def _time_update() -> float:
     optimizer = torch.optim.AdamW([master], fused=True)
 
     def update() -> None:
+        gradient.double().norm()
         master.grad = gradient.clone()
-        master.grad.norm()
         master.grad.mul_(0.5)
         optimizer.step()
         parameter.copy_(master.detach())
-        gradient.zero_()
 
     return _time(update)
 

@@ -94,9 +94,9 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
 
 def test_the_optimizer_is_bound_by_memory() -> None:
     layout = Layout(4, 2, B, 8)
-    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx((24 + 28 + 4 + 2) * N / 2 / (1000 * GB))
+    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx((20 + 28 + 4 + 2) * N / 2 / (1000 * GB))
     offloaded = compute_optimizer_seconds(N, layout, config("offload_optimizer=cpu"), HARDWARE)
-    assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 58 * N / 2 * 4 / (400 * GB))
+    assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 54 * N / 2 * 4 / (400 * GB))
 
 
 def test_host_memory_is_that_of_the_fullest_node() -> None:
