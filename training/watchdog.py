@@ -71,9 +71,7 @@ class Watchdog:
         for thread in self._threads[1:]:
             thread.join(None if error is None else SECONDS_TO_LET_ANOTHER_SPEAK)
         self._ended.set()
-        if self._heard == _DONE:
-            for group in (self._to_main, self._from_main):
-                dist.destroy_process_group(group)
+        self._threads[0].join()
 
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
