@@ -40,6 +40,7 @@ def evaluate_checkpoint(
     result["eval_tokens"] = size.targets
     ranks.say(f"{plan.source.path} on {config.eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
+        folder.path.mkdir(parents=True, exist_ok=True)
         described = {"model": str(plan.source.path), "eval_file": config.eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
     return result
