@@ -23,7 +23,13 @@ from training.stage_loaders import build_eval_loader, build_options
 
 
 def evaluate_checkpoint(
-    config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], size: EvalSize, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, ranks: Ranks
+    config: RunConfig,
+    plan: CheckedRun,
+    datasets: dict[str, Path],
+    size: EvalSize,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    ranks: Ranks,
 ) -> Record:
     """The figures, told and written to `output_dir/evaluation.json`; the same on every rank. All ranks call it, in a process group."""
     loss = build_run_loss(config, plan.source.config)
