@@ -273,6 +273,7 @@ def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.full
 def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -> None:
     """Only the rank that loads the layer finds out; the other one is about to talk to it."""
     folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
@@ -283,6 +284,7 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
     assert_one_message(ended, f"error (rank 1): {layer} cannot be read", "it is half-written")
 
 
+@pytest.mark.full
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
     """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
