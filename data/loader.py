@@ -20,7 +20,7 @@ the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [
 
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
@@ -60,7 +60,7 @@ class LoaderOptions:
     pad_to: PadTo = PadTo.LONGEST
     num_workers: int = 0
     pin_memory: bool = False
-    collator: Collator = PadRight()
+    collator: Collator = field(default_factory=PadRight)
     reference_file: Path | None = None  # of the data set's preferences; see data/reference.py
 
     @property

@@ -119,7 +119,8 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts += read_prompts(arguments.prompt_file)
     generator = Generator(open_weights(arguments.model_name_or_path), arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
     if not prompts:
-        return generator.chat()
+        generator.chat()
+        return
     with open(arguments.output, "w", encoding="utf-8") if arguments.output else nullcontext() as output:
         for messages in prompts:
             answer = generator.answer(messages)

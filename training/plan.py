@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from training.config import HardwareConfig, Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
 from training.hardware import GB, GIB
@@ -98,7 +99,7 @@ def compute_plan(
     passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps)
     pipeline_seconds = max(p.stop for p in passes)
     busy = [layout.gradient_accumulation_steps * (f + b) for f, b in zip(forward, backward, strict=True)]
-    trainable = [_distinct(costs[start:stop], "num_trainable") for start, stop in zip(bounds, bounds[1:])]
+    trainable = [_distinct(costs[start:stop], "num_trainable") for start, stop in pairwise(bounds)]
     reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config.precision, hardware) for stage, n in enumerate(trainable))
     optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
     tokens_per_step = layout.global_batch_size * tokens_per_sample

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import deepspeed
@@ -58,7 +59,8 @@ def run(composed: DictConfig) -> None:
         if config.evaluate_only:
             config = replace(config, train_file=None)
         if config.inspect_data:
-            return inspect_data(config, ranks)
+            inspect_data(config, ranks)
+            return
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
@@ -199,4 +201,4 @@ def gather_hosts() -> list[str]:
 
 
 def _sizes(bounds: list[int]) -> list[int]:
-    return [stop - start for start, stop in zip(bounds, bounds[1:])]
+    return [stop - start for start, stop in pairwise(bounds)]

@@ -77,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(*overrides, start=..., last=..., asked={step: request}): (events in order, the engine, the final state)."""
 
     def start(
-        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
+        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] | None = None
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         monkeypatch.setattr(
@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(
-            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite))
+            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Request(nonfinite=nonfinite))
         )
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
         monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
