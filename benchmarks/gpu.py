@@ -13,6 +13,7 @@ data-parallel. A run that ends out of memory, or otherwise, is a row that says s
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import statistics
@@ -238,7 +239,7 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
     dataset = [{"input_ids": input_ids[0], "labels": input_ids[0]}] * (job.global_batch_size * (WARM_UP + job.steps))
     memory.start()
     Trainer(model, arguments, train_dataset=dataset, callbacks=[Clock()]).train()
-    steps = [stop - start for start, stop in zip(marks, marks[1:])][WARM_UP - 1 :]
+    steps = [stop - start for start, stop in itertools.pairwise(marks)][WARM_UP - 1 :]
     return Outcome(statistics.median(steps), memory.read())
 
 

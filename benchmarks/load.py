@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--load", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
-        return print(json.dumps(load_stage(arguments.load)))
+        print(json.dumps(load_stage(arguments.load)))
+        return
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="benchmark-load-") as root:
         run(Path(root), arguments.num_layers, arguments.num_stages)
 

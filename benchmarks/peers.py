@@ -85,7 +85,8 @@ def build_bare(work: Work, bounds: list[int] | None) -> Step:
     class SplitModule(PipelineModule):
         def _partition_layers(self, method: str = "") -> None:
             if bounds is None:
-                return super()._partition_layers(method)
+                super()._partition_layers(method)
+                return
             self.parts = bounds
             self._set_bounds(bounds[self.stage_id], bounds[self.stage_id + 1])
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -87,7 +87,7 @@ def measure_alone(micro_batches: int, rounds: int = 200) -> float:
 
     class Idle:
         device = torch.device("cpu")
-        _INSTRUCTION_MAP = {
+        _INSTRUCTION_MAP: ClassVar = {
             getattr(schedule, name): lambda engine, **arguments: None
             for name in (
                 "OptimizerStep", "ReduceGrads", "ReduceTiedGrads", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation",

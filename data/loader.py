@@ -20,10 +20,10 @@ the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [
 
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class LoaderOptions:
     pad_to: PadTo = PadTo.LONGEST
     num_workers: int = 0
     pin_memory: bool = False
-    collator: Collator = PadRight()
+    collator: Collator = field(default_factory=PadRight)
     reference_file: Path | None = None  # of the data set's preferences; see data/reference.py
 
     @property
@@ -306,5 +306,5 @@ def _ignore_interrupt(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _keep(batch: Batch) -> Batch:
+def _keep(batch: Any) -> Any:
     return batch

@@ -35,7 +35,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises UserError."""
     layers = build_layers(source.config)
     source.check_complete(layers)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         for name, tensor in source.read_layer(index, layer).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
@@ -119,7 +119,8 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts += read_prompts(arguments.prompt_file)
     generator = Generator(open_weights(arguments.model_name_or_path), arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
     if not prompts:
-        return generator.chat()
+        generator.chat()
+        return
     with open(arguments.output, "w", encoding="utf-8") if arguments.output else nullcontext() as output:
         for messages in prompts:
             answer = generator.answer(messages)

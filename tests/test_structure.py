@@ -47,8 +47,7 @@ def read_imports(file: Path) -> Iterator[str]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
-            if isinstance(node.args[0], ast.Constant):
-                yield node.args[0].value
+            yield from (name.value for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 SOURCES = [file.relative_to(ROOT).as_posix() for file in list_sources()]

@@ -57,8 +57,9 @@ def choose_interface() -> None:
             return
         address = probe.getsockname()[0]
     if not address.startswith("127."):
-        names = (name for name, addresses in psutil.net_if_addrs().items() if address in (entry.address for entry in addresses))
-        os.environ.update({"GLOO_SOCKET_IFNAME": name for name in names})
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in (entry.address for entry in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def send_noise_to_log(file: Path) -> None:

@@ -100,7 +100,8 @@ class StageClock:
     def _timed(self, name: str, execute: Callable[..., None]) -> Callable[..., None]:
         def run(engine: Any, **arguments: Any) -> None:
             if not self._is_running:  # an evaluation
-                return execute(engine, **arguments)
+                execute(engine, **arguments)
+                return
             if name == OPTIMIZER:
                 dist.all_reduce(self._number)
                 self._mark(_ALIGNED)

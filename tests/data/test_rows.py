@@ -90,7 +90,7 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
     read = []
     for rank in range(dp_size):
         options = LoaderOptions(True, True, rank, dp_size, micro_batch_size=micro_batch_size, row_plan=PLAN, pad_token_id=0)
-        for (input_ids, _), (labels, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
+        for (input_ids, _), (_, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
             read += [tuple(row[row != 0].tolist()) for row in input_ids]
             info = build_train_loader(path, options, order, accumulation).step_info(1)
             assert denominator == info.num_targets / (dp_size * accumulation)

@@ -113,7 +113,7 @@ def test_every_rope_scaling(pair, rope_parameters: dict[str, object]) -> None:
 
 
 def test_rotary_frequencies_stay_in_fp32_when_the_stage_is_cast(pair) -> None:
-    model, chain = pair(max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    _, chain = pair(max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     context = chain.layers[1].args[2]
     before = context.rotary.inv_freq.clone()
     chain.to(torch.bfloat16)

@@ -106,7 +106,7 @@ def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank."""
     from training.engine import train_step
 
-    engine, loader, config, layout, bounds = build_engine(case)
+    engine, loader, config, _, bounds = build_engine(case)
     micro_batches = loader.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):

@@ -39,7 +39,7 @@ COLUMNS = ("logits", "gradients", "5 steps", "5 steps, checkpointed", "packed gr
 
 def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     """Logits [B, T, V] of the pipeline, on the rank that has the loss."""
-    engine, _, config, _, _ = build_engine(case)
+    engine, *_ = build_engine(case)
     position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     batch = ((input_ids, position_ids), (input_ids, torch.tensor(1.0)))
     needs_data = engine.module.has_first_layer or engine.module.has_loss

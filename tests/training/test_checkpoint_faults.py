@@ -170,7 +170,7 @@ def fill_up_and_save(checkpoints: Path, first: int, seeds: range) -> None:
         dist.destroy_process_group()
         filler.unlink()
         newest = check_whole(checkpoints, first)
-        assert newest == first or newest == step
+        assert newest in (first, step)
         first = newest
     assert len(seeds) > refused > len(seeds) // 4
 

@@ -77,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(*overrides, start=..., last=..., asked={step: request}): (events in order, the engine, the final state)."""
 
     def start(
-        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
+        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] | None = None
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         monkeypatch.setattr(
@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(
-            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite))
+            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Request(nonfinite=nonfinite))
         )
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
         monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
@@ -99,7 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         eval_loader = Loader() if evaluates else None
         horizon = Horizon(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(
-            start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {}
+            start_step=lambda profiled: None, finish_step=nothing, gather=object, describe=lambda measured, tokens_per_second: {}
         )
         final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final

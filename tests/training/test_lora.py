@@ -153,10 +153,10 @@ def test_adapters_start_equal_at_every_layout(workers: Callable[[int], WorkerGro
 )
 def test_a_stage_with_nothing_to_train(
     workers: Callable[[int], WorkerGroup],
-    root: Path,
+    root: Path,  # noqa: F811
     tmp_path: Path,
     freeze: list[str],
-    tied: bool,  # noqa: F811
+    tied: bool,
 ) -> None:
     pattern = ",".join(f'"{p}"' for p in freeze)
     case = Case(root / f"tied{tied}", root / "train.jsonl", tmp_path, 2, 2, overrides=(f"freeze=[{pattern}]", "partition_method=[4,4]", CLIPPED))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from configs import build_config
@@ -31,7 +33,7 @@ def test_the_last_step_is_at_the_minimum(name: str) -> None:
     for total_steps in (2, 7, 1000):
         decayed = rates(total_steps, "warmup_ratio=0", f"lr_scheduler_type={name}")
         assert decayed[0] == 0.5 and decayed[-1] == pytest.approx(0.1, rel=1e-12)
-        assert all(a > b for a, b in zip(decayed, decayed[1:]))
+        assert all(a > b for a, b in itertools.pairwise(decayed))
 
 
 def test_short_runs() -> None:
