@@ -68,7 +68,13 @@ class Sources:
 
     def returns(self, function: str, file: str) -> list[Message]:
         """What a function returns as text."""
-        found = [message for name, node in self._functions[function] if name == file for value in _list_returns(node) for message in self._messages(name, node, value)]
+        found = [
+            message
+            for name, node in self._functions[function]
+            if name == file
+            for value in _list_returns(node)
+            for message in self._messages(name, node, value)
+        ]
         return [message for message in found if message.text != HOLE]
 
     def _messages(self, name: str, function: Function | None, value: ast.expr) -> list[Message]:
@@ -90,7 +96,9 @@ class Sources:
         if isinstance(value, ast.Call) and depth:
             return self._render_call(value, name, depth) or [HOLE]
         if isinstance(value, ast.Name):
-            assigned = [node.value for node in ast.walk(function or ast.Module([], [])) if isinstance(node, ast.Assign) and _names(node) == [value.id]]
+            assigned = [
+                node.value for node in ast.walk(function or ast.Module([], [])) if isinstance(node, ast.Assign) and _names(node) == [value.id]
+            ]
             if assigned and depth:
                 return sorted({text for node in assigned for text in self._render(node, name, function, depth - 1)})
             constants = self._constants.get(value.id, set())
@@ -113,8 +121,10 @@ class Sources:
         callee = call.func.attr if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self" else getattr(call.func, "id", None)
         defined = self._functions.get(callee, [])
         defined = [entry for entry in defined if entry[0] == name] or defined
-        texts = [text for file, node in defined[:1] for value in _list_returns(node) for text in self._render(value, file, node, depth - 1)]
-        return list(dict.fromkeys(texts))
+        if len(defined) != 1:
+            return []
+        ((file, node),) = defined
+        return list(dict.fromkeys(text for value in _list_returns(node) for text in self._render(value, file, node, depth - 1)))
 
 
 def _walk_calls(tree: ast.Module) -> Iterator[tuple[Function | None, ast.Call]]:
@@ -150,4 +160,3 @@ def _walk_own(function: Function) -> Iterator[ast.AST]:
 
 def _names(assign: ast.Assign) -> list[str]:
     return [target.id for target in assign.targets if isinstance(target, ast.Name)]
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from messages import HOLE, ROOT, Message, Sources, normalize, read_sources
 
 PAGE = ROOT / "docs" / "errors.md"
@@ -36,18 +37,22 @@ def compare(messages: list[Message], entries: list[str]) -> tuple[list[str], lis
     return sorted(unlisted), sorted(set(entries) - {message.text for message in messages})
 
 
-def test_the_page_lists_every_message_and_no_other() -> None:
-    messages, entries = list_messages(Sources(read_sources())), list_entries(PAGE.read_text())
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources(read_sources())
+
+
+def test_the_page_lists_every_message_and_no_other(sources: Sources) -> None:
+    messages, entries = list_messages(sources), list_entries(PAGE.read_text())
     unlisted, stale = compare(messages, entries)
     assert unlisted == [], "docs/errors.md does not list these messages"
     assert stale == [], "docs/errors.md lists these messages, which nothing says any more"
     assert len(entries) == len(set(entries)), "listed twice"
 
 
-def test_the_reader_sees_what_raises_in_the_real_sources() -> None:
-    """As many calls as a plain search finds, so that none is written in a way that it does not see; and none whose words it cannot tell."""
+def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> None:
+    """In every file where a plain search finds it, so that none is written in a way that it does not see; and none whose words it cannot tell."""
     texts = read_sources()
-    sources = Sources(texts)
     found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
     assert found == {name for name, text in texts.items() if re.search(r"\bUserError\(f?\W*\w", text.replace("class UserError(ValueError)", ""))}
     assert HOLE not in {message.text for message in list_messages(sources)}

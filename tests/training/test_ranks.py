@@ -56,7 +56,9 @@ def fail(error: BaseException, ranks: Ranks, **options: Any) -> int:
     return caught.value.code
 
 
-def test_a_mistake_is_one_line_and_exit_code_1(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_exit_code_1(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     assert fail(UserError("seed=-1: at least 0"), MAIN) == 1
     assert capfd.readouterr() == ("", "\nerror: seed=-1: at least 0\n\n")
@@ -97,9 +99,9 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(error, seconds,
     log = tmp_path / "rank_1.log"
     log.write_text("before\n")
     assert fail(error, OTHER, log=log) == 1 and naps == seconds
-    first = str(error).partition("\n")[0]
+    first = str(error).partition("\n")[0] or "no words"
     assert capfd.readouterr() == ("", f"\nerror (rank 1): {type(error).__name__}: {first}; the stack trace is in {log}\n\n")
-    assert log.read_text().startswith("before\nTraceback") and 'in fail\n    raise error' in log.read_text() and str(error) in log.read_text()
+    assert log.read_text().startswith("before\nTraceback") and "in fail\n    raise error" in log.read_text() and str(error) in log.read_text()
 
 
 @pytest.mark.parametrize("kind, said", [(UserError, "line 3: mend it"), (ValueError, "ValueError: line 3: mend it; the stack trace is in {log}")])
