@@ -92,15 +92,11 @@ def convert(args: argparse.Namespace) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model_name_or_path", required=True, metavar="DIR", help="folder or hub id; with --to_hf a converted or trained one"
-    )
+    parser.add_argument("--model_name_or_path", required=True, metavar="DIR", help="folder or hub id; with --to_hf a converted or trained one")
     parser.add_argument("--output_dir", required=True, type=Path, metavar="DIR", help="made new; appears when it is whole")
     parser.add_argument("--to_hf", action="store_true", help="from a pipeline checkpoint to a Hugging Face folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the written weights; by default each tensor keeps its own")
-    parser.add_argument(
-        "--max_shard_size", default="5GB", metavar="SIZE", help="with --to_hf: of a safetensors file (default: %(default)s)"
-    )
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="with --to_hf: of a safetensors file (default: %(default)s)")
     parser.add_argument(
         "--pad_vocab_to_multiple_of", type=int, default=1, metavar="N", help="further rows of embedding and head, such as a GPU likes them"
     )

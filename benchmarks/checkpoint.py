@@ -111,7 +111,10 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     for name, _, against, allowed in COMPARED:
         ratios = sorted(ours / theirs for ours, theirs in times[name])
         seconds = statistics.median(ours for ours, _ in times[name])
-        print(f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {allowed} |", file=sys.__stdout__)
+        print(
+            f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {allowed} |",
+            file=sys.__stdout__,
+        )
 
 
 def resume(step_dir: Path, run_config: Any) -> None:

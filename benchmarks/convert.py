@@ -112,8 +112,7 @@ def save_model(folder: Path, num_layers: int) -> int:
     )
     config.save_pretrained(folder)
     layers = [
-        [TensorInfo(layer.hf_prefix + name, tuple(shape), torch.bfloat16) for name, shape in layer.shapes().items()]
-        for layer in build_layers(config)
+        [TensorInfo(layer.hf_prefix + name, tuple(shape), torch.bfloat16) for name, shape in layer.shapes().items()] for layer in build_layers(config)
     ]
     shards = plan_shards([info for layer in layers for info in layer], SHARD_SIZE)
     for name, shard in zip(name_shards(len(shards)), shards, strict=True):

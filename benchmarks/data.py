@@ -175,12 +175,11 @@ def build_way(config: Any, ranks: Any) -> Way:
     from models.architecture import build_layers, choose_attention
     from models.weights import open_weights
     from training.engine import initialize_engine, train_step
-    from training.layout import build_layout
     from training.horizon import Horizon
+    from training.layout import build_layout
     from training.pipeline import StageModule
-    from training.preparation import build_row_plan
-    from training.preparation import load_tokenizer, tokenize
     from training.precision import DTYPES
+    from training.preparation import build_row_plan, load_tokenizer, tokenize
     from training.stage_loaders import build_loaders
 
     source = open_weights(config.model_name_or_path)

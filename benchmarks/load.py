@@ -65,7 +65,9 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
         if file.is_file():
             drop_from_memory(file)
     given = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
-    environments = [{**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}} for rank in range(count)]
+    environments = [
+        {**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}} for rank in range(count)
+    ]
     command = [sys.executable, __file__, "--load", str(folder)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for environment in environments]
     outputs = [process.communicate()[0] for process in processes]

@@ -33,8 +33,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers  # noqa: E402
-from benchmarks.workload import build_llama, compose_run, run_ranks  # noqa: E402
+from benchmarks import peers
+from benchmarks.workload import build_llama, compose_run, run_ranks
 
 NUM_STAGES = 2
 RUNNERS = ("ours", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "trainer")

@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks  # noqa: E402
+from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
 
 GB = 1e9
 WARM_UP = 2

@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.workload import ROOT, RandomWeights, build_llama, run_ranks  # noqa: E402
+from benchmarks.workload import ROOT, RandomWeights, build_llama, run_ranks
 
 PLAN = ("-cn", "llama_65b_pp8", "plan=true", "world_size=16", "hardware=a100_80g")
 

@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks  # noqa: E402
+from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
 
 NUM_STAGES, MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 2, 2, 128, 4096
 
@@ -35,7 +35,9 @@ def main() -> None:
     ratios = sorted(a / b for a, b in zip(timed, plain, strict=True))
     step = statistics.median(plain)
     print(f"pp{NUM_STAGES}, {arguments.micro_batches} micro-batches, a step of {step * 1000:.0f} ms, {arguments.pairs} pairs")
-    print(f"with the clock / without: {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.4f} - {ratios[3 * len(ratios) // 4]:.4f}, the middle half)")
+    print(
+        f"with the clock / without: {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.4f} - {ratios[3 * len(ratios) // 4]:.4f}, the middle half)"
+    )
     print(f"the clock alone: {alone * 1e6:.0f} us a step, {alone / step:.3%} of it, its sum over the ranks included")
 
 

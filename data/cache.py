@@ -24,9 +24,7 @@ FORMAT_VERSION = 3  # raise it when the same options begin to give other tokens 
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 
-def compute_cache_key(
-    sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> str:
+def compute_cache_key(sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """A hash of the sources (path, size, time of change), the encoder, the tokenizer and whatever else is in `options`."""
     state = {
         "format_version": FORMAT_VERSION,

@@ -67,17 +67,12 @@ def read_sharegpt(record: dict, location: str) -> object:
     """`[{"from": "human", "value": ...}, ...]` as messages; a `system` field beside them is the first."""
     turns = record[SHAREGPT_FIELD]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
-        raise UserError(
-            f"{location}: {SHAREGPT_FIELD} must be a list of objects with a from and a value; mend or remove the record"
-        )
+        raise UserError(f"{location}: {SHAREGPT_FIELD} must be a list of objects with a from and a value; mend or remove the record")
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for number, turn in enumerate(turns, start=1):
         role = SHAREGPT_ROLES.get(check_text(turn["from"], f"{location}: turn {number}: from"))
         if role is None:
-            raise UserError(
-                f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; mend or remove"
-                " the record"
-            )
+            raise UserError(f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; mend or remove the record")
         messages.append({"role": role, "content": turn["value"]})
     return messages
 
@@ -91,9 +86,7 @@ def read_alpaca(record: dict, location: str) -> list[dict]:
     return [*messages, {"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
 
 
-def split_messages(
-    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None
-) -> list[Piece]:
+def split_messages(messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None) -> list[Piece]:
     """The pieces of a conversation; `tools` are the descriptions that the template shows the model."""
     if tokenizer.chat_template is None:
         raise UserError(
@@ -113,9 +106,7 @@ def split_messages(
 
 def _check_messages(messages: object, location: str) -> list[dict]:
     if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f"{location}: messages must be a list of objects with a role and a content; mend or remove the record"
-        )
+        raise UserError(f"{location}: messages must be a list of objects with a role and a content; mend or remove the record")
     before = ""
     for number, message in enumerate(messages, start=1):
         before = _check_message(message, before, f"{location}: message {number}")
@@ -147,9 +138,7 @@ def _check_message(message: object, before: str, where: str) -> str:
     return role
 
 
-def _split_conversation(
-    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None
-) -> list[Piece]:
+def _split_conversation(turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None) -> list[Piece]:
     """Cut the rendered conversation before each assistant turn and after its end token.
 
     Turns after the last assistant turn are dropped: nothing is trained on them. What a template writes after the end
@@ -187,11 +176,7 @@ def _render(
     add_generation_prompt: bool,
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
-            turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
     except (TemplateError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"{location}: the chat template refuses the messages: {reason}; mend or remove the record"
-        ) from None
+        raise UserError(f"{location}: the chat template refuses the messages: {reason}; mend or remove the record") from None

@@ -99,9 +99,7 @@ class StepInfo:
 class TrainLoader:
     """The micro-batches of any range of steps."""
 
-    def __init__(
-        self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
-    ) -> None:
+    def __init__(self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int) -> None:
         self._options = options
         self._order = order
         self._gradient_accumulation_steps = gradient_accumulation_steps
@@ -138,9 +136,7 @@ class TrainLoader:
         step, micro_batch = divmod(index, self._gradient_accumulation_steps)
         info = self.step_info(step)
         options = self._options
-        ids = micro_batch_ids(
-            self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = micro_batch_ids(self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size)
         denominator = info.num_terms / (options.dp_size * self._gradient_accumulation_steps)
         return _collate(self._rows, ids, info.seq_length, denominator, options)
 
@@ -229,9 +225,7 @@ class PlaceholderLoader:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            "this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here"
-        )
+        raise RuntimeError("this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here")
 
 
 def build_train_loader(

@@ -36,7 +36,7 @@ class PreferenceEncoder(PieceEncoder):
         get_eos(tokenizer)  # there is one
         prompt, *answers = self._read_fields(record, location)
         for field, answer in zip((self.chosen_field, self.rejected_field), answers):
-            if not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip() or not answer:
+            if (not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip()) or not answer:
                 raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
         if answers[0] == answers[1]:
             raise UserError(

@@ -102,9 +102,7 @@ def _load_hub(source: str) -> Dataset:
             return load_dataset(name, split=split or "train")
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network"
-        ) from None
+        raise UserError(f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network") from None
 
 
 @contextmanager
@@ -132,8 +130,7 @@ def parse_record(location: str, json_text: str) -> dict:
         record = json.loads(json_text)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one"
-            " whole object a line)"
+            f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one whole object a line)"
         ) from None
     if not isinstance(record, dict):
         raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; mend or remove it")

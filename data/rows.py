@@ -68,9 +68,7 @@ class RowPlan:
         return Path(path) / f"rows-{name}"
 
 
-def prepare_rows(
-    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, names: Sequence[str] = ()
-) -> None:
+def prepare_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, names: Sequence[str] = ()) -> None:
     """Write the index of a tokenized folder's rows unless it is there.
 
     key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
@@ -184,9 +182,7 @@ class Rows:
     Positions restart and the first label is -100 at each piece: that is what keeps documents apart.
     """
 
-    def __init__(
-        self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool, reference_file: Path | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, plan: RowPlan, reads_inputs: bool, reads_labels: bool, reference_file: Path | None = None) -> None:
         self._arguments = (path, plan, reads_inputs, reads_labels, reference_file)
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
         self._reference = load_reference(reference_file) if reference_file is not None else None

@@ -54,10 +54,7 @@ def get_fields(record: dict, named: dict[str, str], location: str) -> list[objec
     missing = {key: field for key, field in named.items() if field not in record}
     if missing:
         present = ", ".join(f"'{field}'" for field in record) or "no fields"
-        raise UserError(
-            f"{location}: no field '{next(iter(missing.values()))}'; the record has {present};"
-            f" set {' and '.join(missing)}"
-        )
+        raise UserError(f"{location}: no field '{next(iter(missing.values()))}'; the record has {present}; set {' and '.join(missing)}")
     return [record[field] for field in named.values()]
 
 
@@ -67,10 +64,7 @@ def tokenize_pieces(records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTok
     # verbose=False: a text longer than the model's maximum is cut and counted later, no need for the tokenizer to warn.
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
-    return [
-        _join([(next(tokenized) if isinstance(piece, str) else piece, is_target) for piece, is_target in pieces])
-        for pieces in records
-    ]
+    return [_join([(next(tokenized) if isinstance(piece, str) else piece, is_target) for piece, is_target in pieces]) for pieces in records]
 
 
 def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:

@@ -30,10 +30,7 @@ class SFTEncoder(PieceEncoder):
         if self.messages_field in record and not all(field in record for field in fields):
             return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
-        texts = [
-            check_text(value, f"{location}: field '{field}'")
-            for field, value in zip(fields, get_fields(record, named, location))
-        ]
+        texts = [check_text(value, f"{location}: field '{field}'") for field, value in zip(fields, get_fields(record, named, location))]
         prompt, completion = texts
         if not completion.strip():
             raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")

@@ -48,9 +48,7 @@ def _import_module(module_name: str, name: str, key: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # it is there, and misses something itself
-        raise UserError(
-            f"{key}: {TARGET}={name}: there is no module {module_name}; start the run in its folder, or set PYTHONPATH"
-        ) from None
+        raise UserError(f"{key}: {TARGET}={name}: there is no module {module_name}; start the run in its folder, or set PYTHONPATH") from None
 
 
 def describe_code(thing: object) -> str:

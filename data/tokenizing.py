@@ -67,9 +67,7 @@ def prepare_dataset(
     return path
 
 
-def _write_dataset(
-    path: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, say: Callable[[str], None]
-) -> None:
+def _write_dataset(path: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, say: Callable[[str], None]) -> None:
     temporary = path.with_suffix(".tmp")
     # One that exists is of a process that was killed: the lock says that nobody else writes here.
     shutil.rmtree(temporary, ignore_errors=True)
@@ -92,7 +90,9 @@ def _announce(folder: Path, sources: list[list[str]], key: str, encoding: Encodi
     """Says what is to be done, and returns how many records there are, if anything tells. Raises UserError when the disk has no room for it."""
     estimate = estimate_size(sources, encoding)
     if estimate is None:
-        say(f"{key}: tokenizing; how much disk it will need in {folder} cannot be told, since one's own function does not say how many records it has")
+        say(
+            f"{key}: tokenizing; how much disk it will need in {folder} cannot be told, since one's own function does not say how many records it has"
+        )
         return None
     free = check_room(estimate.num_bytes, folder, key)
     say(
@@ -102,9 +102,7 @@ def _announce(folder: Path, sources: list[list[str]], key: str, encoding: Encodi
     return estimate.num_records
 
 
-def _tokenize_sources(
-    folder: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, num_records: int | None
-) -> None:
+def _tokenize_sources(folder: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, num_records: int | None) -> None:
     counts = BatchCounts()
     # No bar in a log file.
     bar = tqdm(desc=f"Tokenizing {key}", total=num_records, unit=" records", file=sys.__stderr__, disable=not sys.__stderr__.isatty())

@@ -119,7 +119,9 @@ def quantize_projections(module: nn.Module) -> None:
 
     for name, linear in list_projections(module).items():
         weight = linear.weight
-        quantized = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized = Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+        )
         quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
@@ -180,9 +182,7 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
 class AdaptedWeights:
     """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
 
-    def __init__(
-        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path]
-    ) -> None:
+    def __init__(self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path]) -> None:
         self.base, self.config = base, base.config
         self.path = path if (path / "config.json").is_file() else base.path
         self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
@@ -196,9 +196,7 @@ class AdaptedWeights:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)
         module = layer.build_on_meta()
-        targets = [
-            name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules)
-        ]
+        targets = [name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules)]
         if not tensors or not targets:
             return tensors
         changed = {f"{name}.weight" for name in targets}

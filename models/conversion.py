@@ -204,9 +204,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class _Weights:
     """The source's tensors as they will be written: planned from their shapes, then read one by one."""
 
-    def __init__(
-        self, source: WeightSource, config: PretrainedConfig, dtype: torch.dtype | None, progress: Progress | None, verify: bool
-    ) -> None:
+    def __init__(self, source: WeightSource, config: PretrainedConfig, dtype: torch.dtype | None, progress: Progress | None, verify: bool) -> None:
         self.source = source
         self.config = config
         self._layers = build_layers(source.config)

@@ -143,7 +143,7 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
 
 
 def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:
-    """"full_attention" or "sliding_attention": what the config says layer by layer, or else for all layers."""
+    """ "full_attention" or "sliding_attention": what the config says layer by layer, or else for all layers."""
     if getattr(config, "layer_types", None):
         return config.layer_types[layer_idx]
     return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
@@ -161,9 +161,7 @@ def build_decoder(
     """Embedding, decoder layers, final norm, head; a tied head is the embedding used again."""
     tied = config.tie_word_embeddings
     tied_key = "embedding" if tied else None
-    head = (
-        Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss) if tied else Layer(names.head, LMHead, (config,))
-    )
+    head = Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss) if tied else Layer(names.head, LMHead, (config,))
     return [
         Layer(names.embedding, embedding, (config,), tied_key),
         *(Layer(names.layer.format(i), decoder_layer, (config, i, context)) for i in range(config.num_hidden_layers)),

@@ -114,10 +114,7 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
     existing = next(parent for parent in (output_dir.resolve(), *output_dir.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise UserError(
-            f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
-            "make room or choose another"
-        )
+        raise UserError(f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room or choose another")
 
 
 def has_tokenizer(path: Path) -> bool:

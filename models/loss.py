@@ -140,9 +140,7 @@ class _TargetLogProbabilities(torch.autograd.Function):
     """log softmax(`hidden @ weight.T`) at each row's target, [N], fp32 at least."""
 
     @staticmethod
-    def forward(
-        context: Any, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None
-    ) -> torch.Tensor:
+    def forward(context: Any, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None) -> torch.Tensor:
         context.save_for_backward(hidden, weight, target_ids)
         context.logit_softcap = logit_softcap
         pieces = [

@@ -158,8 +158,7 @@ class PipelineCheckpoint:
         present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
         if missing := sorted(expected - present):
             raise UserError(
-                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, first {missing[0]}; "
-                "convert or save it again"
+                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, first {missing[0]}; convert or save it again"
             )
         if extra := sorted(present - expected):
             raise UserError(
@@ -252,9 +251,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -
     if tensors.keys() != shapes.keys():
         wrong = sorted(tensors.keys() ^ shapes.keys())[0]
         state = "missing" if wrong in shapes else "unknown"
-        raise UserError(
-            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
-        )
+        raise UserError(f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says")
     for name, shape in shapes.items():
         _check_shape(tensors[name], shape, layer.hf_prefix + name, where)
 
@@ -290,6 +287,4 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
-        raise UserError(
-            f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__})"
-        ) from None
+        raise UserError(f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__})") from None

@@ -62,9 +62,7 @@ class Generator:
             inputs = self.tokenizer(self._template.replace("{prompt}", messages[-1]["content"]), return_tensors="pt")
         input_ids = inputs["input_ids"].to(self.model.device)
         with torch.inference_mode():
-            output = self.model.generate(
-                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options
-            )
+            output = self.model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options)
         return self.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
 
     def chat(self, read: Callable[[str], str] = input) -> None:

@@ -1,6 +1,6 @@
 """What a run has done: a short table, and the loss as a picture, from its `metrics.jsonl`.
 
-    python scripts/report.py --output_dir outputs/demo         # also writes outputs/demo/loss.png
+python scripts/report.py --output_dir outputs/demo         # also writes outputs/demo/loss.png
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 
 def main() -> None:

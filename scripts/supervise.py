@@ -79,7 +79,9 @@ class Supervisor:
         """To the ranks alone where there are any: launchers kill theirs when they are told to end, and a save takes its time."""
         self.signum = signum
         processes = self._processes()
-        ranks = {pid for pid, (parent, environment) in processes.items() if b"RANK" in environment and b"RANK" not in processes.get(parent, (0, {}))[1]}
+        ranks = {
+            pid for pid, (parent, environment) in processes.items() if b"RANK" in environment and b"RANK" not in processes.get(parent, (0, {}))[1]
+        }
         _signal(ranks or processes, signum)
 
     def _processes(self) -> dict[int, tuple[int, dict[bytes, bytes]]]:

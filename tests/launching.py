@@ -54,7 +54,9 @@ def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
     return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
 
 
-def run_on_hosts(hosts: TwoHosts, launcher: Sequence[str], arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> list[Ended]:
+def run_on_hosts(
+    hosts: TwoHosts, launcher: Sequence[str], arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None
+) -> list[Ended]:
     """The same trainer started on both hosts, "{rank}" in the launcher's words being the host's number."""
     launches: list[Launch] = []
     try:

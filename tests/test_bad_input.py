@@ -19,13 +19,12 @@ from tiny import save_llama, save_records, save_tokenizer
 from errors import UserError
 from models.conversion import convert_to_pipeline
 from models.weights import open_weights
-from training.command_line import check_command_line, clean_arguments
-from training.config import register_schema
-from training.ranks import Ranks
 from training.checked_run import check_run
-from training.config import to_typed
+from training.command_line import check_command_line, clean_arguments
+from training.config import register_schema, to_typed
 from training.horizon import compute_horizon
 from training.preparation import load_tokenizer, tokenize
+from training.ranks import Ranks
 
 SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is no test of speed
 OUR_FRAMES = 'trainer_base_ds_mp.py", line'  # in a stack trace; torchrun prints one of its own
@@ -95,7 +94,10 @@ KEYS = {
     "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
-    "a stage left empty": (("partition_method=[5,0]",), "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each"),
+    "a stage left empty": (
+        ("partition_method=[5,0]",),
+        "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each",
+    ),
     "no such checkpointing": (("activation_checkpoint_mode=some",), "activation_checkpoint_mode=some: must be one of grouped, every, selective"),
     "a step to draw beyond the end": (("profile_step=9", "max_steps=3"), "profile_step=9: the run has 3 steps; give one of them, or null"),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
@@ -103,24 +105,45 @@ KEYS = {
     "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),
     "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft"),
     "preferences without pairs": (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
-    "pairs without preferences": (("data=preference", "task=sft"), "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo"),
-    "packed preferences": (("data=preference", "data.packing=true"), "data.packing=true: the two answers of a preference are rows of one micro-batch"),
-    "preferences in pieces": (("data=preference", "data.length_policy=split"), "data.length_policy=split: an answer cut in pieces cannot be preferred"),
+    "pairs without preferences": (
+        ("data=preference", "task=sft"),
+        "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo",
+    ),
+    "packed preferences": (
+        ("data=preference", "data.packing=true"),
+        "data.packing=true: the two answers of a preference are rows of one micro-batch",
+    ),
+    "preferences in pieces": (
+        ("data=preference", "data.length_policy=split"),
+        "data.length_policy=split: an answer cut in pieces cannot be preferred",
+    ),
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
     "no preference left": (("data=preference", "dpo.label_smoothing=0.5"), "dpo.label_smoothing=0.5: from 0 to below 0.5"),
     "a smoothing that nothing reads": (("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"), "has no meaning with dpo.loss_type=ipo"),
     "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
     "a weight below zero": (("train_file=[{path: a.jsonl, weight: -1}]",), "train_file: entry 1 has weight=-1; give a number of 0 or more"),
     "nothing in the mixture": (("train_file=[{path: a.jsonl, weight: 0}]",), "train_file: every entry has weight 0"),
-    "shares of two kinds": (("train_file=[{path: a.jsonl, weight: 1}, {path: b.jsonl, epochs: 1}]",), "train_file: give every entry a weight, or every"),
-    "a share left out": (("train_file=[{path: a.jsonl, weight: 1}, b.jsonl]",), "train_file: give every entry a weight, or every entry a number of epochs"),
+    "shares of two kinds": (
+        ("train_file=[{path: a.jsonl, weight: 1}, {path: b.jsonl, epochs: 1}]",),
+        "train_file: give every entry a weight, or every",
+    ),
+    "a share left out": (
+        ("train_file=[{path: a.jsonl, weight: 1}, b.jsonl]",),
+        "train_file: give every entry a weight, or every entry a number of epochs",
+    ),
     "a source without a path": (("train_file=[{file: a.jsonl, weight: 1}]",), "train_file: entry 1 is {'file': 'a.jsonl', 'weight': 1}; give a path"),
-    "a misnamed weight": (("train_file=[{path: a.jsonl, wieght: 1}]",), "train_file: entry 1 has an unknown key 'wieght'; known are path, weight, epochs"),
+    "a misnamed weight": (
+        ("train_file=[{path: a.jsonl, wieght: 1}]",),
+        "train_file: entry 1 has an unknown key 'wieght'; known are path, weight, epochs",
+    ),
     "an evaluation mixture": (("eval_file=[{path: a.jsonl, weight: 1}]",), "eval_file takes no weight: evaluation reads every sample once"),
     "no encoder": (("data.encoder={_target_: json.JSONDecoder}",), "data.encoder: json.JSONDecoder must be a dataclass with a method encode"),
     "an encoder that is text": (("data.encoder=json",), "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder"),
     "an encoder without a name": (("data.encoder={field: a}",), "data.encoder: _target_=None; name a class or a function with its module"),
-    "no collator": (("data.collator={_target_: json.JSONDecoder}",), "data.collator: json.JSONDecoder must be a class with the methods collate_inputs and"),
+    "no collator": (
+        ("data.collator={_target_: json.JSONDecoder}",),
+        "data.collator: json.JSONDecoder must be a class with the methods collate_inputs and",
+    ),
     "no loss": (("loss={_target_: json.JSONDecoder}",), "loss: json.JSONDecoder must be a class whose objects are called with (outputs, targets)"),
     "a loss that is text": (("loss=focal",), "loss=focal: give a mapping, such as {_target_: my_losses.MyLoss, field: value}"),
     "a loss that is not there": (("loss={_target_: json.Loss}",), "loss: _target_=json.Loss: the module json has no class or function 'Loss'"),
@@ -138,7 +161,9 @@ def test_a_key(name: str, message_of: Callable[..., str], root: Path) -> None:
 
 def test_stages_that_do_not_divide_the_ranks(message_of: Callable[..., str]) -> None:
     message = message_of(world_size=1)
-    assert message.startswith("num_stages=2 does not divide the number of started ranks, 1; start it with `deepspeed --num_gpus 2 trainer_base_ds_mp.py")
+    assert message.startswith(
+        "num_stages=2 does not divide the number of started ranks, 1; start it with `deepspeed --num_gpus 2 trainer_base_ds_mp.py"
+    )
     assert "without GPUs" in message
     assert "--num_gpus 4" in message_of(world_size=3)
 
@@ -152,7 +177,9 @@ def test_a_run_on_top_of_another(message_of: Callable[..., str], tmp_path: Path)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "latest").touch()
     message = message_of()
-    assert message.startswith(f"output_dir={tmp_path}/run holds checkpoints") and "resume=latest" in message and "overwrite_output_dir=true" in message
+    assert (
+        message.startswith(f"output_dir={tmp_path}/run holds checkpoints") and "resume=latest" in message and "overwrite_output_dir=true" in message
+    )
 
 
 def edit_json(file: Path, **fields: object) -> None:
@@ -241,9 +268,12 @@ def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> No
     """Only the first rank reads the file; the other one waits for it."""
     file = tmp_path / "train.jsonl"
     file.write_text((root / "train.jsonl").read_text() + '{"prompt": "a", "completion": \n')
-    assert_one_message(run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path), "error", f"{file}:11: not valid JSON", "mend or remove the line")
+    assert_one_message(
+        run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path), "error", f"{file}:11: not valid JSON", "mend or remove the line"
+    )
 
 
+@pytest.mark.full
 def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -> None:
     """Only the rank that loads the layer finds out; the other one is about to talk to it."""
     folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
@@ -254,6 +284,7 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
     assert_one_message(ended, f"error (rank 1): {layer} cannot be read", "it is half-written")
 
 
+@pytest.mark.full
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
     """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)

@@ -54,7 +54,20 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run(monkeypatch, *there, *tokens) == 0
     assert run(monkeypatch, *there, *tokens) == 1
     assert run(monkeypatch, *there, *tokens, "--overwrite") == 0
-    to_hf = ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", back, "--dtype", "fp16", "--max_shard_size", "50KB", "--workers", "2", "--verify"]
+    to_hf = [
+        "--to_hf",
+        "--model_name_or_path",
+        pipeline,
+        "--output_dir",
+        back,
+        "--dtype",
+        "fp16",
+        "--max_shard_size",
+        "50KB",
+        "--workers",
+        "2",
+        "--verify",
+    ]
     assert run(monkeypatch, *to_hf) == 0
     assert run(monkeypatch, *to_hf) == 1
     assert run(monkeypatch, *to_hf, "--overwrite") == 0

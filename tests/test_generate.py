@@ -17,7 +17,9 @@ from models.weights import open_weights
 from scripts import generate
 
 PROMPT = "def fill(text, width=70):"
-CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,17 @@ def test_a_file_of_prompts_becomes_a_file_of_conversations(root: Path, tmp_path:
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
     records = [{"prompt": PROMPT}, {"messages": [*asked, {"role": "assistant", "content": "of the data set, not of the model"}]}]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run(monkeypatch, "--model_name_or_path", str(root / "hf"), "--prompt_file", str(prompts), "--output", str(answers), "--prompt_template", "{prompt}")
+    run(
+        monkeypatch,
+        "--model_name_or_path",
+        str(root / "hf"),
+        "--prompt_file",
+        str(prompts),
+        "--output",
+        str(answers),
+        "--prompt_template",
+        "{prompt}",
+    )
     answer = {"role": "assistant", "content": expected(root, PROMPT)}
     assert [json.loads(line)["messages"] for line in answers.read_text().splitlines()] == [[asked[1], answer], [*asked, answer]]
 

@@ -21,7 +21,14 @@ DEEPSPEED_FILES = {
     "training/run.py", "training/stage_loaders.py",
 }  # fmt: skip
 # Where Hydra and OmegaConf end: behind these, only typed objects.
-CONFIGURATION_FILES = {"trainer_base_ds_mp.py", "training/command_line.py", "training/config.py", "training/outputs.py", "training/run.py", "training/sweep.py"}
+CONFIGURATION_FILES = {
+    "trainer_base_ds_mp.py",
+    "training/command_line.py",
+    "training/config.py",
+    "training/outputs.py",
+    "training/run.py",
+    "training/sweep.py",
+}
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

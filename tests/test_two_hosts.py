@@ -41,7 +41,19 @@ def arguments(root: Path, output_dir: Path, *overrides: str) -> list[str]:
 
 
 def torchrun(hosts: TwoHosts, slots: int) -> list[str]:
-    return ["torchrun", "--nnodes", "2", "--node_rank", "{rank}", "--nproc_per_node", str(slots), "--master_addr", hosts.addresses[0], "--master_port", PORT]
+    return [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "{rank}",
+        "--nproc_per_node",
+        str(slots),
+        "--master_addr",
+        hosts.addresses[0],
+        "--master_port",
+        PORT,
+    ]
 
 
 def deepspeed(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:

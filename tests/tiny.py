@@ -52,7 +52,9 @@ def save_records(file: Path, count: int, seed: int = 0) -> Path:
     generator = torch.Generator().manual_seed(seed)
     with open(file, "w") as handle:
         for _ in range(count):
-            start, prompt, completion = (int(torch.randint(low, high, (), generator=generator)) for low, high in [(0, len(words) - 60), (1, 10), (1, 24)])
+            start, prompt, completion = (
+                int(torch.randint(low, high, (), generator=generator)) for low, high in [(0, len(words) - 60), (1, 10), (1, 24)]
+            )
             record = {"prompt": " ".join(words[start : start + prompt]), "completion": " ".join(words[start + prompt : start + prompt + completion])}
             handle.write(json.dumps(record) + "\n")
     return file

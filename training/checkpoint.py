@@ -66,7 +66,9 @@ def read_state(step_dir: Path) -> TrainerState:
     try:
         content = json.loads(file.read_text())
         if content.get("format", FORMAT) > FORMAT:
-            raise UserError(f"{file} was written by a newer version of this project (format {content['format']}, this one reads {FORMAT}); update the project")
+            raise UserError(
+                f"{file} was written by a newer version of this project (format {content['format']}, this one reads {FORMAT}); update the project"
+            )
         return TrainerState(**content)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, UserError):

@@ -28,10 +28,22 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
-    for key in ("logging_steps", "max_seq_length", "eval_steps", "save_steps", "profile_step", "max_steps", "stop_after_steps", "keep_last", "keep_best"):
+    for key in (
+        "logging_steps",
+        "max_seq_length",
+        "eval_steps",
+        "save_steps",
+        "profile_step",
+        "max_steps",
+        "stop_after_steps",
+        "keep_last",
+        "keep_best",
+    ):
         value = getattr(config, key)
         if value is not None and value < 1:
-            raise UserError(f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else ""))
+            raise UserError(
+                f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else "")
+            )
     for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")
@@ -58,7 +70,7 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
-        if key == "train_file" and not files and not config.evaluate_only or not is_function and not isinstance(files, (str, list, type(None))):
+        if (key == "train_file" and not files and not config.evaluate_only) or (not is_function and not isinstance(files, (str, list, type(None)))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     _check_task(config)
     if config.precision is Precision.fp16 and not has_accelerator:

@@ -38,7 +38,7 @@ def clean_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _is_override(argument: str) -> bool:
-    return "=" in argument and not argument.startswith("-") or argument.startswith("~")
+    return ("=" in argument and not argument.startswith("-")) or argument.startswith("~")
 
 
 def asks_for_sweep(arguments: Sequence[str]) -> bool:

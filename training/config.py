@@ -18,7 +18,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from errors import UserError
 
-
 NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
 
 

@@ -22,7 +22,9 @@ def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
     return {
         "command": " ".join(sys.argv),
         "hosts": {host: list(hosts).count(host) for host in dict.fromkeys(hosts)},  # name -> ranks
-        "device": torch.cuda.get_device_name() if accelerator is not None and accelerator.type == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if accelerator is not None and accelerator.type == "cuda"
+        else platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "packages": {name: installed for name in PACKAGES if (installed := _version(name))},
         "cuda": torch.version.cuda,

@@ -23,7 +23,13 @@ from training.stage_loaders import build_eval_loader, build_options
 
 
 def evaluate_checkpoint(
-    config: RunConfig, plan: CheckedRun, datasets: dict[str, Path], size: EvalSize, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, ranks: Ranks
+    config: RunConfig,
+    plan: CheckedRun,
+    datasets: dict[str, Path],
+    size: EvalSize,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    ranks: Ranks,
 ) -> Record:
     """The figures, told and written to `output_dir/evaluation.json`; the same on every rank. All ranks call it, in a process group."""
     loss = build_run_loss(config, plan.source.config)
@@ -40,6 +46,7 @@ def evaluate_checkpoint(
     result["eval_tokens"] = size.targets
     ranks.say(f"{plan.source.path} on {config.eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
+        folder.path.mkdir(parents=True, exist_ok=True)
         described = {"model": str(plan.source.path), "eval_file": config.eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
     return result

@@ -54,7 +54,7 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
     unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export
-    if start.step > last_step or start.step == last_step and not unfinished:
+    if start.step > last_step or (start.step == last_step and not unfinished):
         raise UserError(f"resume: {plan.resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps")
     if config.profile_step is not None and config.profile_step > total_steps:
         raise UserError(f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null")

@@ -62,7 +62,9 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
     if stages > num_layers:
         raise UserError(f"num_stages={stages} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less")
     if world_size % stages:
-        raise UserError(f"num_stages={stages} does not divide the number of started ranks, {world_size}; {_ranks_to_start(stages, world_size, has_accelerator)}")
+        raise UserError(
+            f"num_stages={stages} does not divide the number of started ranks, {world_size}; {_ranks_to_start(stages, world_size, has_accelerator)}"
+        )
     micro_batch_size, accumulation = _batch_arithmetic(config, world_size // stages)
     return Layout(world_size, stages, micro_batch_size, accumulation)
 

@@ -26,7 +26,6 @@ from training.run_folder import RunFolder
 from training.stage_probe import StageProbe
 from training.telemetry import Telemetry
 
-
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
 
 
@@ -133,7 +132,9 @@ class TrainingLoop:
             ids = self.train_loader.sample_ids(step).tolist()
             named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
             norm = float(self.engine.get_global_grad_norm())
-            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
+            text = (
+                f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
+            )
             if self.config.on_nonfinite is OnNonfinite.skip:
                 print(f"skipped {text}", file=sys.__stderr__, flush=True)
             else:

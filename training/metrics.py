@@ -58,9 +58,7 @@ class ProgressBar:
 
     def __init__(self, first_step: int, total_steps: int, stream: TextIO) -> None:
         self._stream, self._total, self._last = stream, total_steps, first_step
-        self._bar = (
-            tqdm(initial=first_step, total=total_steps, unit="step", file=stream, dynamic_ncols=True) if stream.isatty() else None
-        )
+        self._bar = tqdm(initial=first_step, total=total_steps, unit="step", file=stream, dynamic_ncols=True) if stream.isatty() else None
 
     def advance(self, step: int) -> None:
         if self._bar is not None:
@@ -71,9 +69,7 @@ class ProgressBar:
         if "eval_loss" in record:
             self._line(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
-            )
+            self._bar.set_postfix_str(f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s")
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             self._line(

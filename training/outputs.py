@@ -17,9 +17,7 @@ from training.run_folder import RunFolder
 from training.trainable import export_adapter, save_adapter_config
 
 
-def prepare_folder(
-    config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, adapter: Adapter | None
-) -> None:
+def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, adapter: Adapter | None) -> None:
     """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)

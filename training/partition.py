@@ -55,9 +55,7 @@ def balance(weights: Sequence[int], num_stages: int) -> list[int]:
     Exact, by dynamic programming over (stages, layers): O(P * L^2).
     """
     least_maximum = _best_split(weights, num_stages, lambda best, weight: max(best, weight))[0]
-    _, bounds = _best_split(
-        weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf")
-    )
+    _, bounds = _best_split(weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"))
     return bounds
 
 
@@ -71,9 +69,7 @@ def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[
         still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
         placed = {}
         for stop in range(stage + 1, num_layers - still_needed + 1):
-            cost, start = min(
-                (combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop
-            )
+            cost, start = min((combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop)
             placed[stop] = (cost, [*best[start][1], stop])
         best = placed
     return best[num_layers]

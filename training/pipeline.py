@@ -131,9 +131,7 @@ class StageModule(PipelineModule):
         device = get_accelerator().device_name(self.local_rank)
         tensors = self._source.read_layer(index, self._layers[index])
         kept = self._layers[index].buffer_names()
-        copies = {
-            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True) for name, tensor in tensors.items()
-        }
+        copies = {name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True) for name, tensor in tensors.items()}
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")

@@ -93,9 +93,7 @@ def compute_plan(
     tokens = layout.micro_batch_size * tokens_per_sample
     stages = [_plan_stage(costs, bounds, stage_id, layout, vocab_size, tokens, config, hardware) for stage_id in range(layout.num_stages)]
     boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
-    transfer = [
-        size / 2 / (_bandwidth_between(layout, stage_id, hardware) * GB) for stage_id, size in enumerate(boundary_bytes)
-    ]
+    transfer = [size / 2 / (_bandwidth_between(layout, stage_id, hardware) * GB) for stage_id, size in enumerate(boundary_bytes)]
     forward, backward = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages]
     passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps)
     pipeline_seconds = max(p.stop for p in passes)

@@ -86,7 +86,9 @@ def render_verdict(plan: Plan, config: RunConfig) -> list[str]:
     if plan.missing_memory > 0:
         lines.append(f"DOES NOT FIT: {used}, {plan.missing_memory / GIB:.1f} GiB too much; most of it is {largest_kind(fullest)}")
     if plan.missing_host_memory > 0:
-        lines.append(f"DOES NOT FIT the host: a node needs {plan.host_bytes / GIB:,.0f} GiB, {plan.missing_host_memory / GIB:,.0f} too much; more nodes share it")
+        lines.append(
+            f"DOES NOT FIT the host: a node needs {plan.host_bytes / GIB:,.0f} GiB, {plan.missing_host_memory / GIB:,.0f} too much; more nodes share it"
+        )
     if plan.fits:
         lines.append(f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare")
         lines.append(_speed_advice(plan, config))

@@ -31,9 +31,7 @@ def list_passes(stage_id: int, num_stages: int, num_micro_batches: int) -> list[
     return passes
 
 
-def simulate(
-    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], num_micro_batches: int
-) -> list[Pass]:
+def simulate(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], num_micro_batches: int) -> list[Pass]:
     """The passes of one step, in the order in which they can start.
 
     forward, backward: seconds of a micro-batch on each stage [P]. transfer: seconds across each boundary [P - 1], either way.

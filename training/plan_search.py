@@ -55,7 +55,13 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     for num_stages, micro_batch_size in _list_layouts(config.world_size, len(layers), total):
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_layers(
-                layers, architecture, micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision], adapter, config.freeze
+                layers,
+                architecture,
+                micro_batch_size * rows_per_sample(config),
+                config.max_seq_length,
+                DTYPES[config.precision],
+                adapter,
+                config.freeze,
             )
         dp_size = config.world_size // num_stages
         layout = Layout(config.world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))

@@ -115,5 +115,7 @@ def _check_finite(log_probabilities: torch.Tensor, what: str) -> None:
     if len(wrong):
         pair, answer = divmod(int(wrong[0]), 2)
         named = ("chosen", "rejected")[answer]
-        error = UserError(f"{what}: that of the {named} answer of pair {pair} (counted from 0) is {log_probabilities[wrong[0]].item()}; look at the weights")
+        error = UserError(
+            f"{what}: that of the {named} answer of pair {pair} (counted from 0) is {log_probabilities[wrong[0]].item()}; look at the weights"
+        )
     raise_together(error)

@@ -103,7 +103,9 @@ class Requests:
         if self._is_main:
             _say(f"{name}: saving at the end of this step, then leaving")
         if not self._heard_at_boundary.wait(self._grace_seconds):
-            _say(f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, go on with resume=latest")
+            _say(
+                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, go on with resume=latest"
+            )
             os._exit(exit_code(self._signum))
 
 

@@ -70,7 +70,11 @@ def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:
     if not step_dir.is_dir():
         return f"{step_dir} is missing"
     if not (step_dir / MANIFEST_NAME).exists():
-        return None if trust else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true takes it as it is)"
+        return (
+            None
+            if trust
+            else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true takes it as it is)"
+        )
     return find_wrong_size(step_dir)
 
 

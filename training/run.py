@@ -22,8 +22,8 @@ from training.checks import check_config
 from training.config import Device, HardwareConfig, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.environment import describe_environment
-from training.expectation import expect, find_machine
 from training.evaluation import evaluate_checkpoint
+from training.expectation import expect, find_machine
 from training.horizon import compute_horizon, measure_evaluation
 from training.inspection import print_inspection
 from training.loggers import build_loggers
@@ -172,9 +172,7 @@ def train_together(
     return loop.signum
 
 
-def build_telemetry(
-    engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: HardwareConfig | None, ranks: Ranks
-) -> Telemetry:
+def build_telemetry(engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: HardwareConfig | None, ranks: Ranks) -> Telemetry:
     """Measures every step from now on; the main rank knows what to expect of them. machine: None when no file describes it."""
     clock = StageClock(engine, memory)
     clock.attach()

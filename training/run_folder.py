@@ -26,7 +26,9 @@ class RunFolder:
         """Raises UserError for a folder that cannot be written."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"output_dir={self.path} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'a file'}; take another one")
+            raise UserError(
+                f"output_dir={self.path} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'a file'}; take another one"
+            )
 
     def check_usable(self, resuming: bool, overwrite: bool) -> None:
         """Raises UserError for a folder that cannot be written, or whose checkpoints this run would write over."""
@@ -42,8 +44,7 @@ class RunFolder:
         for doomed in (self.checkpoints, self.export):
             if source.resolve().is_relative_to(doomed.resolve()):
                 raise UserError(
-                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another output_dir, "
-                    "or move the weights"
+                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another output_dir, or move the weights"
                 )
 
     def take(self) -> None:

@@ -91,9 +91,7 @@ class StageClock:
 
     def attach(self) -> None:
         self._memory.start()
-        self._engine._INSTRUCTION_MAP = {
-            kind: self._timed(kind.__name__, execute) for kind, execute in type(self._engine)._INSTRUCTION_MAP.items()
-        }
+        self._engine._INSTRUCTION_MAP = {kind: self._timed(kind.__name__, execute) for kind, execute in type(self._engine)._INSTRUCTION_MAP.items()}
 
     def detach(self) -> None:
         """The engine is again as it was."""

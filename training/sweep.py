@@ -83,7 +83,7 @@ def _read_num_gpus(overrides: Sequence[str]) -> int:
 
 
 def _expand(override: str) -> list[str]:
-    """"seed=1,2" -> ["seed=1", "seed=2"]; ranges and choices as Hydra writes them."""
+    """ "seed=1,2" -> ["seed=1", "seed=2"]; ranges and choices as Hydra writes them."""
     parsed = OverridesParser.create().parse_override(override)
     if not parsed.is_sweep_override():
         return [override]

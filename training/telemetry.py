@@ -154,7 +154,15 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Exp
         s = stage.stage_id
         shares = (mean([getattr(m, kind)[s] for m, _ in reported]) / step_time for kind in ("compute_time", "communication_time", "wait_time"))
         peak = max(measured.peak_memory[s] for measured, _ in reported)
-        rows.append((str(s), f"{stage.first_layer}-{stage.last_layer}", *map("{:.1%}".format, shares), f"{peak / GIB:.2f}", f"{expectation.peak_memory[s] / GIB:.2f}"))
+        rows.append(
+            (
+                str(s),
+                f"{stage.first_layer}-{stage.last_layer}",
+                *map("{:.1%}".format, shares),
+                f"{peak / GIB:.2f}",
+                f"{expectation.peak_memory[s] / GIB:.2f}",
+            )
+        )
     figures = [f"step {render_seconds(step_time)}", f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s"]
     if expectation.peak_flops is not None:
         figures[0] += f" (predicted for full samples {render_seconds(plan.step_seconds)})"

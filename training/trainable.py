@@ -14,7 +14,14 @@ from torch import nn
 
 from errors import UserError
 from models.adapters import (
-    ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, build_lora_config, list_projections, load_adapter_tensors, load_lora_config, to_peft_name,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Adapter,
+    build_lora_config,
+    list_projections,
+    load_adapter_tensors,
+    load_lora_config,
+    to_peft_name,
 )  # fmt: skip
 from models.architecture import Layer
 from models.folders import copy_tokenizer_files, staged_folder
@@ -38,7 +45,9 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
     if options.name_or_path is not None:
         path = Path(options.name_or_path).expanduser()
         if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
-            raise UserError(f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume")
+            raise UserError(
+                f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume"
+            )
         lora = load_lora_config(path)
         lora.inference_mode = False
         lora.base_model_name_or_path = config.model_name_or_path

@@ -189,4 +189,3 @@ def find_place(frame: FrameType | None) -> tuple[str, bool]:
         waits |= "distributed" in parts or ("deepspeed" in file.parts and (on_gpu or "comm" in parts))
         frame = frame.f_back
     return "an unknown place", waits
-

@@ -13,7 +13,7 @@ from data.formats import read_file
 from errors import UserError
 
 RECORDS = [
-    {"prompt": "caf\u00e9, \"quoted\"", "completion": "two\nlines\u2028"},
+    {"prompt": 'caf\u00e9, "quoted"', "completion": "two\nlines\u2028"},
     {"prompt": "", "completion": "1;2,3\t4"},
     {"prompt": "a\\n", "completion": "\U0001f600"},
 ]

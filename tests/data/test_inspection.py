@@ -6,11 +6,11 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from data.encoding import Encoding, OnBadRecord
 from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
 from data.length import LengthPolicy
 from data.rows import Packing, RowPlan, Rows, prepare_rows
 from data.sft import SFTEncoder
-from data.encoding import Encoding, OnBadRecord
 from data.tokenizing import prepare_dataset
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}

@@ -13,12 +13,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.chat import ChatEncoder
+from data.encoding import Encoding
 from data.loader import LoaderOptions, build_eval_loader
 from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, count_rows, prepare_rows
 from data.sample import Encoder
 from data.sft import SFTEncoder
-from data.encoding import Encoding
 from data.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -117,8 +117,7 @@ def test_conversations(read_documents, packing: Packing) -> None:
         [
             (
                 "masked",
-                f'{start}system\ntools: [{{"name": "wrap"}}]{end}\n{start}system\nBe brief.{end}\n'
-                f"{start}user\n{DOCUMENTS[0]}{end}\n{answer}",
+                f'{start}system\ntools: [{{"name": "wrap"}}]{end}\n{start}system\nBe brief.{end}\n{start}user\n{DOCUMENTS[0]}{end}\n{answer}',
             ),
             ("loss", f"call wrap{end}"),
             ("masked", f"\n{start}tool\n{DOCUMENTS[1]}{end}\n{answer}"),

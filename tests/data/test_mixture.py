@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.encoding import Encoding
 from data.mixture import Mixture, MixtureUnit, ShareKind
 from data.rows import Packing, RowPlan, Rows, count_rows, prepare_rows
 from data.sft import SFTEncoder
-from data.encoding import Encoding
 from data.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -31,9 +31,9 @@ def test_weights_are_shares_and_every_sample_is_seen(unit: MixtureUnit, weights:
     assert shares_of(chosen, amounts) == pytest.approx(np.array(weights) / sum(weights), abs=0.004)
     times = np.bincount(chosen, minlength=len(SOURCES))
     for source in range(3):
-        of_source = times[SOURCES == source]
+        of_source = times[source == SOURCES]
         assert of_source.min() >= 1 and of_source.max() - of_source.min() <= 1
-    assert min(times[SOURCES == source].max() for source in range(3)) == 1  # no longer than it must be
+    assert min(times[source == SOURCES].max() for source in range(3)) == 1  # no longer than it must be
 
 
 def test_weights_that_are_the_sizes_change_nothing() -> None:

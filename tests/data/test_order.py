@@ -67,11 +67,7 @@ def test_neighbours_do_not_stay_together() -> None:
 def test_every_layout_reads_the_same_global_batch(dp_size: int, micro_batch_size: int, accumulation: int) -> None:
     for step in (0, 7):
         ids = ORDER.sample_ids(step)
-        read = [
-            micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size)
-            for micro_batch in range(accumulation)
-            for rank in range(dp_size)
-        ]
+        read = [micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size) for micro_batch in range(accumulation) for rank in range(dp_size)]
         assert np.concatenate(read).tolist() == ids.tolist()
         assert {len(part) for part in read} == {micro_batch_size}
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from test_sft import read_runs
 
+from data.encoding import Encoding, OnBadRecord
+from data.length import LengthPolicy
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.mixture import Mixture
 from data.order import GlobalOrder
 from data.preference import PreferenceEncoder
 from data.reference import is_whole, reference_path, save_reference
 from data.rows import RowPlan, Rows, count_rows, prepare_rows
-from data.encoding import Encoding, OnBadRecord
-from data.length import LengthPolicy
 from data.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -93,7 +93,9 @@ def tokenize(folder: Path, tokenizer, records: list[dict], max_seq_length: int =
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     encoding = Encoding(PreferenceEncoder(), tokenizer, max_seq_length, samples_per_record=2, **options)
-    return prepare_dataset([str(file)], key="train_file", encoding=encoding, cache_dir=folder / "cache", num_proc=options.pop("num_proc", 1), log=None)
+    return prepare_dataset(
+        [str(file)], key="train_file", encoding=encoding, cache_dir=folder / "cache", num_proc=options.pop("num_proc", 1), log=None
+    )
 
 
 def build_records(count: int) -> list[dict]:
@@ -145,7 +147,9 @@ def build_options(path: Path, plan: RowPlan, micro_batch_size: int = 1, dp_rank:
 
 
 @pytest.mark.parametrize(("micro_batch_size", "dp_size", "accumulation"), [(1, 1, 4), (2, 2, 1), (4, 1, 1)])
-def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(pairs: Path, micro_batch_size: int, dp_size: int, accumulation: int) -> None:
+def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
+    pairs: Path, micro_batch_size: int, dp_size: int, accumulation: int
+) -> None:
     plan = RowPlan(64, group_size=2)
     order = GlobalOrder(count_rows(pairs, plan), 4, seed=3)
     rows = Rows(pairs, plan, True, True)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.encoding import Encoding
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.mixture import Mixture, ShareKind
 from data.order import GlobalOrder
 from data.rows import Packing, RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset
-from data.encoding import Encoding
 from data.tokenizing import prepare_dataset
 from errors import UserError
 

@@ -8,10 +8,7 @@ from data.sft import SFTEncoder
 from errors import UserError
 
 # A template that writes no end token of its own.
-TEMPLATE_WITHOUT_EOS = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+TEMPLATE_WITHOUT_EOS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 RECORD = {"prompt": "Is {x} {prompt}?", "completion": "The capital of France."}
 
 
@@ -77,8 +74,7 @@ def test_template_and_named_fields(tokenizer: PreTrainedTokenizerFast) -> None:
     [
         (
             {"question": "a", "answer": "b"},
-            "train.jsonl:12: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field and"
-            " data.completion_field",
+            "train.jsonl:12: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field and data.completion_field",
         ),
         ({"prompt": "a", "answer": "b"}, "no field 'completion'; the record has 'prompt', 'answer'; set data.comp"),
         ({"completion": "a"}, "train.jsonl:12: no field 'prompt'; the record has 'completion'; set data.prompt_field"),
@@ -109,9 +105,7 @@ def chat(*turns: tuple[str, str], **fields: str) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
 
 
-CONVERSATION = chat(
-    ("system", "Be brief."), ("user", "Legs?"), ("assistant", "Eight."), ("user", "Sure?"), ("assistant", "Yes.")
-)
+CONVERSATION = chat(("system", "Be brief."), ("user", "Legs?"), ("assistant", "Eight."), ("user", "Sure?"), ("assistant", "Yes."))
 
 
 def test_loss_is_on_assistant_turns_and_their_end_tokens(chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from data.encoding import Encoding
 from data.records import name_own_source, read_records
 from data.targets import build_target
 from data.tokenized import TokenizedDataset
-from data.encoding import Encoding
 from data.tokenizing import prepare_dataset
 from errors import UserError
 

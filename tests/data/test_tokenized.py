@@ -20,10 +20,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data.encoding import Encoding, OnBadRecord
 from data.length import LengthPolicy
 from data.sft import SFTEncoder
 from data.tokenized import TokenizedDataset
-from data.encoding import Encoding, OnBadRecord
 from data.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -108,9 +108,7 @@ def test_columns_hold_what_the_encoder_made(prepare, tokenizer) -> None:
     assert 0 < truncated < 12
     tokens, targets = data.lengths.sum(), data.num_targets.sum()
     expected = f"12 samples, {tokens} tokens, {targets} target tokens; {truncated} samples truncated"
-    assert lines[1:] == [
-        f"train_file: {expected}, {lost} tokens lost by it ({lost_targets} of them targets); tokenized into {path}"
-    ]
+    assert lines[1:] == [f"train_file: {expected}, {lost} tokens lost by it ({lost_targets} of them targets); tokenized into {path}"]
 
 
 def test_processes_make_the_same_data(prepare, tmp_path: Path) -> None:
@@ -200,7 +198,9 @@ def test_two_processes_at_once_do_it_once(prepare, train_file: Path) -> None:
     assert len(Path(encoder.trace).read_text().splitlines()) == 2 * 12  # as one alone
     lines = sorted(answers[0][1] + answers[1][1])
     assert ["cached" in line for line in lines] == [True, False, False, False]
-    assert "tokenized into" in lines[1] and lines[2].startswith("train_file: tokenizing about 12") and lines[3].startswith("waiting for another process")
+    assert (
+        "tokenized into" in lines[1] and lines[2].startswith("train_file: tokenizing about 12") and lines[3].startswith("waiting for another process")
+    )
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -306,7 +306,9 @@ def test_a_disk_without_room_stops_it_before_it_starts(prepare, train_file: Path
     with pytest.raises(UserError) as caught:
         prepare(encoder=encoder)
     cache = train_file.parent / "cache"
-    message = f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; make room, or choose another folder with data.cache_dir"
+    message = (
+        f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; make room, or choose another folder with data.cache_dir"
+    )
     assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []
     assert len(Path(encoder.trace).read_text().splitlines()) == 12
 

@@ -251,6 +251,8 @@ def test_verify_finds_a_bit_that_the_disk_has_changed(way: str, tmp_path: Path, 
 
     monkeypatch.setattr(conversion, "drop_from_memory", flip_a_bit)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"--verify: '.*' in (layer_03-model_states.pt|model.safetensors) is not what the source holds; .* Nothing was kept"):
+    with pytest.raises(
+        UserError, match=r"--verify: '.*' in (layer_03-model_states.pt|model.safetensors) is not what the source holds; .* Nothing was kept"
+    ):
         go(source, tmp_path / "bad", verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

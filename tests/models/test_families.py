@@ -69,7 +69,6 @@ def test_documents_packed_into_a_row_do_not_see_each_other(model_type: str) -> N
         assert difference(chain(input_ids, positions())[:, 12:], alone[:, 12:]) > 1e-4  # the test can tell
 
 
-
 @EVERY_FAMILY
 @TIED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -149,8 +148,6 @@ def test_windows_and_caps_bite() -> None:
         with torch.no_grad():
             logits, without = (hf_logits(model.eval(), input_ids) for model in (build_family(model_type), build_family(model_type, **{field: off})))
         assert difference(logits, without) > 1e-3, (model_type, field)
-
-
 
 
 @EVERY_FAMILY

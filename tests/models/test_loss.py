@@ -99,9 +99,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("logit_softcap", [None, 3.0])
 @pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
-def test_pieces_are_the_whole(
-    batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_the_whole(batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a piece: one target, some that do not divide the targets, all."""
     monkeypatch.setattr("models.loss.PIECE", piece)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])

@@ -18,8 +18,8 @@ from data.tokenized import TokenizedDataset
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
 from training.config import RunConfig, Task, get_task, register_schema
-from training.layout import Layout, build_layout
 from training.horizon import Horizon
+from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.preparation import build_row_plan
 
@@ -57,14 +57,14 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     import torch.distributed as dist
 
     from training.engine import initialize_engine
-    from training.pipeline import StageModule
-    from training.ranks import Ranks
-    from training.trainable import build_adapter
-    from training.preparation import load_tokenizer, tokenize
     from training.own import build_run_loss
+    from training.pipeline import StageModule
     from training.precision import DTYPES
+    from training.preparation import load_tokenizer, tokenize
+    from training.ranks import Ranks
     from training.reference import prepare_reference
     from training.stage_loaders import build_loaders, build_options
+    from training.trainable import build_adapter
 
     config = case.config()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -119,8 +119,8 @@ def train_run(case: Case) -> None:
     """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
     import torch.distributed as dist
 
-    from training.ranks import Ranks
     from training.checked_run import check_run
+    from training.ranks import Ranks
     from training.run import evaluate_only, train
     from training.run_folder import RunFolder
 

@@ -162,7 +162,8 @@ def main() -> None:
 
 def render_page(lines: list[str], worst: float) -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "deepspeed", "transformers", "peft"))
-    return f"""# Parity with Hugging Face
+    return (
+        f"""# Parity with Hugging Face
 
 Made by `make parity`: tiny random models of every family with every feature of the family switched on (`tests/families.py`), through real
 pipeline stages, against the plain Hugging Face model in one process. A figure is the relative difference max|a - b| / max|b| of the worst
@@ -175,7 +176,10 @@ tensor, in fp32; worst of all: {worst:.1e}.
 
 {versions}; CPU, gloo.
 
-""" + "\n".join(lines) + "\n"
+"""
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, fault: str, world_
     for _ in range(TIMES):
         Path(f"{checkpoints}.store").unlink(missing_ok=True)
         reader, told = os.pipe()
-        pids = [fork(lambda rank=rank: save_until_ended(checkpoints, first, told, rank, world_size, fault == "terminate")) for rank in range(world_size)]
+        pids = [
+            fork(lambda rank=rank: save_until_ended(checkpoints, first, told, rank, world_size, fault == "terminate")) for rank in range(world_size)
+        ]
         os.close(told)
         assert select.select([reader], [], [], 60)[0], "nothing was saved in a minute"
         time.sleep(rng.random() * LONGEST)

@@ -65,7 +65,13 @@ def test_a_save_is_found_and_read_back(writer: CheckpointWriter, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "owner, name",
-    [(checkpoint_writer, "write_share"), (checkpoint_writer, "save_torch"), (manifest, "sync_to_disk"), (os, "rename"), (checkpoint_writer, "write_atomically")],
+    [
+        (checkpoint_writer, "write_share"),
+        (checkpoint_writer, "save_torch"),
+        (manifest, "sync_to_disk"),
+        (os, "rename"),
+        (checkpoint_writer, "write_atomically"),
+    ],
 )
 def test_a_save_that_fails_leaves_the_one_before(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -86,9 +92,7 @@ def test_a_save_that_fails_leaves_the_one_before(
 
 @pytest.mark.parametrize("size", [10, 10_000_000], ids=["small", "large"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_disk_that_is_full_is_survived(
-    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
-) -> None:
+def test_a_disk_that_is_full_is_survived(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     save(writer, 2)
 
     class OnFullDisk(manifest.HashedFile):
@@ -124,9 +128,7 @@ def test_no_room_for_any_checkpoint_is_told_before_the_first_step(writer: Checkp
 
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "no exchange"])
-def test_a_step_that_is_saved_again_replaces_the_old(
-    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
-) -> None:
+def test_a_step_that_is_saved_again_replaces_the_old(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
     save(writer, 2)
     monkeypatch.setitem(TENSORS, "layer_00-model_states.pt", 3.0)
     if not atomic:
@@ -145,7 +147,6 @@ def test_other_ranks_hear_of_a_failure(writer: CheckpointWriter, tmp_path: Path,
     with pytest.raises(UserError, match="rank 1 has no room"):
         save(writer, 2)
     assert not (tmp_path / "latest").exists()
-
 
 
 def test_training_goes_on_while_a_copy_is_written(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

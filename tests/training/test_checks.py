@@ -60,7 +60,10 @@ def test_the_defaults_pass() -> None:
         ("num_workers=-1", "num_workers=-1: 0 or more"),
         ("activation_checkpoint_interval=-1", "activation_checkpoint_interval=-1: 0 or more"),
         ("activation_checkpoint_mode=every activation_checkpoint_interval=0", "activation_checkpoint_mode=every recomputes nothing"),
-        ("activation_checkpoint_mode=selective compile=true", "activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false"),
+        (
+            "activation_checkpoint_mode=selective compile=true",
+            "activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false",
+        ),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: two numbers"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0]: two numbers from 0 to below 1"),
@@ -104,7 +107,10 @@ def test_the_model_group_must_agree_with_the_weights() -> None:
     ("overrides", "message"),
     [
         (("eval_file=null",), "evaluate_only=true needs eval_file"),
-        (("eval_file=a.jsonl", "overwrite_output_dir=true"), "evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are"),
+        (
+            ("eval_file=a.jsonl", "overwrite_output_dir=true"),
+            "evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are",
+        ),
     ],
 )
 def test_an_evaluation_needs_a_file_and_deletes_nothing(overrides: tuple[str, ...], message: str) -> None:

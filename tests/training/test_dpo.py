@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
     num_stages, world_size = LAYOUTS[layout]
     if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
-        overrides = (*overrides, "learning_rate=0.02")
+        overrides = ("learning_rate=0.02", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, overrides=(*DPO, "micro_batch_size=1", *overrides))
 
 
@@ -157,7 +157,9 @@ def test_five_sgd_steps_equal_the_paper(
 
 
 @pytest.mark.parametrize("layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))])
-def test_with_an_adapter_the_reference_is_the_model_without_it(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str) -> None:
+def test_with_an_adapter_the_reference_is_the_model_without_it(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+) -> None:
     """The adapter starts far from zero, so that policy and reference differ from the first step on."""
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
@@ -245,6 +247,8 @@ def test_a_reference_that_is_not_finite_is_told(workers: Callable[[int], WorkerG
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(root / "tiedFalse").save_pretrained(tmp_path / "model")
     case = build_case(root, tmp_path, "pp1", f"model_name_or_path={tmp_path}/model")
-    with pytest.raises(WorkerError, match=r"UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 \(counted from 0\) is nan"):
+    with pytest.raises(
+        WorkerError, match=r"UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 \(counted from 0\) is nan"
+    ):
         workers(1).run(train_run, case)
     assert find_references(tmp_path) == []

@@ -15,7 +15,9 @@ def build(*overrides: str, world_size: int = 1, num_layers: int = 8, has_acceler
     return build_layout(build_config(*overrides), world_size, num_layers, has_accelerator)
 
 
-@pytest.mark.parametrize("given", list(itertools.combinations({"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 16}.items(), 2)))
+@pytest.mark.parametrize(
+    "given", list(itertools.combinations({"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 16}.items(), 2))
+)
 def test_the_third_batch_size_follows_from_any_two(given: tuple[tuple[str, int], ...]) -> None:
     layout = build("num_stages=2", *(f"{key}={value}" for key, value in given), world_size=4)
     assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size, layout.dp_size) == (2, 4, 16, 2)

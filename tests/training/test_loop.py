@@ -80,17 +80,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] = {}
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
-        monkeypatch.setattr(loop, "CheckpointWriter", lambda *_: SimpleNamespace(save=lambda state: events.append(f"save {state.step}"), wait=lambda: None, check_room=lambda num_moments: None))
+        monkeypatch.setattr(
+            loop,
+            "CheckpointWriter",
+            lambda *_: SimpleNamespace(
+                save=lambda state: events.append(f"save {state.step}"), wait=lambda: None, check_room=lambda num_moments: None
+            ),
+        )
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
-        requests = SimpleNamespace(start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite)))
+        requests = SimpleNamespace(
+            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: asked.get(len(engine.rates), Request(nonfinite=nonfinite))
+        )
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
         monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
         config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
         horizon = Horizon(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
-        telemetry = SimpleNamespace(start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {})
+        telemetry = SimpleNamespace(
+            start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {}
+        )
         final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final
 
@@ -122,7 +132,7 @@ def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
 
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000))
+    clock = iter(range(1000))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))  # a second passes between two looks
     events, _, _ = run("logging_steps=5", "save_steps=1")
     (line,) = (event for event in events if isinstance(event, dict))
@@ -164,4 +174,7 @@ def test_a_skipped_step_counts_for_nothing_but_its_tokens(run, monkeypatch: pyte
     lines = [event for event in events if isinstance(event, dict)]
     assert [(line["step"], line["loss"]) for line in lines] == [(2, 4.0), (4, pytest.approx((2 * 20 + 1 * 5) / 25)), (5, 0.5)]
     assert final.num_tokens == 1500
-    assert "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err) and "64 and 36 more of train_file" in said
+    assert (
+        "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err)
+        and "64 and 36 more of train_file" in said
+    )

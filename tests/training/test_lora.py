@@ -57,7 +57,9 @@ def test_five_sgd_steps_equal_peft(workers: Callable[[int], WorkerGroup], tmp_pa
     model = make_adapter(tmp_path / "adapter", model_folder, **options)
     num_stages, world_size = LAYOUTS[layout]
     overrides = (f"tokenizer_name_or_path={tmp_path}/tokenizer", "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, CLIPPED)
-    case = Case(model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=(*overrides, "learning_rate=0.5"))
+    case = Case(
+        model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=(*overrides, "learning_rate=0.5")
+    )
     result = merge(workers(world_size).run(train_case, case))
     oracle = train_oracle(case, model)
     worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
@@ -74,12 +76,16 @@ def to_peft_weights(result: dict[str, Any], oracle: dict[str, Any], config: Pret
         for layer in build_layers(config)
         if "lora_" in name and name.startswith(layer.hf_prefix)
     }
-    expected = {name.replace("_vector.default.weight", "_vector").replace(".default", ""): t for name, t in oracle["weights"].items() if "lora_" in name}
+    expected = {
+        name.replace("_vector.default.weight", "_vector").replace(".default", ""): t for name, t in oracle["weights"].items() if "lora_" in name
+    }
     return trained, expected
 
 
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp1", marks=pytest.mark.full)])
-def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str) -> None:
+def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str
+) -> None:
     """The oracle is peft on a Hugging Face model whose projections hold what nf4 makes of them, in fp32."""
     functional = pytest.importorskip("bitsandbytes.functional")
     model_folder = save_family(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
@@ -146,7 +152,11 @@ def test_adapters_start_equal_at_every_layout(workers: Callable[[int], WorkerGro
     "freeze", [["embed_tokens", "layers\\.[0-2]\\."], ["layers\\.[34]\\.", "norm", "lm_head"]], ids=["first-stage", "last-stage"]
 )
 def test_a_stage_with_nothing_to_train(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, freeze: list[str], tied: bool  # noqa: F811
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    freeze: list[str],
+    tied: bool,  # noqa: F811
 ) -> None:
     pattern = ",".join(f'"{p}"' for p in freeze)
     case = Case(root / f"tied{tied}", root / "train.jsonl", tmp_path, 2, 2, overrides=(f"freeze=[{pattern}]", "partition_method=[4,4]", CLIPPED))

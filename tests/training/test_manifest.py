@@ -30,7 +30,9 @@ def find_damage(folder: Path) -> str | None:
 def test_what_is_whole_is_found_whole(folder: Path) -> None:
     assert find_damage(folder) is None
     records = read_manifest(folder)
-    assert records is not None and {name: record.size for name, record in records.items()} == {name: len(content) for name, content in CONTENT.items()}
+    assert records is not None and {name: record.size for name, record in records.items()} == {
+        name: len(content) for name, content in CONTENT.items()
+    }
     assert (folder / "a.pt").read_bytes() == CONTENT["a.pt"]
 
 
@@ -50,7 +52,9 @@ def test_a_truncated_and_a_missing_file_are_found(folder: Path) -> None:
     assert find_damage(folder) == f"{folder}/b.safetensors is missing"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": {}}', '{"files": {"a.pt": {}}}', '{"files": {"../a.pt": {"size": 1, "xxh3_128": ""}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"files": {}}', '{"files": {"a.pt": {}}}', '{"files": {"../a.pt": {"size": 1, "xxh3_128": ""}}}']
+)
 def test_a_damaged_manifest_makes_nothing_whole(folder: Path, text: str) -> None:
     (folder / MANIFEST_NAME).write_text(text)
     assert find_wrong_size(folder) == find_wrong_content(folder, CONTENT) == f"{folder}/{MANIFEST_NAME} is missing or damaged"

@@ -70,8 +70,7 @@ def test_without_a_terminal_the_bar_is_lines() -> None:
     bar.report({"step": 3, "eval_loss": math.log(50), "eval_tokens": 10})
     bar.close()
     assert stream.getvalue() == (
-        "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\n"
-        "step 3: eval_loss 3.9120  perplexity 50.00\n"
+        "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\nstep 3: eval_loss 3.9120  perplexity 50.00\n"
     )
 
 

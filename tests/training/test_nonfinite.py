@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import Case, train_run
-from data import loader
-from data.order import GlobalOrder
 from distributed import WorkerGroup
 from tiny import save_llama, save_records, save_tokenizer
 
+from data import loader
+from data.order import GlobalOrder
 from training import checkpoint_writer
 from training.checkpoint_writer import ShareFile
 
@@ -127,7 +127,9 @@ def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
 def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, precision: str) -> None:
     out, error = run(f"precision={precision}", world_size=world_size)
     ids = ", ".join(map(str, GlobalOrder(SAMPLES, 8, case.config().seed).sample_ids(BAD_STEP)))
-    assert error.startswith(f"step 3: loss nan, gradient norm inf; samples {ids} of train_file") or error.startswith(f"step 3: loss inf, gradient norm inf; samples {ids} of")
+    assert error.startswith(f"step 3: loss nan, gradient norm inf; samples {ids} of train_file") or error.startswith(
+        f"step 3: loss inf, gradient norm inf; samples {ids} of"
+    )
     assert "(counted from 0); first seen in the loss. Neither" in error
     assert "on_nonfinite=skip" in error and "resume=latest" in error
     assert read(out) == ([1, 2], ["global_step1", "global_step2"]) and not (out / "completed.json").exists()

@@ -63,7 +63,12 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., list
 
     def start(layout: str, *overrides: str) -> list[str]:
         num_stages, world_size = LAYOUTS[layout]
-        given = (f"train_file=[{root}/a.jsonl,{root}/b.jsonl]", f"global_batch_size={GLOBAL_BATCH}", "micro_batch_size=1", f"output_dir={root}/{layout}")
+        given = (
+            f"train_file=[{root}/a.jsonl,{root}/b.jsonl]",
+            f"global_batch_size={GLOBAL_BATCH}",
+            "micro_batch_size=1",
+            f"output_dir={root}/{layout}",
+        )
         case = Case(root / "model", root / "a.jsonl", root, num_stages, world_size, STEPS, (*given, *overrides))
         return hash_global_batches(root, workers(world_size).run(train_and_listen, case), world_size // num_stages)
 

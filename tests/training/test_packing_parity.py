@@ -81,7 +81,9 @@ def test_packed_rows_train_as_each_document_alone(workers, root: Path, rows: Row
 @pytest.mark.parametrize("layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))])
 def test_documents_laid_end_to_end_train_as_each_piece_alone(workers, root: Path, layout: str) -> None:
     """Raw text, cut where a row is full: each token but a document's first is a target once, and sees its own document's part in the row."""
-    texts = [paragraph for paragraph in inspect.getdoc(textwrap).split("\n\n")] + [inspect.getdoc(f) for f in (textwrap.wrap, textwrap.dedent, textwrap.fill)]
+    texts = [paragraph for paragraph in inspect.getdoc(textwrap).split("\n\n")] + [
+        inspect.getdoc(f) for f in (textwrap.wrap, textwrap.dedent, textwrap.fill)
+    ]
     file = root / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     given = ("data=pretrain", f"train_file={file}", "max_seq_length=64", "activation_checkpoint_interval=1")

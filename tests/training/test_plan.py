@@ -11,7 +11,12 @@ from training.config import Device, HardwareConfig, RunConfig
 from training.hardware import GB, GIB
 from training.layout import Layout
 from training.plan import (
-    Plan, compute_host_bytes, compute_model_flops, compute_optimizer_seconds, compute_plan, compute_reduce_seconds,
+    Plan,
+    compute_host_bytes,
+    compute_model_flops,
+    compute_optimizer_seconds,
+    compute_plan,
+    compute_reduce_seconds,
 )  # fmt: skip
 from training.plan_cost import LayerCost
 

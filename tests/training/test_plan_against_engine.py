@@ -19,8 +19,8 @@ from tiny import save_llama, save_records, save_tokenizer
 from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
-from training.config import Device, HardwareConfig, RunConfig
-from training.layout import Layout, build_layout
+from training.config import Device, HardwareConfig
+from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import compute_plan
 from training.plan_cost import count_layers
@@ -51,8 +51,8 @@ def train_counted(case: Case) -> int:
     deepspeed.runtime.pipe.engine.MEMORY_OPT_ALLREDUCE_SIZE = BUCKET
     written = engines.build_deepspeed_config
 
-    def with_small_buckets(config: RunConfig, layout: Layout) -> dict[str, Any]:
-        built = written(config, layout)
+    def with_small_buckets(*arguments: Any) -> dict[str, Any]:
+        built = written(*arguments)
         built["zero_optimization"]["reduce_bucket_size"] = BUCKET
         return built
 

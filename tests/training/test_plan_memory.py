@@ -63,7 +63,9 @@ def layer(saved: int) -> LayerCost:
 
 def memory(stage_id: int, stages: int, micro_batches: int, interval: int, mode: CheckpointMode = CheckpointMode.grouped) -> Memory:
     nothing = State(0, 0, 0, 0, 0, 0)
-    return compute_memory([layer(s) for s in (3000, 4000, 5000)], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16)
+    return compute_memory(
+        [layer(s) for s in (3000, 4000, 5000)], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16
+    )
 
 
 @pytest.mark.parametrize(("stage_id", "micro_batches", "in_flight"), [(0, 8, 4), (1, 8, 3), (3, 8, 1), (0, 2, 2), (2, 2, 2)])
@@ -83,14 +85,18 @@ def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:
 
 def test_every_second_layer_keeps_its_input_and_the_others_all() -> None:
     found = memory(1, 4, 8, 2, CheckpointMode.every)  # the second of three
-    assert found.activations == 3 * (3000 + HIDDEN + 5000 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == 0  # the third gives back more
+    assert (
+        found.activations == 3 * (3000 + HIDDEN + 5000 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == 0
+    )  # the third gives back more
     assert memory(1, 4, 8, 1, CheckpointMode.every) == memory(1, 4, 8, 1)
     assert memory(1, 4, 8, 9, CheckpointMode.every).recomputation == 0
 
 
 def test_selective_keeps_results_and_remakes_the_rest() -> None:
     found = memory(1, 4, 8, 2, CheckpointMode.selective)
-    assert found.activations == 3 * (2 * HIDDEN + 12000 // 4 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == max(5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN)
+    assert found.activations == 3 * (2 * HIDDEN + 12000 // 4 + POSITIONS + HIDDEN + POSITIONS + HIDDEN) and found.recomputation == max(
+        5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN
+    )
 
 
 def test_only_the_last_stage_makes_logits() -> None:

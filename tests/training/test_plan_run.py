@@ -75,12 +75,17 @@ def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None
 
 def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None:
     report = "\n".join(plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}")))
-    assert re.search(r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, at the optimizer step, [\d.]+ GiB too much; most of it is the optimizer step's copies", report)
+    assert re.search(
+        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, at the optimizer step, [\d.]+ GiB too much; most of it is the optimizer step's copies",
+        report,
+    )
     assert "change: twice the world_size" in report
 
 
 def test_a_host_that_is_too_small(tmp_path: Path) -> None:
-    report = "\n".join(plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500", f"output_dir={tmp_path}")))
+    report = "\n".join(
+        plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=h200", "hardware.host_memory=500", f"output_dir={tmp_path}"))
+    )
     assert re.search(r"DOES NOT FIT the host: a node needs 1,\d+ GiB, \d+ too much; more nodes share it", report)
 
 

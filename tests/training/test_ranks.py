@@ -31,8 +31,15 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
         (
-            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
-             "SLURM_JOB_ID": "7", "MASTER_ADDR": "node-a"},
+            {
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+                "SLURM_JOB_ID": "7",
+                "MASTER_ADDR": "node-a",
+            },
             Ranks(5, 8, 1, 4),
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Ranks(0, 1, 0, 1)),  # in the batch script, without srun

@@ -116,7 +116,9 @@ time.sleep(0.5)
 @pytest.mark.parametrize("seconds, code", [(60, 143), (0, 0)], ids=["stuck", "in time"])
 def test_a_step_that_does_not_end_ends_the_process(tmp_path: Path, seconds: int, code: int) -> None:
     started = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", STUCK.format(root=str(ROOT), seconds=seconds)], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK.format(root=str(ROOT), seconds=seconds)], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
     assert ended.returncode == code, ended.stderr
     assert time.monotonic() - started < 40
     assert ("error: SIGTERM: the step did not end within grace_seconds=0.3; leaving without a save" in ended.stderr) == (code == 143)

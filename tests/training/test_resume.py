@@ -113,7 +113,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name, other", [("global_batch_size", 9), ("num_samples", 41), ("seed", 43), ("precision", "fp32"), ("optimizer", "sgd")])
 def test_what_changes_the_run_is_refused_by_name(name: str, other: object) -> None:
     changed = replace(STATE, **{name: other})
-    with pytest.raises(UserError, match=f"{name} was {getattr(STATE, name)}, is {other}. Give the same values, or .*resume_allow_changes=true.*=/c/global_step2"):
+    with pytest.raises(
+        UserError, match=f"{name} was {getattr(STATE, name)}, is {other}. Give the same values, or .*resume_allow_changes=true.*=/c/global_step2"
+    ):
         check_resumable(STATE, changed, Path("/c/global_step2"))
     assert check_resumable(STATE, changed, Path("/c/global_step2"), allow_changes=True) == [f"{name} was {getattr(STATE, name)}, is {other}"]
 

@@ -57,8 +57,8 @@ def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
     import torch.distributed as dist
 
     from training import resume as resuming
-    from training.ranks import Ranks
     from training.checked_run import check_run
+    from training.ranks import Ranks
 
     config = Case(case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)).config()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
@@ -89,7 +89,10 @@ def test_whole_ones_are_taken_without_a_word(choose, copied: Path) -> None:
 def test_a_flipped_byte_makes_latest_go_back_and_say_so(choose, copied: Path, name: str) -> None:
     flip_a_byte(copied / "global_step3" / name)
     damage = f"{copied}/global_step3/{name} is damaged: its bytes are not those that were saved"
-    assert choose(copied) == (f"{copied}/global_step2", [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest whole checkpoint"])
+    assert choose(copied) == (
+        f"{copied}/global_step2",
+        [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest whole checkpoint"],
+    )
     error, said = choose(copied / "global_step3")
     assert (error, said) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
 
@@ -102,7 +105,9 @@ def test_truncated_flipped_and_missing_at_once(choose, copied: Path) -> None:
     assert "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in said[0] and "global_step2/layer_02" in said[1]
     (copied / "global_step1" / "layer_03-model_states.pt").unlink()
     error, _ = choose(copied)
-    assert error.startswith(f"resume: {copied}/global_step3/layer_00-model_states.pt is damaged: 100 bytes") and error.endswith("(none of the others there is whole)")
+    assert error.startswith(f"resume: {copied}/global_step3/layer_00-model_states.pt is damaged: 100 bytes") and error.endswith(
+        "(none of the others there is whole)"
+    )
 
 
 class Malicious:

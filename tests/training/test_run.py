@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, mean_loss, relative_difference, train_run
-from data.tokenized import TokenizedDataset
 from distributed import WorkerError, WorkerGroup
 from safetensors.torch import load_file
 from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM
 
+from data.tokenized import TokenizedDataset
 
 # Fields that differ from run to run.
 MEASURED = {
@@ -72,7 +72,6 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
 
     other = run("other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf")
     assert json.loads((other / "evaluation.json").read_text())["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
-
 
 
 @pytest.mark.parametrize(

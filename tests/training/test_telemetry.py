@@ -70,7 +70,9 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
     lines = telemetry.summarize().splitlines()
     assert lines[0] == "measured over 2 steps:"  # the first report warms up
     assert [line.split()[:5] for line in lines[2:4]] == [["0", "0-2", "45.0%", "6.2%", "48.8%"], ["1", "3-7", "70.0%", "6.2%", "23.8%"]]
-    assert lines[4].startswith("step 10.0 s (predicted") and "51 tokens/s" in lines[4] and "bubble 37.5%" in lines[4] and "imbalance 20.0%" in lines[4]
+    assert (
+        lines[4].startswith("step 10.0 s (predicted") and "51 tokens/s" in lines[4] and "bubble 37.5%" in lines[4] and "imbalance 20.0%" in lines[4]
+    )
 
 
 def test_a_run_that_reported_nothing_has_no_table() -> None:
