@@ -304,5 +304,5 @@ def test_an_unexpected_exception_is_one_line_and_its_trace_is_in_the_log(start: 
     (tmp_path / "failing.py").write_text(LOSS)
     ended = start(arguments(root, tmp_path, "loss={_target_: failing.Loss}"), tmp_path)
     logs = tmp_path / "run" / "logs"
-    assert_one_message(ended, f"error (rank 1): KeyError: \"the head's name\"; the stack trace is in {logs}/rank_1.log")
+    assert_one_message(ended, f'error (rank 1): KeyError: "the head\'s name"; the stack trace is in {logs}/rank_1.log')
     assert "failing.py" in (logs / "rank_1.log").read_text() and "failing.py" not in ended.output.partition("error (rank 1)")[2]

@@ -97,15 +97,21 @@ def exit_on_user_error(ranks: Ranks, speaks: bool = True, log: Path | None = Non
             raise
         if speaks:
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
-            text = f"{type(error).__name__}: {_words(error)}; the stack trace is in {log}" if told is None else _words(told)
+            text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if told is None else _words(told)
             print(f"\nerror{where}: {text}\n", file=sys.__stderr__, flush=True)
         sys.exit(1)
+
+
+def _describe_unexpected(error: Exception) -> str:
+    if is_lost_peer(error):
+        return "another rank has ended, and the error is what it has said"
+    return f"{type(error).__name__}: {_words(error)}"
 
 
 def _words(error: Exception) -> str:
     """What an exception says, on one line. One from a process of a DataLoader says its whole stack trace, and the words at the end of it."""
     lines = str(error).strip().splitlines() or ["no words"]
-    return lines[-1].partition(": ")[2] if lines[0].startswith("Caught ") and len(lines) > 1 else lines[0]
+    return (lines[-1].partition(": ")[2] or lines[-1]) if lines[0].startswith("Caught ") else lines[0]
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

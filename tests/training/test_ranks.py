@@ -100,14 +100,22 @@ def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(naps: list[floa
     assert naps == seconds
 
 
-@pytest.mark.parametrize("error, seconds", [(RuntimeError(f"{LOST}\nsecond line"), [10]), (ValueError("a bug\nsecond line"), []), (KeyError(), [])])
-def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(error, seconds, naps: list[float], monkeypatch, capfd, tmp_path: Path) -> None:
+BUGS = [
+    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and the error is what it has said"),
+    (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
+    (KeyError(), [], "KeyError: no words"),
+]
+
+
+@pytest.mark.parametrize("error, seconds, said", BUGS)
+def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
+    error: Exception, seconds: list[float], said: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
+) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     log = tmp_path / "rank_1.log"
     log.write_text("before\n")
     assert fail(error, OTHER, log=log) == 1 and naps == seconds
-    first = str(error).partition("\n")[0] or "no words"
-    assert capfd.readouterr() == ("", f"\nerror (rank 1): {type(error).__name__}: {first}; the stack trace is in {log}\n\n")
+    assert capfd.readouterr() == ("", f"\nerror (rank 1): {said}; the stack trace is in {log}\n\n")
     assert log.read_text().startswith("before\nTraceback") and "in fail\n    raise error" in log.read_text() and str(error) in log.read_text()
 
 
