@@ -99,7 +99,8 @@ def split_messages(messages: object, location: str, tokenizer: PreTrainedTokeniz
     pieces = _split_conversation(turns, location, tokenizer, tools)
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
-    if not pieces[-1][0].endswith(tokenizer.eos_token):
+    last, _ = pieces[-1]
+    if not isinstance(last, str) or not last.endswith(tokenizer.eos_token):
         pieces.append(([get_eos(tokenizer)], True))
     return pieces
 

@@ -30,8 +30,8 @@ def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeE
         first = list(islice(read_records(group[0]), SAMPLE_RECORDS))
         if not first:
             continue
-        of_sources = [estimate_num_records(source, first) for source in group]
-        if None in of_sources:
+        of_sources = [count for source in group if (count := estimate_num_records(source, first)) is not None]
+        if len(of_sources) < len(group):
             return None
         columns = encode_batch(first, skipping).columns
         of_first = BYTES_PER_TOKEN * len(columns["input_ids"]) + BYTES_PER_SAMPLE * len(columns["length"])

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,9 +63,9 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
     counts = BatchCounts(num_records=len(records))
     input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
     for location, encoded in _encode_records(records, encoding, counts):
-        fit = fit_pair if isinstance(encoded, tuple) else fit_sample
+        limits = location, encoding.length_policy, encoding.max_seq_length
         try:
-            fitted, of_lengths = fit(encoded, location, encoding.length_policy, encoding.max_seq_length)
+            fitted, of_lengths = fit_pair(encoded, *limits) if isinstance(encoded, tuple) else fit_sample(encoded, *limits)
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
@@ -82,7 +83,8 @@ def _encode_records(records: Sequence[RawRecord], encoding: Encoding, counts: Ba
     """(location, sample or pair) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
-    encoded, locations = [], []
+    encoded: list[Any] = []  # samples, or what is to be tokenized
+    locations = []
     for record in records:
         try:
             if record.problem is not None:
@@ -97,11 +99,11 @@ def _encode_records(records: Sequence[RawRecord], encoding: Encoding, counts: Ba
             _handle_bad_record(error, encoding, counts)
             continue
         locations.append(record.location)
-    samples = _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+    samples: Sequence[Sample | Pair] = _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
     return zip(locations, samples, strict=True)
 
 
-def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> list[Sample | Pair]:
+def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample | Pair]:
     """Samples of pieces, and pairs of pairs of pieces."""
     if not encoded or not isinstance(encoded[0], tuple):
         return tokenize_pieces(encoded, tokenizer)

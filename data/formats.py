@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow
 from pyarrow import parquet
@@ -99,11 +98,11 @@ def _split_suffixes(path: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[gzip.GzipFile | io.BufferedReader]:
     """The file's bytes, decompressed. Raises UserError when they cannot be had."""
     try:
         if path.lower().endswith(".gz"):
-            file = gzip.open(path, "rb")
+            file: gzip.GzipFile | io.BufferedReader = gzip.open(path, "rb")
         elif path.lower().endswith(".zst"):
             file = io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
         else:

@@ -53,7 +53,7 @@ def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
     from matplotlib import pyplot  # not above: it picks its backend when it is imported
 
     figure, axes = pyplot.subplots(figsize=(8, 4))
-    bins = np.linspace(0, plan.max_seq_length, HISTOGRAM_BINS + 1)
+    bins = np.linspace(0, plan.max_seq_length, HISTOGRAM_BINS + 1).tolist()
     # A document that is to be cut can be longer than a row; the last bar holds all of them.
     lengths = np.minimum(TokenizedDataset(path, False, False).lengths, plan.max_seq_length)
     axes.hist(lengths, bins, alpha=0.8, label="samples")

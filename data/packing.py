@@ -110,7 +110,10 @@ def concatenate(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: int
     document's first is predicted exactly once. A row's last slot stays empty rather than hold one token of a new piece, which
     nothing could predict from.
     """
-    ids, starts, stops, offsets = [], [], [], [0]
+    ids: list[int] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    offsets = [0]
     room = max_seq_length
     for sample_id, length in zip(sample_ids.tolist(), lengths[sample_ids].tolist()):
         start = 0

@@ -10,6 +10,7 @@ Answers that are whole conversations, from their first turn, need no prompt: it 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,7 +55,7 @@ class PreferenceEncoder(PieceEncoder):
     def _read_fields(self, record: dict, location: str) -> list:
         """[prompt, chosen, rejected], the answers without what belongs to the prompt."""
         named = {"data.prompt_field": self.prompt_field, "data.chosen_field": self.chosen_field, "data.rejected_field": self.rejected_field}
-        whole = [record.get(field) for field in (self.chosen_field, self.rejected_field)]
+        whole: list[Any] = [record.get(field) for field in (self.chosen_field, self.rejected_field)]
         if not all(_is_conversation(answer) for answer in whole):
             return get_fields(record, named, location)
         shared = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1], zip(*whole))]

@@ -224,6 +224,7 @@ class Rows:
 
     def reference(self, row: int) -> float:
         """The reference model's log-probability of the row's one sample."""
+        assert self._reference is not None
         return self._reference[self.pieces(row)[0][0]]
 
     def labels(self, row: int) -> np.ndarray:

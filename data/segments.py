@@ -26,7 +26,8 @@ class PieceEncoder(ABC):
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
         pieces = self.split(record, location, tokenizer)
         if isinstance(pieces, tuple):
-            return tuple(tokenize_pieces(pieces, tokenizer))
+            chosen, rejected = tokenize_pieces(pieces, tokenizer)
+            return chosen, rejected
         return tokenize_pieces([pieces], tokenizer)[0]
 
 

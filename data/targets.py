@@ -39,7 +39,7 @@ def find_target(name: object, key: str) -> Callable[..., Any]:
     return target
 
 
-def _import_module(module_name: str, name: str, key: str) -> Any:
+def _import_module(module_name: str, name: object, key: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

@@ -23,7 +23,7 @@ SUMMARY_FILE = "summary.json"
 SIZES_FILE = "file_sizes.json"
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
-DTYPES = {**dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)), "offset": np.dtype(np.int64)}
+DTYPES: dict[str, np.dtype] = {**dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)), "offset": np.dtype(np.int64)}
 BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
 BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
 
@@ -80,7 +80,7 @@ class TokenizedWriter:
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
-            self._hashes[source].update(values)
+            self._hashes[source].update(values.data)
         self._write("source", np.full(len(lengths), source, np.int32))
         self._write("offset", self.num_tokens + np.cumsum(lengths, dtype=np.int64))
         self.num_samples += len(lengths)

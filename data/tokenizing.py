@@ -104,8 +104,7 @@ def _announce(folder: Path, sources: list[list[str]], key: str, encoding: Encodi
 
 def _tokenize_sources(folder: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, num_records: int | None) -> None:
     counts = BatchCounts()
-    # No bar in a log file.
-    bar = tqdm(desc=f"Tokenizing {key}", total=num_records, unit=" records", file=sys.__stderr__, disable=not sys.__stderr__.isatty())
+    bar = tqdm(desc=f"Tokenizing {key}", total=num_records, unit=" records", file=sys.__stderr__, disable=None)  # None: no bar in a log file
     with TokenizedWriter(folder, len(sources)) as writer, bar:
         for number, batch in _encode_sources(sources, encoding, num_proc):
             writer.append(batch.columns, number)

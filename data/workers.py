@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from errors import UserError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 PENDING_PER_PROCESS = 2  # enough that none waits for work, few enough that memory does not grow
 
 _function: Callable[[Any], Any]  # of a worker
@@ -51,7 +52,9 @@ def _start(function: Callable[[Any], Any]) -> None:
 
 def _end_with_parent() -> None:
     """A pool's processes would wait for ever for work from one that was killed."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Layer
-from models.tensor_files import load_json, open_tensors
+from models.tensor_files import load_json, open_safetensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -63,7 +63,7 @@ def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], 
     return LoraConfig(target_modules=targets, fan_in_fan_out=transposed, task_type="CAUSAL_LM", **options)
 
 
-def list_projections(module: nn.Module) -> dict[str, nn.Module]:
+def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Name -> what an adapter can be put on: matrices inside a decoder layer."""
     return {name: child for name, child in module.named_modules() if name and isinstance(child, (nn.Linear, Conv1D))}
 
@@ -87,7 +87,7 @@ class Adapter:
         Raises UserError for start weights that do not fit.
         """
         module.requires_grad_(False)
-        if not any(_is_named(name, target) for name in list_projections(module) for target in self.config.target_modules):
+        if not any(_is_named(name, target) for name in list_projections(module) for target in self.config.target_modules or ()):
             return
         if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
             quantize_projections(module)
@@ -122,10 +122,10 @@ def quantize_projections(module: nn.Module) -> None:
         quantized = Linear4bit(
             linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
         )
-        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)
+        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)  # type: ignore[misc]
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
-    module.is_loaded_in_4bit = True  # peft asks for it before it puts an adapter on such a projection
+    module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
 
 
 def adapter_names(module: nn.Module) -> list[str]:
@@ -175,7 +175,7 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
-    opened = open_tensors(file)
+    opened = open_safetensors(file)
     return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
@@ -196,7 +196,7 @@ class AdaptedWeights:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)
         module = layer.build_on_meta()
-        targets = [name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules)]
+        targets = [name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules or ())]
         if not tensors or not targets:
             return tensors
         changed = {f"{name}.weight" for name in targets}
@@ -204,7 +204,7 @@ class AdaptedWeights:
         _inject(self._lora, module)
         fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
         for name in targets:
-            projection = module.get_submodule(name)
+            projection: Any = module.get_submodule(name)  # peft's, around the layer's own
             projection.merge()
             tensors[f"{name}.weight"] = projection.base_layer.weight.detach()
         return tensors

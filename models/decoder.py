@@ -7,7 +7,7 @@ their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from models.architecture import Layer
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Activations = tuple[torch.Tensor, torch.Tensor]  # hidden_states [B, T, D], position_ids [B, T]
 
@@ -56,7 +59,7 @@ class DecoderContext:
         self.rotary = rotary
         self._position_ids: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
-        self._masks: dict[str, torch.Tensor | None] = {}
+        self._masks: dict[str, torch.Tensor | BlockMask | None] = {}
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -81,7 +84,7 @@ class DecoderContext:
         self.rotary.to(hidden_states.device)
         return {"position_embeddings": self.rotary(hidden_states, position_ids=position_ids)}  # cos, sin [B, T, head_dim]
 
-    def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor | None:
+    def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor | BlockMask | None:
         return _MASKS[attention_type](
             config=self.config,
             inputs_embeds=hidden_states,
@@ -91,7 +94,7 @@ class DecoderContext:
         )
 
 
-class PipelineDecoderLayer:
+class PipelineDecoderLayer(nn.Module):
     """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden states."""
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: DecoderContext) -> None:
@@ -104,7 +107,7 @@ class PipelineDecoderLayer:
         return super().forward(hidden_states, **self.context(hidden_states, position_ids, self.attention_type)), position_ids
 
 
-class PipelineNorm:
+class PipelineNorm(nn.Module):
     """Mixin before a final norm of `transformers`, built as `norm(hidden_size, eps)`."""
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -115,7 +118,7 @@ class PipelineNorm:
         return super().forward(hidden_states), position_ids
 
 
-class FinalLayerNorm(PipelineNorm, nn.LayerNorm):
+class FinalLayerNorm(PipelineNorm, nn.LayerNorm):  # type: ignore[misc]  # the mixin's forward is the one
     """The final norm of the older families. `bias` as in `nn.LayerNorm`."""
 
     def __init__(self, config: PretrainedConfig, bias: bool = True) -> None:
@@ -139,7 +142,9 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
     micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
     """
     hidden_states, _ = inputs
-    return hidden_states, module.weight.view_as(module.weight)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return hidden_states, weight.view_as(weight)
 
 
 def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:

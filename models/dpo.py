@@ -38,7 +38,7 @@ class DPOLoss:
         self._beta, self._label_smoothing, self._loss_type = beta, label_smoothing, loss_type
         self._totals: torch.Tensor | None = None
 
-    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: labels [2 B, T]; the reference's log-probability of each row, summed over its targets,
         float64 [2 B]; and `loss_denominator`, scalar. A pair without targets fills a batch and counts for nothing.
 

@@ -34,7 +34,9 @@ class AlibiContext(DecoderContext):
         return {"position_bias": bias}  # [heads, 1, T]
 
     def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor:
-        return super()._mask(hidden_states, position_ids, attention_type).to(torch.bool)  # [B or 1, 1, T, T]
+        mask = super()._mask(hidden_states, position_ids, attention_type)
+        assert isinstance(mask, torch.Tensor)  # eager attention knows no other
+        return mask.to(torch.bool)  # [B or 1, 1, T, T]
 
 
 class DecoderLayer(PipelineDecoderLayer, MptBlock):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 
@@ -91,8 +91,12 @@ def write_safetensors(
         write_safetensors_to(stream, str(file), infos, read, written)
 
 
+class Writable(Protocol):
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
 def write_safetensors_to(
-    stream: BinaryIO,
+    stream: Writable,
     name: str,
     infos: Sequence[TensorInfo],
     read: Callable[[TensorInfo], torch.Tensor],
@@ -110,7 +114,7 @@ def write_safetensors_to(
 
 def get_bytes(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a CPU tensor, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _build_header(file: str, infos: Sequence[TensorInfo]) -> bytes:

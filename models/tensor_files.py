@@ -26,10 +26,13 @@ def load_json(file: Path) -> dict[str, Any]:
     return fields
 
 
-def open_tensors(file: Path) -> object:
+def open_tensors(file: Path) -> safe_open | dict[str, torch.Tensor]:
     """A mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
-    if file.suffix != ".safetensors":
-        return load_torch_file(file)
+    return open_safetensors(file) if file.suffix == ".safetensors" else load_torch_file(file)
+
+
+def open_safetensors(file: Path) -> safe_open:
+    """The file, mapped. Raises UserError when it is damaged."""
     _check_permission(file)
     try:
         return safe_open(file, framework="pt", device="cpu")

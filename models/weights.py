@@ -235,11 +235,11 @@ class HuggingFaceFolder:
         if name not in self._files:
             raise UserError(f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?")
         file = self._files[name]
-        current = self._of_thread.__dict__
-        if file not in current:
+        current, key = self._of_thread.__dict__, str(file)
+        if key not in current:
             current.clear()  # one shard mapped at a time
-            current[file] = open_tensors(file)
-        opened, name = current[file], name.removeprefix(self._prefix)
+            current[key] = open_tensors(file)
+        opened, name = current[key], name.removeprefix(self._prefix)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         except (KeyError, SafetensorError):

@@ -35,7 +35,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
     """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises UserError."""
     layers = build_layers(source.config)
     source.check_complete(layers)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         for name, tensor in source.read_layer(index, layer).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}

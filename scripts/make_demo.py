@@ -16,6 +16,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -93,7 +94,7 @@ def train_tokenizer(records: list[dict[str, str]], vocab_size: int) -> PreTraine
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def save_model(fields: dict[str, object], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         **fields, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
 
 def write_share(folder: Path, share: list[ShareFile], writes_engine_state: bool) -> dict[str, FileRecord]:
     """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
-    records = {file.name: _write_file(folder / file.name, lambda stream, file=file: _fill(stream, file)) for file in share}
+    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file)) for file in share}
     if writes_engine_state:
         records[ENGINE_STATE_NAME] = _write_file(folder / ENGINE_STATE_NAME, lambda stream: save_torch(ENGINE_STATE, stream))
     sync_to_disk(folder)

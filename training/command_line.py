@@ -85,7 +85,7 @@ def _check_override(override: str) -> None:
 
 
 def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Sequence[str]) -> str:
-    chain = [error]
+    chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     text = "\n".join(str(link) for link in chain)
@@ -99,8 +99,8 @@ def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Se
         key, _, values = several.partition("=")
         return f"{several} is several values; write {key}=[{values}] for a list; --multirun starts one run for each value"
     full_key = _first(r"full_key: (\S+)", text)
-    if key := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
-        return _unknown_key(full_key or key)
+    if unknown := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
+        return _unknown_key(full_key or unknown)
     if full_key is None:
         return f"{reason} (in: {' '.join(overrides)})"
     for pattern, wanted in _WRONG_TYPES.items():

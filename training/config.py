@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -18,6 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from errors import UserError
 
+Schema = TypeVar("Schema")
 NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
 
 
@@ -294,7 +295,13 @@ def register_schema() -> None:
 def load_hardware() -> list[HardwareConfig]:
     """All machines of `conf/hardware/`."""
     files = sorted((Path(__file__).resolve().parent.parent / "conf" / "hardware").glob("*.yaml"))
-    return [OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file))) for file in files]
+    return [_to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file)), HardwareConfig) for file in files]
+
+
+def _to_object(node: Any, schema: type[Schema]) -> Schema:
+    made = OmegaConf.to_object(node)
+    assert isinstance(made, schema)
+    return made
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
@@ -306,7 +313,7 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
         if OmegaConf.is_missing(composed, key):
             composed[key] = NOT_GIVEN
     try:
-        return OmegaConf.to_object(composed)
+        return _to_object(composed, RunConfig)
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None

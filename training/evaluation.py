@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from models.dpo import DPOLoss
 from training.checked_run import CheckedRun
 from training.config import RunConfig
 from training.engine import evaluate, initialize_engine
@@ -40,7 +41,7 @@ def evaluate_checkpoint(
         options = build_options(config, plan.layout, module, tokenizer, ranks, "eval_file")
         reference = prepare_reference(engine, config, datasets, options, plan.reference, plan.source, ranks)
     loader = build_eval_loader(config, plan.layout, datasets, size, module, tokenizer, ranks, reference)
-    rewards = Rewards(loss, engine.device) if plan.reference is not None else None
+    rewards = Rewards(loss, engine.device) if isinstance(loss, DPOLoss) else None
     result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms)}
     result |= rewards.finish_evaluation() if rewards is not None else {}
     result["eval_tokens"] = size.targets

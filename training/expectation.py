@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from models.architecture import build_layers, choose_attention
 from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
-from training.hardware import complete_hardware
+from training.hardware import Machine, complete_hardware
 from training.layout import Layout
 from training.plan import Plan, compute_model_flops, compute_plan
 from training.plan_cost import LayerCost, count_layers
@@ -42,7 +42,7 @@ class Expectation:
         return tokens_per_second * compute_model_flops(self.costs, tokens_a_row) / self.peak_flops
 
 
-def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, local_size: int) -> HardwareConfig | None:
+def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, local_size: int) -> Machine | None:
     """What is known of this machine: `hardware`, when it is about this device, or the file of conf/hardware that is; complete.
 
     device_name: of the accelerator, "cpu" without one. local_size: ranks on this host. None for a card that no file describes.
@@ -55,7 +55,7 @@ def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, 
 
 
 def expect(
-    config: RunConfig, architecture: PretrainedConfig, bounds: Sequence[int], layout: Layout, machine: HardwareConfig | None, device: Device
+    config: RunConfig, architecture: PretrainedConfig, bounds: Sequence[int], layout: Layout, machine: Machine | None, device: Device
 ) -> Expectation:
     """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
     architecture = copy.deepcopy(architecture)

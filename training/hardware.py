@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from errors import UserError
-from training.config import HardwareConfig, Precision
+from training.config import Device, HardwareConfig, Precision
 from training.precision import DTYPES
 
 GIB = 2**30
@@ -18,19 +19,41 @@ GB = 10**9
 _MATRIX, _ROUNDS = 1024, 5
 
 
-def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> HardwareConfig:
+@dataclass(frozen=True)
+class Machine:
+    """A `HardwareConfig` without a null; the units are its own."""
+
+    name: str
+    device: Device
+    cards_per_node: int
+    memory: float
+    usable_memory: float
+    peak_flops: dict[str, float]
+    efficiency: float
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    host_memory: float
+    host_memory_bandwidth: float
+    host_link_bandwidth: float
+    device_name: str
+
+
+def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:
     """`hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.
 
     Raises UserError where no peak is known for the precision.
     """
-    if hardware.peak_flops is None:
-        hardware = _measure(hardware, precision, world_size)
-    if precision.value not in hardware.peak_flops:
+    stated = {name: value for name, value in vars(hardware).items() if value is not None}
+    measured = _measure(precision, world_size) if len(stated) < len(vars(hardware)) else {}
+    machine = Machine(**{**measured, **stated})
+    if precision.value not in machine.peak_flops:
         raise UserError(f"precision={precision.value}: hardware={hardware.name} has no peak for it; add it to conf/hardware/{hardware.name}.yaml")
-    return hardware
+    return machine
 
 
-def _measure(hardware: HardwareConfig, precision: Precision, world_size: int) -> HardwareConfig:
+def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
+    """What can be null."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     threads = torch.get_num_threads()
@@ -40,13 +63,11 @@ def _measure(hardware: HardwareConfig, precision: Precision, world_size: int) ->
         flops, copied = measure_matmul(DTYPES[precision]) * share, measure_copy() * share
     finally:
         torch.set_num_threads(threads)
-    stated = {name: value for name, value in vars(hardware).items() if value is not None}
-    measured = {
+    return {
         "cards_per_node": world_size, "memory": memory / world_size, "peak_flops": {precision.value: flops}, "memory_bandwidth": copied / GB,
         "intra_node_bandwidth": copied / GB, "inter_node_bandwidth": copied / GB, "host_memory": memory,
         "host_memory_bandwidth": copied / GB * world_size, "host_link_bandwidth": copied / GB,
     }  # fmt: skip
-    return replace(hardware, **{**measured, **stated})
 
 
 def measure_matmul(dtype: torch.dtype) -> float:

@@ -84,19 +84,19 @@ def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
     for key, value in given.items():
         if value is not None and value < 1:
             raise UserError(f"{key}={value}: at least 1")
-    if sum(value is not None for value in given.values()) < 2:
-        missing = ", ".join(key for key, value in given.items() if value is None)
-        raise UserError(f"two of micro_batch_size, gradient_accumulation_steps and global_batch_size must be given; missing: {missing}")
-    if None not in given.values() and micro * accumulation * dp_size != total:
-        raise UserError(
-            f"micro_batch_size={micro} x gradient_accumulation_steps={accumulation} x dp={dp_size} is {micro * accumulation * dp_size}, "
-            f"not global_batch_size={total}; give two of them and set the third to null"
-        )
-    if micro is None:
-        micro = _divide(total, accumulation * dp_size, f"gradient_accumulation_steps={accumulation} x dp={dp_size}")
-    if accumulation is None:
-        accumulation = _divide(total, micro * dp_size, f"micro_batch_size={micro} x dp={dp_size}")
-    return micro, accumulation
+    if micro is not None and accumulation is not None:
+        if total not in (None, micro * accumulation * dp_size):
+            raise UserError(
+                f"micro_batch_size={micro} x gradient_accumulation_steps={accumulation} x dp={dp_size} is {micro * accumulation * dp_size}, "
+                f"not global_batch_size={total}; give two of them and set the third to null"
+            )
+        return micro, accumulation
+    if micro is not None and total is not None:
+        return micro, _divide(total, micro * dp_size, f"micro_batch_size={micro} x dp={dp_size}")
+    if accumulation is not None and total is not None:
+        return _divide(total, accumulation * dp_size, f"gradient_accumulation_steps={accumulation} x dp={dp_size}"), accumulation
+    missing = ", ".join(key for key, value in given.items() if value is None)
+    raise UserError(f"two of micro_batch_size, gradient_accumulation_steps and global_batch_size must be given; missing: {missing}")
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -150,7 +150,7 @@ class TrainingLoop:
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # of all ranks, by all ranks
         rewards = self._rewards.finish_interval() if self._rewards is not None else {}
-        if not self.reporters or self._interval.is_empty:
+        if not self.reporters or self._interval.is_empty or measured is None:
             return
         loss, tokens_per_second, step_time = self._interval.finish()
         self._report(
@@ -168,16 +168,18 @@ class TrainingLoop:
         )
 
     def _evaluate(self) -> None:
-        loader = self.eval_loader
-        loss = evaluate(self.engine, loader.iterate(), len(loader), self.horizon.evaluation.terms)
+        loader, size = self.eval_loader, self.horizon.evaluation
+        assert loader is not None and size is not None
+        loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms)
         rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": self.horizon.evaluation.targets}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": size.targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:
-        evaluated = self.last_eval is not None and self.last_eval["step"] == self.state.step
+        last = self.last_eval
+        eval_loss = last["eval_loss"] if last is not None and last["step"] == self.state.step else None
         with self._patience():
-            self._writer.save(replace(self.state, eval_loss=self.last_eval["eval_loss"] if evaluated else None))
+            self._writer.save(replace(self.state, eval_loss=eval_loss))
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
 from training.run_folder import write_atomically
 
-Record = dict[str, float | int | list[float] | list[int]]  # a list has a figure a stage
+Record = dict[str, Any]  # numbers; a list of them has a figure a stage
 
 
 class Reporter(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from training.config import HardwareConfig, Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
-from training.hardware import GB, GIB
+from training.config import Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
+from training.hardware import GB, GIB, Machine
 from training.layout import Layout
 from training.plan_cost import POSITION_BYTES, LayerCost
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
@@ -86,10 +86,8 @@ class Plan:
         return self.missing_memory <= 0 and self.missing_host_memory <= 0
 
 
-def compute_plan(
-    costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layout, vocab_size: int, config: RunConfig, hardware: HardwareConfig
-) -> Plan:
-    """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each. hardware: complete."""
+def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine) -> Plan:
+    """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
     tokens_per_sample = rows_per_sample(config) * config.max_seq_length
     tokens = layout.micro_batch_size * tokens_per_sample
     stages = [_plan_stage(costs, bounds, stage_id, layout, vocab_size, tokens, config, hardware) for stage_id in range(layout.num_stages)]
@@ -128,7 +126,7 @@ def compute_plan(
 
 def _plan_stage(
     costs: Sequence[LayerCost], bounds: Sequence[int], stage_id: int, layout: Layout, vocab_size: int, tokens: int,
-    config: RunConfig, hardware: HardwareConfig,
+    config: RunConfig, hardware: Machine,
 ) -> StagePlan:  # fmt: skip
     layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
     num_parameters = _distinct(layers, "num_parameters")
@@ -145,12 +143,12 @@ def _plan_stage(
     # loss, once, or, where it is no sum over tokens, again in the backward pass.
     in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
     groups = [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
-    again = [layers[i] for group in groups for i in range(group.start, min(group.stop, in_loss))]
-    again += layers[in_loss:] if get_task(config) is Task.dpo else []
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layer.forward_flops for layer in again)
-    if all(layer.forward_seconds is not None for layer in layers):
-        recomputed = sum(layer.forward_seconds for layer in again)
-        seconds = sum(layer.forward_seconds for layer in layers), sum(layer.backward_seconds for layer in layers) + recomputed
+    again = [i for group in groups for i in range(group.start, min(group.stop, in_loss))]
+    again += range(in_loss, len(layers)) if get_task(config) is Task.dpo else []
+    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layers[i].forward_flops for i in again)
+    timed = [layer.pass_seconds for layer in layers if layer.pass_seconds is not None]
+    if len(timed) == len(layers):
+        seconds = sum(there for there, _ in timed), sum(back for _, back in timed) + sum(timed[i][0] for i in again)
     else:
         rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
         seconds = forward / rate, backward / rate
@@ -180,14 +178,14 @@ def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
     return len({rank // cards_per_node for rank in ranks}) > 1
 
 
-def _bandwidth_between(layout: Layout, stage_id: int, hardware: HardwareConfig) -> float:
+def _bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
     """GB/s from `stage_id` to the next stage, of the replica whose path is slowest."""
     starts = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
     crosses = any(_spans_nodes((rank, rank + layout.dp_size), hardware.cards_per_node) for rank in starts)
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 
 
-def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: HardwareConfig) -> float:
+def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: Machine) -> float:
     """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype.
 
     Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
@@ -212,7 +210,7 @@ def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
     return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
 
 
-def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: HardwareConfig) -> float:
+def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: Machine) -> float:
     """Bound by memory: `count_update_bytes` of this replica's part."""
     part = num_trainable / layout.dp_size
     moved = count_update_bytes(config.optimizer.name, config.precision) * part

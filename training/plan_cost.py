@@ -39,7 +39,7 @@ class LayerCost:
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
-    forward_seconds, backward_seconds: of a token, where the layer was timed (`training/rehearsal.py`).
+    pass_seconds: of a token, forward and backward, where the layer was timed (`training/rehearsal.py`).
     """
 
     name: str
@@ -56,8 +56,7 @@ class LayerCost:
     frozen_flops: float = 0
     kept_bytes: int = 0
     remade_bytes: int = 0
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
+    pass_seconds: tuple[float, float] | None = None
 
 
 def count_layers(
@@ -154,7 +153,7 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     """The sliding window of this layer's attention in tokens, or None."""
     for child in module.modules():
         if "Attention" in type(child).__name__ and hasattr(child, "sliding_window"):
-            return child.sliding_window
+            return child.sliding_window  # type: ignore[return-value]  # of every attribute nn.Module says that it is a tensor or a module
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 

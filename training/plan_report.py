@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig, rows_per_sample
-from training.hardware import GIB
+from training.config import CheckpointMode, Offload, RunConfig, rows_per_sample
+from training.hardware import GIB, Machine
 from training.plan import Plan, StagePlan
 
 COLUMNS = (
@@ -13,7 +13,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def render_plan(plan: Plan, config: RunConfig, hardware: HardwareConfig, total_steps: int | None) -> str:
+def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None) -> str:
     """Several lines, without a newline at the end."""
     return "\n".join(
         [
@@ -57,7 +57,7 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def render_step(plan: Plan, hardware: HardwareConfig) -> list[str]:
+def render_step(plan: Plan, hardware: Machine) -> list[str]:
     return [
         f"bubble {plan.bubble:.1%} = (P-1)/(M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
         f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "

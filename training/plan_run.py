@@ -12,8 +12,8 @@ from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
-from training.config import NOT_GIVEN, HardwareConfig, RunConfig, rows_per_sample, to_typed
-from training.hardware import complete_hardware
+from training.config import NOT_GIVEN, RunConfig, rows_per_sample, to_typed
+from training.hardware import Machine, complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
@@ -40,10 +40,10 @@ def run_plan(composed: Any) -> None:
 def plan_run(config: RunConfig) -> Iterator[str]:
     """What is printed, each text as soon as it is known. Raises UserError."""
     check_config(config, has_accelerator=True)
-    check_world_size(config)
+    world_size = check_world_size(config)
     architecture = load_architecture(config)
     layers = build_layers(architecture)
-    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
+    hardware = complete_hardware(config.hardware, config.precision, world_size)
     if config.plan == "search":
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware)
         return
@@ -64,8 +64,8 @@ def save_picture(plan: Plan, config: RunConfig) -> Path:
     return file
 
 
-def check_world_size(config: RunConfig) -> None:
-    """Raises UserError when the number of ranks to plan for is not given, or is no multiple of the stages."""
+def check_world_size(config: RunConfig) -> int:
+    """The number of ranks to plan for. Raises UserError when it is not given, or is no multiple of the stages."""
     if config.world_size is None:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
     if config.world_size < 1:
@@ -74,6 +74,7 @@ def check_world_size(config: RunConfig) -> None:
         above = -(-config.world_size // config.num_stages) * config.num_stages
         nearest = f"{above - config.num_stages} or {above}" if above > config.num_stages else f"{above}"
         raise UserError(f"world_size={config.world_size} is no multiple of num_stages={config.num_stages}; the nearest is {nearest}")
+    return config.world_size
 
 
 def load_architecture(config: RunConfig) -> PretrainedConfig:
@@ -96,9 +97,9 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
     return architecture
 
 
-def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: HardwareConfig) -> Plan:
+def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
     """The plan of exactly this config on complete `hardware`."""
-    layout = build_layout(config, config.world_size, len(layers), has_accelerator=True)
+    layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     check_freeze(config, layers)
     costs = count_layers(

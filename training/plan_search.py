@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer
-from training.config import CheckpointMode, HardwareConfig, Offload, RunConfig, rows_per_sample
-from training.hardware import GIB
+from training.config import CheckpointMode, Offload, RunConfig, rows_per_sample
+from training.hardware import GIB, Machine
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import Plan, compute_plan
@@ -43,16 +43,18 @@ class Candidate:
     plan: Plan
 
 
-def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: HardwareConfig) -> list[Candidate]:
+def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: Machine) -> list[Candidate]:
     """All layouts, those that fit first and by tokens/s, then those that do not by the memory they miss.
 
     Raises UserError when the global batch cannot be cut for any split.
     """
+    world_size = config.world_size
+    assert world_size is not None
     candidates = []
     adapter = build_adapter(config, layers)
     costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
-    total = _global_batch_size(config, len(layers))
-    for num_stages, micro_batch_size in _list_layouts(config.world_size, len(layers), total):
+    total = _global_batch_size(config, world_size, len(layers))
+    for num_stages, micro_batch_size in _list_layouts(world_size, len(layers), total):
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_layers(
                 layers,
@@ -63,8 +65,8 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
                 adapter,
                 config.freeze,
             )
-        dp_size = config.world_size // num_stages
-        layout = Layout(config.world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
+        dp_size = world_size // num_stages
+        layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
         bounds = compute_bounds(layers, num_stages, _method(config))
         for choices, offload in itertools.product(CHECKPOINTING, Offload):
             tried = []
@@ -74,7 +76,7 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
                 tried.append(Candidate(_overrides(layout, mode, interval, offload), plan))
             candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
     if not candidates:
-        raise UserError(f"global_batch_size={total} can be cut for no split of world_size={config.world_size}; give a multiple of a divisor of it")
+        raise UserError(f"global_batch_size={total} can be cut for no split of world_size={world_size}; give a multiple of a divisor of it")
     return sorted(candidates, key=_rank)
 
 
@@ -83,10 +85,10 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     return (False, -plan.tokens_per_second) if plan.fits else (True, max(plan.missing_memory, 0) + max(plan.missing_host_memory, 0))
 
 
-def _global_batch_size(config: RunConfig, num_layers: int) -> int:
+def _global_batch_size(config: RunConfig, world_size: int, num_layers: int) -> int:
     if config.global_batch_size is not None:
         return config.global_batch_size
-    return build_layout(config, config.world_size, num_layers, has_accelerator=True).global_batch_size
+    return build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
 
 
 def _method(config: RunConfig) -> str:
@@ -118,7 +120,7 @@ def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Off
     )
 
 
-def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: HardwareConfig) -> str:
+def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: Machine) -> str:
     """The best layouts and the overrides of the first.
 
     Raises UserError when none fits, with what the nearest one misses.
@@ -154,7 +156,7 @@ def _name_checkpointing(keys: dict[str, str]) -> str:
     return {"grouped": interval, "every": f"every {interval}", "selective": "selective"}[mode]
 
 
-def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: HardwareConfig) -> str:
+def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine) -> str:
     plan = nearest.plan
     missing = []
     if plan.missing_memory > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -79,17 +80,20 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     return described | {f"the hash of the tokens of train_file entry {number}": each for number, each in enumerate(fingerprints, start=1)}
 
 
+_ENCODERS: dict[DataKind, type[SFTEncoder | ChatEncoder | PretrainEncoder | PreferenceEncoder]] = {
+    DataKind.sft: SFTEncoder,
+    DataKind.chat: ChatEncoder,
+    DataKind.pretrain: PretrainEncoder,
+    DataKind.preference: PreferenceEncoder,
+}  # their fields are keys of `data`
+
+
 def build_encoder(data: DataConfig) -> Encoder:
     """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
     if data.encoder is not None:
         return build_own_encoder(data)
-    if data.name is DataKind.chat:
-        return ChatEncoder(data.messages_field)
-    if data.name is DataKind.pretrain:
-        return PretrainEncoder(data.text_field)
-    if data.name is DataKind.preference:
-        return PreferenceEncoder(data.prompt_field, data.chosen_field, data.rejected_field, data.prompt_template)
-    return SFTEncoder(data.prompt_field, data.completion_field, data.messages_field, data.prompt_template)
+    encoder = _ENCODERS[data.name]
+    return encoder(**{field.name: getattr(data, field.name) for field in fields(encoder)})
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:

@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 
 from models.architecture import Layer, build_layers
 from models.loss import build_loss
-from training.config import HardwareConfig, OptimizerName, Precision, RunConfig
+from training.config import OptimizerName, Precision, RunConfig
+from training.hardware import Machine
 from training.layout import Layout
 from training.plan import count_update_bytes
 from training.plan_cost import LayerCost
@@ -58,8 +59,8 @@ class _Task:
 
 
 def rehearse(
-    config: RunConfig, architecture: PretrainedConfig, layout: Layout, costs: Sequence[LayerCost], hardware: HardwareConfig
-) -> tuple[list[LayerCost], HardwareConfig]:
+    config: RunConfig, architecture: PretrainedConfig, layout: Layout, costs: Sequence[LayerCost], hardware: Machine
+) -> tuple[list[LayerCost], Machine]:
     """`costs` with the seconds that layers take here, and `hardware` with the bandwidths that were seen.
 
     costs: as `count_layers` returns them, equal layers the same object. Takes 10 to 20 seconds, and memory of CHAIN layers a process.
@@ -82,8 +83,8 @@ def rehearse(
     for kind, of_kind in enumerate(kinds):
         forward, backward = (statistics.mean(rank.pass_seconds[kind][way] for rank in seen) * turns / tokens for way in (0, 1))
         for index in of_kind:
-            timed[index] = replace(costs[index], forward_seconds=forward, backward_seconds=backward)
-    measured = {"memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / turns / 1e9}
+            timed[index] = replace(costs[index], pass_seconds=(forward, backward))
+    measured: dict[str, Any] = {"memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / turns / 1e9}
     if seen[0].exchange_bandwidth is not None:
         exchanged = seen[0].exchange_bandwidth / turns / 1e9
         measured |= {"intra_node_bandwidth": exchanged, "inter_node_bandwidth": exchanged}
@@ -155,7 +156,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
         if output.requires_grad:
             output.backward(None if is_last else of_outputs)
         for parameter, total in zip(trained, sums):  # as `BF16_Optimizer` adds a micro-batch's gradient to those before it
-            total.add_(parameter.grad.to(torch.float32))
+            if parameter.grad is not None:  # an expert may see no token
+                total.add_(parameter.grad.to(torch.float32))
             parameter.grad = None
         del output
         seconds.append((middle - start, time.perf_counter() - middle))

@@ -79,8 +79,8 @@ class Requests:
         if request.ends:
             self._heard_at_boundary.set()
         if self._is_main:
-            for name, asked in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
-                if asked:
+            for name, is_asked in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
+                if is_asked:
                     (self._output_dir / name).unlink(missing_ok=True)
         return request
 

@@ -20,11 +20,12 @@ from models.weights import open_weights
 from training.checked_run import CheckedRun, check_run, take_up, weights_path
 from training.checkpoint import load_checkpoint
 from training.checks import check_config
-from training.config import Device, HardwareConfig, RunConfig, to_typed
+from training.config import Device, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.environment import describe_environment
 from training.evaluation import evaluate_checkpoint
 from training.expectation import expect, find_machine
+from training.hardware import Machine
 from training.horizon import compute_horizon, measure_evaluation
 from training.inspection import print_inspection
 from training.loggers import build_loggers
@@ -119,7 +120,7 @@ def join_ranks(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> PreTrainedT
 
 def train_together(
     config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
-    machine: HardwareConfig | None, watchdog: Watchdog,
+    machine: Machine | None, watchdog: Watchdog,
 ) -> int:  # fmt: skip
     """The part of a run in which no rank may be missing. machine: what is known of it, on the main rank. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
@@ -151,6 +152,7 @@ def train_together(
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
+        assert sys.__stderr__ is not None
         reporters = [MetricsFile(folder.metrics, start.step), ProgressBar(start.step, horizon.last_step, sys.__stderr__)]
         facts = {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
         reporters += build_loggers(config.logger, folder.path, facts, start.step)
@@ -173,7 +175,7 @@ def train_together(
     return loop.signum
 
 
-def build_telemetry(engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: HardwareConfig | None, ranks: Ranks) -> Telemetry:
+def build_telemetry(engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: Machine | None, ranks: Ranks) -> Telemetry:
     """Measures every step from now on; the main rank knows what to expect of them. machine: None when no file describes it."""
     clock = StageClock(engine, memory)
     clock.attach()

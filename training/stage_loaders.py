@@ -53,7 +53,7 @@ def build_loaders(
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(datasets["train_file"], options, order, layout.gradient_accumulation_steps)
-    if "eval_file" not in datasets:
+    if horizon.evaluation is None:
         return train_loader, None
     return train_loader, build_eval_loader(config, layout, datasets, horizon.evaluation, module, tokenizer, ranks, reference)
 

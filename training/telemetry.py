@@ -118,6 +118,7 @@ class Telemetry:
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:
         """The fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
         expectation = self._expectation
+        assert expectation is not None
         mfu = expectation.compute_mfu(tokens_per_second, measured.step_time)
         record: Record = {
             **({} if mfu is None else {"mfu": mfu}),
@@ -136,8 +137,9 @@ class Telemetry:
 
     def summarize(self) -> str:
         """The run in a table; without its first report, which warms up, where there are others. Empty when nothing was reported."""
-        reported = self._reported[1:] or self._reported
-        return render_summary(reported, self._expectation) if reported else ""
+        if self._expectation is None or not self._reported:
+            return ""
+        return render_summary(self._reported[1:] or self._reported, self._expectation)
 
 
 def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Expectation) -> str:

@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def num_micro_batches(self) -> int:
-        return 1 + max(span.micro_batch for span in self.passes)
+        return 1 + max(span.micro_batch for span in self.spans if span.micro_batch is not None)
 
     @property
     def end(self) -> float:
@@ -76,7 +76,7 @@ def arrange(laps_of_stage: Sequence[Sequence[Lap]]) -> Timeline:
     Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage waited.
     """
     quickest = [_quickest(laps_of_stage, boundary) for boundary in range(len(laps_of_stage) - 1)]
-    spans = []
+    spans: list[Span] = []
     for stage_id, laps in enumerate(laps_of_stage):
         spans += _spans(stage_id, laps, quickest)
     return Timeline("measured", spans)

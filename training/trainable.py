@@ -120,7 +120,7 @@ def _show(value: object) -> object:
 def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
     """The adapter that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a file that cannot be read."""
     checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         if layer.owns_weights:
             parameters = checkpoint.read_parameters(index)

@@ -119,10 +119,8 @@ class Watchdog:
         """Rank 0: what each rank says, and the answer to each that is there."""
         said, lost = {0: self._says}, {}
         for rank in range(1, self._ranks.world_size):
-            beat = torch.zeros(1, dtype=torch.int32)
             try:
-                dist.irecv(beat, src=rank, group=self._to_main).wait(self._timeout)
-                said[rank] = int(beat)
+                said[rank] = _receive(rank, self._to_main, self._timeout)
             except RuntimeError as error:
                 lost[rank] = error
         answer = max(said.values())
@@ -143,9 +141,7 @@ class Watchdog:
     def _ask_main(self) -> int:
         try:
             dist.send(torch.tensor([self._says], dtype=torch.int32), dst=0, group=self._to_main)
-            beat = torch.zeros(1, dtype=torch.int32)
-            dist.irecv(beat, src=0, group=self._from_main).wait(self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
-            return int(beat)
+            return _receive(0, self._from_main, self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
         except RuntimeError as error:
             if self._ranks.rank == 1:  # one voice is enough
                 self._tell(self._describe_lost(0, error))
@@ -160,7 +156,8 @@ class Watchdog:
             place, waits = find_place(sys._current_frames()[self._main_thread])
             if waits and (idle < self._seconds + max(self._seconds / 4, _SECONDS_TO_ANSWER) or not self._ranks.is_main):
                 continue
-            faulthandler.dump_traceback(sys.__stderr__ if sys.stdout is None else sys.stdout)  # the rank's log
+            if (log := sys.stdout or sys.__stderr__) is not None:  # the rank's
+                faulthandler.dump_traceback(log)
             known = "it waits for another rank, or for its GPU, and none has named itself" if waits else "the other ranks wait for it"
             self._says = _LEAVING
             self._hurry.set()
@@ -176,6 +173,14 @@ class Watchdog:
 
     def _tell(self, text: str) -> None:
         print(f"\nerror: {text}; go on with resume=latest\n", file=sys.__stderr__, flush=True)
+
+
+def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:
+    beat = torch.zeros(1, dtype=torch.int32)
+    work = dist.irecv(beat, src=source, group=group)
+    assert work is not None  # for who is in the group
+    work.wait(timeout)
+    return int(beat)
 
 
 def find_place(frame: FrameType | None) -> tuple[str, bool]:

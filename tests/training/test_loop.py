@@ -99,7 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         eval_loader = Loader() if evaluates else None
         horizon = Horizon(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(
-            start_step=lambda profiled: None, finish_step=nothing, gather=nothing, describe=lambda measured, tokens_per_second: {}
+            start_step=lambda profiled: None, finish_step=nothing, gather=object, describe=lambda measured, tokens_per_second: {}
         )
         final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
         return events, engine, final

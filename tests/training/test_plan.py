@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from configs import build_config as build_run_config
 
-from training.config import Device, HardwareConfig, RunConfig
-from training.hardware import GB, GIB
+from training.config import Device, RunConfig
+from training.hardware import GB, GIB, Machine
 from training.layout import Layout
 from training.plan import (
     Plan,
@@ -20,9 +20,10 @@ from training.plan import (
 )  # fmt: skip
 from training.plan_cost import LayerCost
 
-HARDWARE = HardwareConfig(
+HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5, peak_flops={"bf16": 1e12}, efficiency=0.5,
     memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20,
+    device_name="round",
 )  # fmt: skip
 N, T, B, V = 1_000_000, 100, 2, 50
 
@@ -61,7 +62,7 @@ def test_checkpointing_computes_all_but_the_head_again() -> None:
 
 @pytest.mark.parametrize(("interval", "recomputed"), [(0, (0, 0)), (1, (1 + 1, 1))])
 def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(interval: int, recomputed: tuple[int, int]) -> None:
-    timed = replace(layer(), forward_seconds=1e-6, backward_seconds=3e-6)
+    timed = replace(layer(), pass_seconds=(1e-6, 3e-6))
     found = plan(Layout(2, 2, B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
     assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
     assert [stage.backward_seconds for stage in found.stages] == pytest.approx([(6 + again) * 1e-6 * B * T for again in recomputed])

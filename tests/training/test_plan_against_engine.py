@@ -19,7 +19,8 @@ from tiny import save_llama, save_records, save_tokenizer
 from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
-from training.config import Device, HardwareConfig, RunConfig
+from training.config import Device, RunConfig
+from training.hardware import Machine
 from training.layout import Layout, build_layout
 from training.partition import compute_bounds
 from training.plan import compute_plan
@@ -29,7 +30,7 @@ from training.precision import DTYPES
 
 SEQ_LENGTH = 128
 BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
-CARD = HardwareConfig("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1)
+CARD = Machine("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1, "any")
 
 
 @pytest.fixture(scope="module")
