@@ -63,7 +63,7 @@ def choose_interface() -> None:
 
 
 def send_noise_to_log(file: Path) -> None:
-    """What libraries print goes to this rank's log file; stderr stays for us, for errors, and for stack traces."""
+    """What libraries print goes to this rank's log file; stderr stays for us and for errors."""
     file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout = open(file, "a", buffering=1)
     handler = logging.StreamHandler(sys.stdout)
