@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tiny import VOCAB_SIZE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -45,12 +45,15 @@ _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "e
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 
 
+def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:
+    sizes = {key: _SIZES[key] for key in _COMMON} if model_type in _OWN_SIZES else _SIZES
+    return AutoConfig.for_model(model_type, **{**sizes, **FAMILIES[model_type], "tie_word_embeddings": tied, **fields})
+
+
 def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """The Hugging Face model, fp32, with every vector (norms, biases, buffers) away from its initial ones and zeros."""
-    sizes = {key: _SIZES[key] for key in _COMMON} if model_type in _OWN_SIZES else _SIZES
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**sizes, **FAMILIES[model_type], "tie_word_embeddings": tied, **fields})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(build_family_config(model_type, tied, **fields))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.ndim == 1:

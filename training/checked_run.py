@@ -11,9 +11,10 @@ from pathlib import Path
 from errors import UserError
 from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
-from models.weights import WeightSource, open_weights
+from models.random_weights import RandomWeights
+from models.weights import WeightSource, open_weights, parse_config
 from training.checks import check_config, check_deepspeed_version, check_model_fields
-from training.config import AdapterName, AttnImplementation, RunConfig, Task, get_task
+from training.config import AdapterName, AttnImplementation, Init, RunConfig, Task, get_task
 from training.layout import Layout, build_layout
 from training.own import build_collator, build_run_loss
 from training.partition import compute_bounds
@@ -52,7 +53,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
     resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
     resume_from = resumable.candidates[0] if resumable else None
-    source = open_weights(_source_path(config, resume_from), config.trust_remote_code)
+    source = open_source(config, resume_from)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
@@ -70,6 +71,13 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
     return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
+
+
+def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
+    """Where this run's weights come from. Raises UserError for what is none."""
+    if config.init is Init.random and resume_from is None:
+        return RandomWeights(parse_config(config.model, Path("conf/model")), config.seed)
+    return open_weights(_source_path(config, resume_from), config.trust_remote_code)
 
 
 def open_reference(config: RunConfig, source: WeightSource, layers: list[Layer], resume_from: Path | None) -> WeightSource:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config import CheckpointMode, DPOLossType, Precision, RunConfig, Task, get_task
+from training.config import AdapterName, CheckpointMode, DPOLossType, Init, Precision, RunConfig, Task, get_task
 
 # Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
@@ -77,6 +77,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
+    if config.init is Init.random:
+        check_from_scratch(config)
     if config.evaluate_only and config.eval_file is None:
         raise UserError("evaluate_only=true needs eval_file")
     if config.evaluate_only and config.overwrite_output_dir:
@@ -103,6 +105,17 @@ def _check_task(config: RunConfig) -> None:
         raise UserError(f"dpo.label_smoothing={config.dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left")
     if config.dpo.label_smoothing and config.dpo.loss_type is DPOLossType.ipo:
         raise UserError(f"dpo.label_smoothing={config.dpo.label_smoothing} has no meaning with dpo.loss_type=ipo; leave one of them out")
+
+
+def check_from_scratch(config: RunConfig) -> None:
+    """Raises UserError where a model of random weights makes no sense, or nothing says what it is."""
+    if not config.model:
+        raise UserError("init=random: model=from_checkpoint states no architecture; choose one of conf/model, such as model=llama_7b")
+    if config.tokenizer_name_or_path is None:
+        raise UserError("init=random needs tokenizer_name_or_path: there is no model's folder to find the tokenizer in")
+    if config.adapter.name is AdapterName.lora or get_task(config) is Task.dpo or config.evaluate_only:
+        other = "adapter=lora" if config.adapter.name is AdapterName.lora else "task=dpo" if get_task(config) is Task.dpo else "evaluate_only=true"
+        raise UserError(f"init=random and {other} contradict each other: that needs a model which has learned something")
 
 
 def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:

@@ -59,6 +59,11 @@ class PadTo(Enum):
     max_seq_length = "max_seq_length"
 
 
+class Init(Enum):
+    pretrained = "pretrained"
+    random = "random"
+
+
 class AdapterName(Enum):
     none = "none"
     lora = "lora"
@@ -213,6 +218,7 @@ class RunConfig:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     model_name_or_path: str = MISSING
+    init: Init = MISSING
     tokenizer_name_or_path: str | None = MISSING
     trust_remote_code: bool = MISSING
     train_file: Any = MISSING

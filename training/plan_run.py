@@ -21,18 +21,16 @@ from training.plan_cost import count_layers
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
 from training.precision import DTYPES
-from training.ranks import Ranks, exit_on_user_error
+from training.ranks import ALONE, exit_on_user_error
 from training.rehearsal import rehearse
 from training.run_folder import RunFolder
 from training.timeline import foresee
 from training.trainable import build_adapter, check_freeze
 
-_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
-
 
 def run_plan(composed: Any) -> None:
     """Prints the plan of a composed config. A UserError ends the process with one line."""
-    with exit_on_user_error(_ALONE):
+    with exit_on_user_error(ALONE):
         for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))):
             print(text, flush=True)
 

@@ -16,11 +16,10 @@ from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from models.weights import open_weights
-from training.checked_run import CheckedRun, check_run, take_up, weights_path
+from training.checked_run import CheckedRun, check_run, open_source, take_up
 from training.checkpoint import load_checkpoint
 from training.checks import check_config
-from training.config import Device, RunConfig, to_typed
+from training.config import Device, Init, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.environment import describe_environment
 from training.evaluation import evaluate_checkpoint
@@ -56,7 +55,7 @@ def run(composed: DictConfig) -> None:
     """Checks everything that can be known, then trains. A UserError ends the process with one line."""
     ranks = read_ranks()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        config = to_typed(composed, unread=("train_file",) if composed.evaluate_only else ())
+        config = to_typed(composed, unread=find_unread(composed))
         if config.evaluate_only:
             config = replace(config, train_file=None)
         if config.inspect_data:
@@ -73,12 +72,18 @@ def run(composed: DictConfig) -> None:
         sys.exit(exit_code(signum))
 
 
+def find_unread(composed: DictConfig) -> list[str]:
+    """The keys without a default that this run does not read."""
+    unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random}
+    return [key for key, is_unread in unread.items() if is_unread]
+
+
 def inspect_data(config: RunConfig, ranks: Ranks) -> None:
     """Tells what the model will see. One process is enough: no layout, device or process group is asked for. Raises UserError."""
     if not ranks.is_main:
         return
     check_config(config, has_accelerator=True)
-    tokenizer = load_tokenizer(config, open_weights(weights_path(config), config.trust_remote_code))
+    tokenizer = load_tokenizer(config, open_source(config, None))
     print_inspection(config, tokenize(config, tokenizer, ranks.say), tokenizer)
 
 

@@ -116,3 +116,18 @@ def test_the_model_group_must_agree_with_the_weights() -> None:
 def test_an_evaluation_needs_a_file_and_deletes_nothing(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_config(build_config("evaluate_only=true", "micro_batch_size=1", "global_batch_size=2", *overrides), has_accelerator=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "init=random: model=from_checkpoint states no architecture; choose one of conf/model"),
+        (("model=llama_7b",), "init=random needs tokenizer_name_or_path"),
+        (("model=llama_7b", "tokenizer_name_or_path=t", "adapter=lora"), "init=random and adapter=lora contradict each other"),
+        (("model=llama_7b", "tokenizer_name_or_path=t", "data=preference"), "init=random and task=dpo contradict each other"),
+        (("model=llama_7b", "tokenizer_name_or_path=t", "evaluate_only=true"), "init=random and evaluate_only=true contradict each other"),
+    ],
+)
+def test_training_from_scratch_needs_an_architecture_and_a_tokenizer(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_config(build_config("init=random", "micro_batch_size=1", "global_batch_size=2", *overrides), has_accelerator=False)

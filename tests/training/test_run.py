@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,21 @@ def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
 
 def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(output_dir / "hf" / "model.safetensors")
+
+
+FROM_SCRATCH = (
+    "init=random", "+model.model_type=llama", "+model.vocab_size=320", "+model.hidden_size=48", "+model.intermediate_size=80", "+model.num_hidden_layers=4",
+    "+model.num_attention_heads=4", "+model.num_key_value_heads=2", "max_steps=2", "eval_file=null",
+)  # fmt: skip
+
+
+def test_a_model_from_scratch_is_the_same_at_every_layout(run: Callable[..., Path], root: Path) -> None:
+    given = (*FROM_SCRATCH, f"tokenizer_name_or_path={root}/tiedFalse")
+    one, two = run("one", 1, 1, *given), run("two", 2, 2, *given, "model_name_or_path=/nothing/there")
+    for mine, theirs in zip(read_metrics(one), read_metrics(two), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert read_metrics(one)[0]["loss"] == pytest.approx(math.log(320), rel=0.05)  # it knows nothing
+    assert AutoModelForCausalLM.from_pretrained(two / "hf").config.hidden_size == 48
 
 
 def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[..., Path]) -> None:

@@ -1,0 +1,39 @@
+"""The weights of a model that is trained from scratch, drawn layer by layer as `transformers` draws them.
+
+Each layer has random numbers of its own, by the seed and its place in the model: so a model is the same at every layout, and a rank draws
+its own layers only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from models.architecture import Layer
+
+
+class RandomWeights:
+    """A `WeightSource` without files."""
+
+    def __init__(self, config: PretrainedConfig, seed: int) -> None:
+        self.path, self.config, self._seed = Path("random weights"), config, seed
+        with torch.device("meta"):  # never run: it knows how the modules of its layers are initialised
+            self._model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash((self._seed, index)) % 2**63)
+            module = layer.module_class(*layer.args)
+            for part in module.modules():
+                self._model._init_weights(part)
+        return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        """All of them can be drawn."""
+
+    def files(self) -> list[Path]:
+        return []
