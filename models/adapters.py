@@ -122,7 +122,7 @@ def quantize_projections(module: nn.Module) -> None:
         quantized = Linear4bit(
             linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
         )
-        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)
+        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)  # type: ignore[misc]
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
     module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
