@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from models.architecture import Layer
 
@@ -19,8 +20,6 @@ class RandomWeights:
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
         self.path, self.config, self._seed = Path("random weights"), config, seed
-        with torch.device("meta"):  # never run: it knows how the modules of its layers are initialised
-            self._model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
@@ -28,9 +27,19 @@ class RandomWeights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(hash((self._seed, index)) % 2**63)
             module = layer.module_class(*layer.args)
-            for part in module.modules():
-                self._model._init_weights(part)
+            model = self._wrap(module)
+            for part in reversed(list(model.modules())):  # a module after those in it, the model last
+                model._init_weights(part)
         return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+    def _wrap(self, module: nn.Module) -> PreTrainedModel:
+        """A model of this family that has `module` and nothing else: its class knows how its parts are initialised."""
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        model = model_class.__new__(model_class)
+        nn.Module.__init__(model)
+        model.config = self.config
+        model.add_module("layer", module)
+        return model
 
     def check_complete(self, layers: list[Layer]) -> None:
         """All of them can be drawn."""

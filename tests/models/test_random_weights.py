@@ -17,7 +17,7 @@ def draw(family: str, seed: int = 1) -> dict[str, torch.Tensor]:
     tensors = {}
     for index, layer in enumerate(build_layers(config)):
         for name, tensor in source.read_layer(index, layer).items():
-            tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
+            tensors[layer.hf_prefix + name] = tensor
     return tensors
 
 
