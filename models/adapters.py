@@ -161,7 +161,7 @@ def load_lora_config(path: Path) -> LoraConfig:
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
-        raise UserError(f"{path / ADAPTER_CONFIG}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path / ADAPTER_CONFIG} is no config of this peft: {' '.join(str(error).split())}") from None
 
 
 def read_adapter_folder(path: Path) -> ReadAdapter:

@@ -113,7 +113,7 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
     except Exception as error:  # transformers validates with types of its own
-        raise UserError(f"{file}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{file} is no config of a '{model_type}': {' '.join(str(error).split())}") from None
     if not is_supported(config):
         raise UserError(f"{file}: {unsupported(model_type)}")
     return config

@@ -273,6 +273,7 @@ def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.full
 def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -> None:
     """Only the rank that loads the layer finds out; the other one is about to talk to it."""
     folder = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
@@ -283,7 +284,25 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
     assert_one_message(ended, f"error (rank 1): {layer} cannot be read", "it is half-written")
 
 
+@pytest.mark.full
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
     """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
     assert_one_message(ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)")
+
+
+LOSS = """
+class Loss:
+    def __call__(self, outputs, targets):
+        raise KeyError("the head's name")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", [run_deepspeed, run_torchrun])
+def test_an_unexpected_exception_is_one_line_and_its_trace_is_in_the_log(start: Callable[..., Ended], root: Path, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(LOSS)
+    ended = start(arguments(root, tmp_path, "loss={_target_: failing.Loss}"), tmp_path)
+    logs = tmp_path / "run" / "logs"
+    assert_one_message(ended, f'error (rank 1): KeyError: "the head\'s name"; the stack trace is in {logs}/rank_1.log')
+    assert "failing.py" in (logs / "rank_1.log").read_text() and "failing.py" not in ended.output.partition("error (rank 1)")[2]

@@ -317,4 +317,4 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None

@@ -7,9 +7,11 @@ import re
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from errors import UserError, explain_refusal
 
@@ -74,29 +76,42 @@ def _translate_slurm() -> None:
 
 
 @contextmanager
-def exit_on_user_error(ranks: Ranks, speaks: bool = True, says_rank: bool = False) -> Iterator[None]:
-    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1. A rank whose peer is gone waits
-    to be ended by the launcher.
+def exit_on_user_error(ranks: Ranks, speaks: bool = True, log: Path | None = None) -> Iterator[None]:
+    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1.
 
     speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
     since the launcher ends all ranks as soon as one of them has ended.
+    log: this rank's, once it has one. Then any other exception is one line too, which names the rank, and its stack trace is in the log,
+    not between the other ranks' words. A rank whose peer is gone first waits to be ended by the launcher: the peer has said why.
     """
     try:
         yield
-    except (UserError, OSError) as error:
-        told = error if isinstance(error, UserError) else explain_refusal(error)
-        if told is None:
+    except Exception as error:
+        told = error if isinstance(error, UserError) else explain_refusal(error) if isinstance(error, OSError) else None
+        if told is None and log is not None:
+            with open(log, "a") as stream:
+                traceback.print_exception(error, file=stream)
+        if not speaks or is_lost_peer(error):
+            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
+        if told is None and log is None:
             raise
         if speaks:
-            where = f" (rank {ranks.rank})" if says_rank and ranks.world_size > 1 else ""
-            print(f"\nerror{where}: {told}\n", file=sys.__stderr__, flush=True)
-        else:
-            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
+            where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
+            text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if told is None else _words(told)
+            print(f"\nerror{where}: {text}\n", file=sys.__stderr__, flush=True)
         sys.exit(1)
-    except RuntimeError as error:
-        if is_lost_peer(error):  # the rank that is gone has said why; our stack trace would only bury it
-            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
-        raise
+
+
+def _describe_unexpected(error: Exception) -> str:
+    if is_lost_peer(error):
+        return "another rank has ended, and the error is what it has said"
+    return f"{type(error).__name__}: {_words(error)}"
+
+
+def _words(error: Exception) -> str:
+    """What an exception says, on one line. One from a process of a DataLoader says its whole stack trace, and the words at the end of it."""
+    lines = str(error).strip().splitlines() or ["no words"]
+    return (lines[-1].partition(": ")[2] or lines[-1]) if lines[0].startswith("Caught ") else lines[0]
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

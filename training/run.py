@@ -64,8 +64,9 @@ def run(composed: DictConfig) -> None:
             return
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
-    send_noise_to_log(folder.path / "logs" / f"rank_{ranks.rank}.log")
-    with exit_on_user_error(ranks, says_rank=True):
+    log = folder.path / "logs" / f"rank_{ranks.rank}.log"
+    send_noise_to_log(log)
+    with exit_on_user_error(ranks, log=log):
         signum = evaluate_only(config, plan, folder, ranks) if config.evaluate_only else train(config, plan, folder, ranks)
     dist.destroy_process_group()
     if signum:

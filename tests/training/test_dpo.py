@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
     num_stages, world_size = LAYOUTS[layout]
     if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
-        overrides = (*overrides, "learning_rate=0.02")
+        overrides = ("learning_rate=0.02", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, overrides=(*DPO, "micro_batch_size=1", *overrides))
 
 

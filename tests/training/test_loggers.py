@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def read_offline_run(folder: Path) -> tuple[str, dict[str, object], list[dict[st
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("*.wandb")
+    deadline = time.monotonic() + 10  # another process writes it
+    while b"loss" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     run_id, config, history = "", {}, []
     for data in read_leveldb_log(file.read_bytes()):
         record = wandb_internal_pb2.Record()

@@ -19,9 +19,8 @@ from tiny import save_llama, save_records, save_tokenizer
 from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers, choose_attention
 from models.weights import open_weights
-from training.config import Device, RunConfig
-from training.hardware import Machine
-from training.layout import Layout, build_layout
+from training.config import Device, HardwareConfig
+from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import compute_plan
 from training.plan_cost import count_layers
@@ -30,7 +29,7 @@ from training.precision import DTYPES
 
 SEQ_LENGTH = 128
 BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
-CARD = Machine("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1, "any")
+CARD = HardwareConfig("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +51,8 @@ def train_counted(case: Case) -> int:
     deepspeed.runtime.pipe.engine.MEMORY_OPT_ALLREDUCE_SIZE = BUCKET
     written = engines.build_deepspeed_config
 
-    def with_small_buckets(config: RunConfig, layout: Layout) -> dict[str, Any]:
-        built = written(config, layout)
+    def with_small_buckets(*arguments: Any) -> dict[str, Any]:
+        built = written(*arguments)
         built["zero_optimization"]["reduce_bucket_size"] = BUCKET
         return built
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,19 +57,21 @@ def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatc
         read_ranks()
 
 
-def fail(error: BaseException, ranks: Ranks, **options: bool) -> int:
+def fail(error: BaseException, ranks: Ranks, **options: Any) -> int:
     with pytest.raises(SystemExit) as caught, exit_on_user_error(ranks, **options):
         raise error
     return caught.value.code
 
 
-def test_a_mistake_is_one_line_and_exit_code_1(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_code_1(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     assert fail(UserError("seed=-1: at least 0"), MAIN) == 1
     assert capfd.readouterr() == ("", "\nerror: seed=-1: at least 0\n\n")
-    assert fail(UserError("x"), OTHER, says_rank=True) == 1
+    assert fail(UserError("x"), OTHER, log=tmp_path / "rank_1.log") == 1
     assert capfd.readouterr() == ("", "\nerror (rank 1): x\n\n")
-    assert naps == []
+    assert naps == [] and not (tmp_path / "rank_1.log").exists()
 
 
 def test_what_the_disk_or_its_owner_refuse_is_one_line_too(naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd) -> None:
@@ -94,6 +98,47 @@ def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(naps: list[floa
     with pytest.raises(type(error)), exit_on_user_error(OTHER):
         raise error
     assert naps == seconds
+
+
+BUGS = [
+    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and the error is what it has said"),
+    (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
+    (KeyError(), [], "KeyError: no words"),
+]
+
+
+@pytest.mark.parametrize("error, seconds, said", BUGS)
+def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
+    error: Exception, seconds: list[float], said: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    log = tmp_path / "rank_1.log"
+    log.write_text("before\n")
+    assert fail(error, OTHER, log=log) == 1 and naps == seconds
+    assert capfd.readouterr() == ("", f"\nerror (rank 1): {said}; the stack trace is in {log}\n\n")
+    assert log.read_text().startswith("before\nTraceback") and "in fail\n    raise error" in log.read_text() and str(error) in log.read_text()
+
+
+@pytest.mark.parametrize("kind, said", [(UserError, "line 3: mend it"), (ValueError, "ValueError: line 3: mend it; the stack trace is in {log}")])
+def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(kind, said: str, monkeypatch, capfd, tmp_path: Path) -> None:
+    from torch._utils import ExceptionWrapper
+
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    try:
+        raise kind("line 3: mend it")
+    except kind:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(kind) as caught:
+        wrapped.reraise()
+    log = tmp_path / "rank_1.log"
+    assert fail(caught.value, OTHER, log=log) == 1
+    assert capfd.readouterr().err == f"\nerror (rank 1): {said.format(log=log)}\n\n"
+
+
+def test_before_there_is_a_log_one_of_the_ranks_traces_comes_first(naps: list[float]) -> None:
+    with pytest.raises(KeyError), exit_on_user_error(OTHER, speaks=False):
+        raise KeyError("x")
+    assert naps == [10]
 
 
 def agree(failing: tuple[int, ...]) -> str:

@@ -1,0 +1,110 @@
+"""docs/errors.md lists every message that ends a run, and none that nothing says any more."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from messages import HOLE, ROOT, Message, Sources, normalize, read_sources
+
+PAGE = ROOT / "docs" / "errors.md"
+# Functions that put a reason into words, which stands inside a message or is said alone.
+REASONS = {
+    "models/published.py": ("_find_fault",),
+    "training/manifest.py": ("find_wrong_size", "find_wrong_content"),
+    "training/resume.py": ("_find_quick_damage", "find_damage"),
+}
+# What is said by other means than an exception: file -> the function that says it.
+SAID = {"training/watchdog.py": "self._tell", "training/requests.py": "_say", "scripts/supervise.py": "say"}
+
+
+def list_messages(sources: Sources) -> list[Message]:
+    raised = sources.calls("UserError") + sources.calls("RawRecord", "problem")
+    raised = [message for message in raised if not message.code.endswith(".problem")]  # a RawRecord's, which is listed where it is made
+    reasons = [message for file, functions in REASONS.items() for function in functions for message in sources.returns(function, file)]
+    return raised + reasons + [message for file, callee in SAID.items() for message in sources.calls(callee, 0, file)]
+
+
+def list_entries(page: str) -> list[str]:
+    """The messages of a page: the first cell of each row that begins with code."""
+    cells = re.findall(r"^\| (`.*?`) \| ", page, re.MULTILINE)
+    return [normalize(re.sub(r"^(`+)(.*)\1$", r"\2", cell)) for cell in cells]
+
+
+def compare(messages: list[Message], entries: list[str]) -> tuple[list[str], list[str]]:
+    """(messages that are not among the entries, entries that nothing says)."""
+    unlisted = {f"{message.place}: {message.text}" for message in messages if message.text not in entries}
+    return sorted(unlisted), sorted(set(entries) - {message.text for message in messages})
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources(read_sources())
+
+
+def test_the_page_lists_every_message_and_no_other(sources: Sources) -> None:
+    messages, entries = list_messages(sources), list_entries(PAGE.read_text())
+    unlisted, stale = compare(messages, entries)
+    assert unlisted == [], "docs/errors.md does not list these messages"
+    assert stale == [], "docs/errors.md lists these messages, which nothing says any more"
+    assert len(entries) == len(set(entries)), "listed twice"
+
+
+def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> None:
+    """In every file where a plain search finds it, so that none is written in a way that it does not see; and none whose words it cannot tell."""
+    texts = read_sources()
+    found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
+    assert found == {name for name, text in texts.items() if re.search(r"\bUserError\(f?\W*\w", text.replace("class UserError(ValueError)", ""))}
+    assert HOLE not in {message.text for message in list_messages(sources)}
+    assert not [name for name, text in texts.items() if re.search(r"import .*UserError as|\w\.UserError\b", text)]
+
+
+def test_every_link_on_the_page_leads_somewhere() -> None:
+    page = PAGE.read_text()
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
+    links = set(re.findall(r"\]\(([^)]+)\)", page))
+    assert {link[1:] for link in links if link.startswith("#")} <= headings
+    assert all((PAGE.parent / link).is_file() for link in links if not link.startswith("#"))
+
+
+MADE_UP = """
+NAME = "config.json"
+def explain(path):
+    if path:
+        return f"{path} is really not there"
+    return "there is no path at all"
+class Reader:
+    def read(self, key, value, error):
+        where = f"{key}: the field named {value}"
+        if value == 1:
+            raise UserError(f"{where} of {NAME} has {value:,} words and " + ("more" if key else f"{error}..."))
+        if value == 2:
+            raise UserError(explain(key)) from None
+        for number in range(3):
+            def inner():
+                return UserError(f"seed: {self._describe(value)}; {'a' if value else 'b'}")
+        raise ValueError("not for a user")
+    def _describe(self, value):
+        known = ", ".join(value)
+        return f"none of these is it: {known}"
+"""
+SPOKEN = [
+    "...: the field named ... of config.json has ... words and ...", "...: the field named ... of config.json has ... words and more", "... is really not there",
+    "there is no path at all", "seed: none of these is it: ...; ...",
+]  # fmt: skip
+
+
+def test_a_made_up_source_is_read_as_a_person_reads_it() -> None:
+    messages = Sources({"made_up.py": MADE_UP}).calls("UserError")
+    assert sorted(message.text for message in messages) == sorted(SPOKEN)
+    assert {message.place for message in messages} == {"made_up.py:11", "made_up.py:13", "made_up.py:16"}
+
+
+def test_a_new_message_and_a_gone_one_are_both_found() -> None:
+    messages = Sources({"made_up.py": MADE_UP}).calls("UserError")
+    page = "".join(f"| `{text}` | cause | cure |\n" for text in SPOKEN) + "| 128 + N | `a code` |\n"
+    assert compare(messages, list_entries(page)) == ([], [])
+    assert compare(messages, list_entries(page.replace("really not there", "not there"))) == (
+        ["made_up.py:13: ... is really not there"], ["... is not there"]
+    )  # fmt: skip
+    assert list_entries("| ``use `make demo` or ....`` | | x |\n| message | cause | cure |\n|---|---|---|\n") == ["use `make demo` or ..."]
