@@ -18,11 +18,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_SPAWN = multiprocessing.get_context("spawn")
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["training.run"])  # imported once, which takes seconds, and had by every worker that is started
 _SECONDS_A_CASE = 600
 # Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its process lives. An
 # engine makes several groups: workers with more threads than this are ended, and the next case starts new ones.
-_MAX_THREADS = 400
+_MAX_THREADS = 150
 
 
 class WorkerError(AssertionError):
@@ -67,9 +68,9 @@ class WorkerGroup:
         self._failed = False
         port = free_port()
         for rank in range(self.world_size):
-            ours, theirs = _SPAWN.Pipe()
+            ours, theirs = _FORKSERVER.Pipe()
             log = self._log_dir / f"world{self.world_size}_rank{rank}.log"
-            process = _SPAWN.Process(target=_work, args=(theirs, rank, self.world_size, port, log))
+            process = _FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, port, log))
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -264,6 +264,7 @@ def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> None:
     """Only the first rank reads the file; the other one waits for it."""
     file = tmp_path / "train.jsonl"

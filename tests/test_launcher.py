@@ -131,6 +131,7 @@ def test_a_sweep_starts_a_launch_for_each_run_and_ends_in_a_table(root: Path, tm
         assert (out / name / "hf" / "config.json").is_file()
 
 
+@pytest.mark.full
 def test_cfg_job_under_the_launcher_prints_the_config_once(root: Path, tmp_path: Path) -> None:
     ended = run_deepspeed(["-cn", "llama_tiny_pp2", "seed=7", "--cfg", "job"], tmp_path)
     assert (ended.code, ended.left_alive) == (0, [])

@@ -47,15 +47,15 @@ def test_a_permutation_takes_each_place_once(size: int) -> None:
 
 def test_permutations_are_as_good_as_random() -> None:
     """Over many epochs each sample comes to each place equally often (chi-square a degree of freedom, 1 +- 5 deviations), and so does each order."""
-    size, epochs = 20, 5000
+    size, epochs = 20, 1000
     counts = np.zeros((size, size))
     for epoch in range(epochs):
         counts[np.arange(size), permute(np.arange(size), size, 0, epoch)] += 1
     degrees = (size - 1) ** 2
     chi_square = ((counts - epochs / size) ** 2 / (epochs / size)).sum() / degrees
     assert abs(chi_square - 1) < 5 * np.sqrt(2 / degrees)
-    orders = Counter(tuple(permute(np.arange(4), 4, 1, epoch)) for epoch in range(2400))
-    assert len(orders) == 24 and min(orders.values()) > 50 and max(orders.values()) < 150
+    orders = Counter(tuple(permute(np.arange(4), 4, 1, epoch)) for epoch in range(960))
+    assert len(orders) == 24 and min(orders.values()) > 15 and max(orders.values()) < 75
 
 
 def test_neighbours_do_not_stay_together() -> None:

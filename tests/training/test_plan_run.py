@@ -51,7 +51,9 @@ def plan_of(config: RunConfig) -> Plan:
 
 
 @pytest.mark.parametrize("name", PRIMARY)
-def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: Path) -> None:
+def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # test_rehearsal.py times layers on this machine; here it is enough that the plan comes out
+    monkeypatch.setattr("training.plan_run.rehearse", lambda config, architecture, layout, costs, hardware: (list(costs), hardware))
     config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = "\n".join(plan_run(config))
     assert "\nFITS: " in report and "whole run: " in report

@@ -95,7 +95,7 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     [
         (2, 2, False, ()),
         (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
-        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true")),
+        pytest.param(1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true"), marks=pytest.mark.full),
     ],
     ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
