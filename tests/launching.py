@@ -116,7 +116,9 @@ class Launch:
                 told = now
             time.sleep(0.1)
         seconds = time.monotonic() - told if told else 0.0
-        time.sleep(0.2)  # what is about to end, ends
+        deadline = time.monotonic() + 5
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)  # what is about to end, ends
         return Ended(self.process.returncode, self.log.read_text(), seconds, self.kill())
 
     def kill(self) -> list[int]:

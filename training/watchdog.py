@@ -8,7 +8,7 @@ gone. Nothing that the main threads wait for holds this up.
 another rank, and leaves it a quarter of the time more to find itself out; anywhere else it is the one, and names the line. With NCCL the
 host waits for the GPU anywhere in the engine, so there the first rank speaks and says what it knows.
 
-Behind both stands the timeout of the process groups themselves, twice as long: for an interpreter that a C call never gives back.
+Behind both stands the timeout of the process groups themselves, over twice as long: for an interpreter that a C call never gives back.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Watchdog:
         """Gives every process group there is a timeout to match."""
         for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public way (2.13.0)
             if self._ranks.world_size == 1 or group not in (self._to_main, self._from_main):
-                dist.distributed_c10d._set_pg_timeout(2 * self._timeout, group)
+                dist.distributed_c10d._set_pg_timeout(2 * self._timeout + timedelta(seconds=3 * _SECONDS_TO_ANSWER), group)
 
     def _progress(self, *_: object) -> None:
         self._last_progress = time.monotonic()
