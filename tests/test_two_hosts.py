@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hosts import TwoHosts, two_hosts, why_not
-from launching import run_on_hosts
+from launching import Launch, run_alone, run_on_hosts
 from tiny import save_llama, save_records, save_tokenizer
 
 PORT = "29517"  # the hosts have all ports to themselves
@@ -85,8 +85,23 @@ def test_every_launcher_gives_the_losses_of_one_host(hosts: TwoHosts, root: Path
     ended = run_on_hosts(hosts, words, arguments(root, tmp_path / "out"), tmp_path)
     assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
 
-    from launching import run_alone
-
     alone = run_alone(arguments(root, tmp_path / "alone", "num_stages=1"), tmp_path)
     assert alone.code == 0, alone.output
     assert read_losses(tmp_path / "out") == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(hosts: TwoHosts, root: Path, tmp_path: Path) -> None:
+    def cut(launch: Launch) -> None:
+        launch.wait_for("step 3/")
+        hosts.cut_the_cable()
+
+    out = tmp_path / "out"
+    overrides = ("max_steps=100000", "save_steps=1", "stuck_minutes=0.15")
+    ended = run_on_hosts(hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out, *overrides), tmp_path, while_running=cut)
+    for host, peer in ((0, 1), (1, 0)):
+        assert ended[host].code != 0 and ended[host].left_alive == [], ended[host].output
+        assert any(f"rank {peer} has not answered for stuck_minutes=0.15" in line for line in ended[host].errors()), ended[host].output
+
+    alone = run_alone(arguments(root, out, "max_steps=100000", "num_stages=1", "resume=latest", "stop_after_steps=1"), tmp_path)
+    assert (alone.code, alone.errors()) == (0, []), alone.output
