@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models.llama  # noqa: E402, F401  (imports are no part of the measure)
+from benchmarks.anonymous import AnonymousPeak  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
 from models.conversion import convert_to_pipeline, export_hugging_face  # noqa: E402
 from models.safetensors_writer import (  # noqa: E402
@@ -44,7 +43,6 @@ from models.safetensors_writer import (  # noqa: E402
 from models.weights import open_weights  # noqa: E402
 
 SHARD_SIZE = 500 * 10**6
-SECONDS_BETWEEN_SAMPLES = 0.002
 REQUIRED_SPEED = 0.8
 DIRECTIONS = {"convert": convert_to_pipeline, "export": export_hugging_face}
 
@@ -144,30 +142,12 @@ def run_in_fresh_process(direction: str, source: Path, target: Path) -> Measure:
 
 
 def measure_conversion(direction: str, source: Path, target: Path) -> Measure:
-    """One conversion in this process, with a thread that watches its anonymous memory."""
-    before = peak = read_anonymous_bytes()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(SECONDS_BETWEEN_SAMPLES):
-            peak = max(peak, read_anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    start = time.perf_counter()
-    DIRECTIONS[direction](open_weights(str(source)), target)
-    seconds = time.perf_counter() - start
-    done.set()
-    watcher.join()
-    return Measure(seconds, max(peak, read_anonymous_bytes()) - before)
-
-
-def read_anonymous_bytes() -> int:
-    """RssAnon: pages of mapped files are not counted."""
-    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    """One conversion in this process, with its anonymous memory."""
+    with AnonymousPeak() as memory:
+        start = time.perf_counter()
+        DIRECTIONS[direction](open_weights(str(source)), target)
+        seconds = time.perf_counter() - start
+    return Measure(seconds, memory.added)
 
 
 if __name__ == "__main__":

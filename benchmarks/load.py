@@ -16,13 +16,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.convert import SECONDS_BETWEEN_SAMPLES, read_anonymous_bytes, save_model  # noqa: E402
+from benchmarks.anonymous import AnonymousPeak  # noqa: E402
+from benchmarks.convert import save_model  # noqa: E402
 from models.conversion import convert_to_pipeline  # noqa: E402
 from models.folders import drop_from_memory  # noqa: E402
 from models.weights import open_weights  # noqa: E402
@@ -92,21 +92,11 @@ def load_stage(folder: str) -> dict[str, int]:
     count = int(os.environ["WORLD_SIZE"])
     bounds = [round(len(layers) * stage / count) for stage in range(count + 1)]
     torch.distributed.barrier()
-    before, read_before, done = read_anonymous_bytes(), read_bytes(), threading.Event()
-    peak = before
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(SECONDS_BETWEEN_SAMPLES):
-            peak = max(peak, read_anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    module = StageModule(layers, bounds, source, torch.bfloat16, 0)
-    done.set()
-    watcher.join()
+    read_before = read_bytes()
+    with AnonymousPeak() as memory:
+        module = StageModule(layers, bounds, source, torch.bfloat16, 0)
     stage_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
-    return {"peak_bytes": max(peak, read_anonymous_bytes()) - before, "stage_bytes": stage_bytes, "read_bytes": read_bytes() - read_before}
+    return {"peak_bytes": memory.added, "stage_bytes": stage_bytes, "read_bytes": read_bytes() - read_before}
 
 
 def read_bytes() -> int:

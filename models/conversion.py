@@ -15,7 +15,6 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,13 +36,13 @@ from models.safetensors_writer import (
     INDEX_NAME,
     TensorInfo,
     build_index,
-    get_bytes,
     name_shards,
     plan_shards,
     write_safetensors,
 )
 from models.special_tokens import SpecialTokens, count_rows, grow_rows, load_extended_tokenizer, update_token_ids
 from models.tensor_files import load_json, open_tensors
+from models.torch_writer import own_storage, save_torch, without_crc32
 from models.weights import WeightSource, layer_file, parse_config
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,11 +105,11 @@ def convert_to_pipeline(
         places = {layer_file(step_dir, i): {name: (i, name) for name in infos} for i, infos in enumerate(weights.infos) if infos}
 
         def write(file: Path) -> None:
-            save_torch({name: _own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
+            save_torch({name: own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
             weights.report(sum(weights.infos[index][name].nbytes for index, name in places[file].values()))
             folder.flush(file)
 
-        with _without_crc32():
+        with without_crc32():
             _for_each(write, places, workers)
         save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
         _write_model_files(folder, weights, tokenizer, tokens)
@@ -331,38 +330,6 @@ def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> Non
     lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
     if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
         raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file along."""
-    tensor = tensor.detach().contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
-        return tensor
-    return torch.frombuffer(get_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
-
-
-def save_torch(content: dict[str, Any], file: Any) -> None:
-    """`file`: a path, or anything with `write`.
-
-    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
-    complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
-    """
-    with _without_crc32():
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # torch's writer hides the errno
-            raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """torch's setting is the whole process's: around threads that save, one block for all of them."""
-    with_crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(with_crc32)
 
 
 def _write_json(fields: dict[str, Any], file: Path) -> None:

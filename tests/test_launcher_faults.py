@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launching import Ended, Launch, run_deepspeed
 from small_disk import small_disk
+from test_checkpoint_faults import damage
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 from training.checkpoint import list_checkpoints, step_of
@@ -144,12 +145,7 @@ def test_damage_is_named_and_the_one_before_is_taken(train, expected, tmp_path: 
     for attempt in range(TIMES):
         broken = Path(shutil.copytree(out, tmp_path / str(attempt)))
         file = rng.choice(sorted((broken / "checkpoints" / "global_step10").iterdir()))
-        content = bytearray(file.read_bytes())
-        if kind == "truncated":
-            os.truncate(file, rng.randrange(len(content)))
-        else:
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-            file.write_bytes(content)
+        damage(file, kind, rng)
         ended = finish(train, broken, expected)
         assert f"resume: going back to {broken}/checkpoints/global_step9, the newest whole checkpoint" in ended.output
 

@@ -27,9 +27,10 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from errors import UserError
-from models.conversion import ENGINE_STATE, save_torch
+from models.conversion import ENGINE_STATE
 from models.folders import check_disk_space, exchange, sync_to_disk
 from models.safetensors_writer import TensorInfo, write_safetensors_to
+from models.torch_writer import save_torch
 from models.weights import layer_file
 from training import optimizer_state
 from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState

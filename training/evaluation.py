@@ -31,8 +31,8 @@ def evaluate_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     ranks: Ranks,
-) -> Record:
-    """The figures, told and written to `output_dir/evaluation.json`; the same on every rank. All ranks call it, in a process group."""
+) -> None:
+    """Tells the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group."""
     loss = build_run_loss(config, plan.source.config)
     module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile)
     engine = initialize_engine(module, config, plan.layout, trains=False)
@@ -50,4 +50,3 @@ def evaluate_checkpoint(
         folder.path.mkdir(parents=True, exist_ok=True)
         described = {"model": str(plan.source.path), "eval_file": config.eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
-    return result
