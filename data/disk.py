@@ -23,7 +23,7 @@ class SizeEstimate:
 
 
 def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeEstimate | None:
-    """sources: the files of each entry. None where nothing tells how many records there are."""
+    """sources: the files of each entry. None where nothing tells how many records there are, or how large they get."""
     skipping = replace(encoding, on_bad_record=OnBadRecord.SKIP)
     num_records = num_bytes = 0.0
     for group in sources:
@@ -34,6 +34,8 @@ def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeE
         if len(of_sources) < len(group):
             return None
         columns = encode_batch(first, skipping).columns
+        if not len(columns["length"]):
+            return None  # none of them is a sample: whoever reads them all says why
         of_first = BYTES_PER_TOKEN * len(columns["input_ids"]) + BYTES_PER_SAMPLE * len(columns["length"])
         num_records += sum(of_sources)
         num_bytes += sum(of_sources) * of_first / len(first)

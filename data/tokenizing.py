@@ -90,9 +90,7 @@ def _announce(folder: Path, sources: list[list[str]], key: str, encoding: Encodi
     """Says what is to be done, and returns how many records there are, if anything tells. Raises UserError when the disk has no room for it."""
     estimate = estimate_size(sources, encoding)
     if estimate is None:
-        say(
-            f"{key}: tokenizing; how much disk it will need in {folder} cannot be told, since one's own function does not say how many records it has"
-        )
+        say(f"{key}: tokenizing; how much disk it will need in {folder} cannot be told beforehand")
         return None
     free = check_room(estimate.num_bytes, folder, key)
     say(

@@ -19,7 +19,9 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tiny import save_tokenizer
 
+from data.disk import estimate_size
 from data.encoding import Encoding, OnBadRecord
 from data.length import LengthPolicy
 from data.sft import SFTEncoder
@@ -366,6 +368,12 @@ def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: 
     assert int(told[1].replace(",", "")) == pytest.approx(3000, rel=0.1)
     found = sum(file.stat().st_size for file in path.iterdir())
     assert float(told[2]) * {"kB": 10**3, "MB": 10**6}[told[3]] == pytest.approx(found, rel=0.1)
+
+
+def test_no_size_is_told_where_no_record_is_a_sample(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "?"}] * 3)
+    encoding = Encoding(SFTEncoder(), save_tokenizer(tmp_path / "tokenizer"), 256)
+    assert estimate_size([[str(tmp_path / "a.jsonl")]], encoding) is None
 
 
 def test_a_damaged_file_among_whole_ones_is_named(prepare, tmp_path: Path) -> None:
