@@ -45,7 +45,7 @@ class TrainerState:
     seed: int
     precision: str = ""
     optimizer: str = ""
-    data: dict[str, str] = field(default_factory=dict)  # what is trained on, as `training.preparation.describe_data` has it
+    data: dict[str, str] = field(default_factory=dict)  # what is trained on and how: `describe_data` and `describe_loss`
     eval_loss: float | None = None  # of this step; None where it was not evaluated
     format: int = FORMAT
 

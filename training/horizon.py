@@ -13,6 +13,7 @@ from errors import UserError
 from training.checked_run import CheckedRun
 from training.checkpoint import TrainerState, read_state
 from training.config import RunConfig, Task, get_task
+from training.preferences import describe_loss
 from training.preparation import build_row_plan, describe_data
 from training.resume import check_resumable
 from training.run_folder import RunFolder
@@ -45,7 +46,8 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
         0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
-        config.precision.value, config.optimizer.name.value, describe_data(config, datasets["train_file"]),
+        config.precision.value, config.optimizer.name.value,
+        describe_data(config, datasets["train_file"]) | describe_loss(config),
     )  # fmt: skip
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)

@@ -17,6 +17,14 @@ def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig) -> DPOLoss
     return DPOLoss(model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value))
 
 
+def describe_loss(config: RunConfig) -> dict[str, str]:
+    """What a run must keep to go on with the same loss; nothing for another task."""
+    if get_task(config) is not Task.dpo:
+        return {}
+    dpo = config.dpo
+    return {"dpo.beta": f"{dpo.beta:g}", "dpo.label_smoothing": f"{dpo.label_smoothing:g}", "dpo.loss_type": dpo.loss_type.value}
+
+
 class Rewards:
     """Means over pairs, of whole global batches: every rank that holds the loss adds its own, and all ranks are told."""
 

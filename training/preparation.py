@@ -12,6 +12,7 @@ from data.chat import ChatEncoder
 from data.encoding import Encoding, OnBadRecord
 from data.length import LengthPolicy
 from data.mixture import MixtureUnit
+from data.order import VERSION as ORDER_VERSION
 from data.preference import PreferenceEncoder
 from data.pretrain import PretrainEncoder
 from data.rows import Packing, RowPlan, prepare_rows
@@ -75,6 +76,7 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     described = {
         "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
         "mixture": "none" if plan.mixture is None else str(plan.mixture),
+        "the way the order of samples is drawn": str(ORDER_VERSION),
     }
     fingerprints = load_summary(path).fingerprints
     return described | {f"the hash of the tokens of train_file entry {number}": each for number, each in enumerate(fingerprints, start=1)}

@@ -112,8 +112,6 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
     Raises UserError, naming all of it, unless `allow_changes`.
     """
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
-    if not saved.data:  # by an older version of this project
-        after = {name: after[name] for name in before}
     differing = [
         f"{name} was {before.get(name, 'none')}, is {after.get(name, 'none')}"
         for name in {**before, **after} if before.get(name) != after.get(name)

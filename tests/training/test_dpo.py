@@ -228,6 +228,12 @@ def test_a_run_learns_and_goes_on_at_another_layout(run, root: Path, tmp_path: P
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
+def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
+    run("begun", "pp1", "stop_after_steps=1", "dpo.beta=0.1")
+    with pytest.raises(AssertionError, match="dpo.beta was 0.1, is 0.2. Give the same"):
+        run("other", "pp1", f"resume={tmp_path}/begun/checkpoints", "dpo.beta=0.2")
+
+
 def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) -> None:
     """A file says by its name which model computed it: one that changes in place is noticed."""
     run("first", "pp1", "max_steps=1")

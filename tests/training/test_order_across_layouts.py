@@ -14,6 +14,7 @@ from tiny import save_llama, save_tokenizer
 
 from data.tokenized import TokenizedDataset
 from errors import UserError
+from training import preparation
 from training.checked_run import check_run, take_up
 from training.horizon import compute_horizon
 from training.preparation import load_tokenizer, tokenize
@@ -113,8 +114,8 @@ def test_and_after_a_resume_in_the_middle_of_an_epoch_at_another_layout(run: Cal
         assert resumed == whole[STOP:], layout
 
 
-def test_a_resume_on_other_data_names_what_changed(whole: list[str], root: Path) -> None:
-    """Weights, and a file; not a file that was moved. With `resume_allow_changes` it goes on."""
+def test_a_resume_on_other_data_names_what_changed(whole: list[str], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes` it goes on."""
     step_dir = root / "pp1" / "checkpoints" / f"global_step{STEPS}"
 
     def resume(*overrides: str) -> int:
@@ -135,4 +136,8 @@ def test_a_resume_on_other_data_names_what_changed(whole: list[str], root: Path)
             resume(override)
         assert resume(override, "resume_allow_changes=true") == STEPS
     other.write_text((root / "b.jsonl").read_text())
-    assert resume(f"train_file=[{root}/a.jsonl,{other}]") == STEPS
+    same = f"train_file=[{root}/a.jsonl,{other}]"
+    assert resume(same) == STEPS
+    monkeypatch.setattr(preparation, "ORDER_VERSION", 3)
+    with pytest.raises(UserError, match="the way the order of samples is drawn was 2, is 3. Give"):
+        resume(same)

@@ -137,13 +137,14 @@ def test_data_that_is_other_is_named(name: str) -> None:
     assert check_resumable(saved, saved, Path("/c/global_step2")) == []
 
 
-def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data_is_taken() -> None:
+def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> None:
     more = {"the hash of the tokens of train_file entry 2": "9c1"}
     with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was none, is 9c1. Give"):
         check_resumable(replace(STATE, data=DATA), replace(STATE, data=DATA | more), Path("/c/global_step2"))
     with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was 9c1, is none. Give"):
         check_resumable(replace(STATE, data=DATA | more), replace(STATE, data=DATA), Path("/c/global_step2"))
-    assert check_resumable(STATE, replace(STATE, data=DATA), Path("/c/global_step2")) == []
+    with pytest.raises(UserError, match="packing was none, is in rows.*entry 1 was none, is 3fa. Give"):  # of a version of this project before that
+        check_resumable(STATE, replace(STATE, data=DATA | {"packing": "in rows"}), Path("/c/global_step2"))
 
 
 def test_another_layout_and_a_longer_schedule_may_go_on() -> None:
