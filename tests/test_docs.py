@@ -150,20 +150,20 @@ def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.M
             runpy.run_path(str(script), run_name="__main__")
 
 
-def take_overrides(arguments: Sequence[str], own_configs: Path) -> str:
-    """What the trainer does with its command line before it looks at the machine: the run's output_dir. own_configs: below it lie those of the page."""
+def take_overrides(arguments: Sequence[str], folder: Path) -> str:
+    """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder: where it is typed."""
     arguments = clean_arguments([TRAINER, *arguments])[1:]
     register_schema()
     if asks_for_sweep(arguments):
-        jobs, _ = plan_sweep(arguments, CONF, DEFAULT_CONFIG)
+        jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
         assert len(jobs) > 1
         return str(jobs[0].output_dir.parent)
-    check_command_line(arguments, CONF, DEFAULT_CONFIG)
+    check_command_line(arguments, folder / "conf", DEFAULT_CONFIG)
     options = get_args_parser().parse_args(arguments)
     if options.help or options.cfg:
         return ""
-    overrides = [*options.overrides, *([f"hydra.searchpath=[file://{own_configs / options.config_dir}]"] if options.config_dir else [])]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    overrides = [*options.overrides, *([f"hydra.searchpath=[file://{folder / options.config_dir}]"] if options.config_dir else [])]
+    with initialize_config_dir(str(folder / "conf"), version_base="1.3"):
         composed = compose(options.config_name or DEFAULT_CONFIG, overrides)
     unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random, "output_dir": False}
     config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
@@ -197,6 +197,7 @@ class Reader:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
+        shutil.copytree(CONF, folder / "conf")
         self.made = {"outputs/demo"}  # by `make demo`, which each page may take for granted
 
     def write(self, block: Block) -> None:

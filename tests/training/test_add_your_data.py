@@ -42,7 +42,7 @@ def test_own_records_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save_tokenizer(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     overrides = [argument for argument in shlex.split(command) if "=" in argument]
-    assert len(overrides) == 4
+    assert len(overrides) == 5
     config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
     inspect_data(config, Ranks(0, 1, 0, 1))
     told = capsys.readouterr().out
