@@ -32,6 +32,7 @@ from models.folders import check_disk_space, exchange, sync_to_disk
 from models.safetensors_writer import TensorInfo, write_safetensors_to
 from models.torch_writer import save_torch
 from models.weights import layer_file
+from screen import progress
 from training import optimizer_state
 from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.manifest import FileRecord, HashedFile, write_manifest
@@ -126,10 +127,12 @@ class CheckpointWriter:
         if self._asynchronous and fits:
             self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
             share = list(self._copies.values())
-        self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
-        self._thread.start()
-        if not (self._asynchronous and fits):
-            self.wait()
+        waits = not (self._asynchronous and fits)
+        with progress(f"saving step {state.step}", sum(file.nbytes for file in share), "B", shown=waits and self._rank == 0) as told:
+            self._thread = threading.Thread(target=self._write, args=(folder, share, state, told.advance), daemon=True)
+            self._thread.start()
+            if waits:
+                self.wait()
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError when the disk did not take it."""
@@ -158,14 +161,14 @@ class CheckpointWriter:
         raise_together(error)
         return sum(count - there for where, count, there in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
 
-    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
-        """In the thread. Every rank ends with the same `_error`, or none."""
+    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState, wrote: Callable[[int], None]) -> None:
+        """In the thread. Every rank ends with the same `_error`, or none. wrote: hears of this rank's bytes."""
         records: dict[str, FileRecord] = {}
         error = None
         try:
             error = find_nonfinite(share, state.step)
             if error is None:
-                records = write_share(folder, share, writes_engine_state=self._rank == 0)
+                records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=wrote)
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size
@@ -196,9 +199,11 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
     return None
 
 
-def write_share(folder: Path, share: list[ShareFile], writes_engine_state: bool) -> dict[str, FileRecord]:
+def write_share(
+    folder: Path, share: list[ShareFile], writes_engine_state: bool, wrote: Callable[[int], None] = lambda count: None
+) -> dict[str, FileRecord]:
     """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
-    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file)) for file in share}
+    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file), wrote) for file in share}
     if writes_engine_state:
         records[ENGINE_STATE_NAME] = _write_file(folder / ENGINE_STATE_NAME, lambda stream: save_torch(ENGINE_STATE, stream))
     sync_to_disk(folder)
@@ -215,8 +220,8 @@ def _fill(stream: HashedFile, file: ShareFile) -> None:
     write_safetensors_to(stream, file.name, infos, read=lambda info: file.tensors[info.name].cpu())
 
 
-def _write_file(path: Path, fill: Callable[[HashedFile], Any]) -> FileRecord:
-    with HashedFile(path) as stream:
+def _write_file(path: Path, fill: Callable[[HashedFile], Any], wrote: Callable[[int], None] = lambda count: None) -> FileRecord:
+    with HashedFile(path, wrote) as stream:
         fill(stream)
         return stream.finish()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from training.config import CheckpointMode, Offload, RunConfig, rows_per_sample
 from training.hardware import GIB, Machine
@@ -31,6 +33,28 @@ def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: i
             *render_verdict(plan, config),
         ]
     )
+
+
+def list_figures(plan: Plan) -> dict[str, Any]:
+    """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
+    stages = {
+        f"stage{stage.stage_id}": {
+            "layers": f"{stage.first_layer}-{stage.last_layer}",
+            "parameters": stage.num_parameters,
+            "memory": {**asdict(stage.memory), "peak": stage.memory.peak},
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+        }
+        for stage in plan.stages
+    }
+    run = {
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "bubble": plan.idle,
+        "imbalance": plan.imbalance,
+    }
+    return {"layout": plan.layout.describe(), **run, **stages}
 
 
 def render_table(plan: Plan) -> list[str]:
