@@ -130,8 +130,8 @@ class Progress:
             if self._total != self._bar.total:
                 self._bar.total, self._bar.bar_format = self._total, _BAR
             self._bar.update(done - self._bar.n)
-        elif self._shown and not self._bar and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        elif self._shown and (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
             say(f"{self._what}: {self._describe()}")
 
     def _describe(self) -> str:
