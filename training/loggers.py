@@ -44,8 +44,7 @@ class WandbLogger:
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise UserError(f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline") from None
-        folder = Path(self._run.dir).parent
-        say(f"Weights & Biases: {self._run.url or f'offline, in {folder}; `wandb sync {folder}` sends it'}")
+        say(f"Weights & Biases: {self._run.url or f'offline; later: wandb sync {Path(self._run.dir).parent}'}")
 
     def report(self, record: Record) -> None:
         self._run.log({key: value for key, value in split_stages(record).items() if key != "step"}, step=record["step"])
