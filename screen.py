@@ -73,9 +73,12 @@ def _wrap(line: str, width: int, indent: str, first: str = "") -> str:
 
 def say(text: str) -> None:
     """Lines, above the bar if there is one."""
-    person = stream()
-    with tqdm.external_write_mode(file=person):
-        print(fit(text, measure_width(person)), file=person, flush=True)
+    _write(fit(text, measure_width(stream())))
+
+
+def _write(text: str) -> None:
+    with tqdm.external_write_mode(file=stream()):
+        print(text, file=stream(), flush=True)
 
 
 def say_last(text: str) -> None:
@@ -87,7 +90,8 @@ def say_last(text: str) -> None:
 
 def show_panel(title: str, facts: Mapping[str, str]) -> None:
     """A title over named facts. Without a terminal a line each, `name: fact`."""
-    say(render_panel(title, facts, measure_width(stream()), "\u2500" if "utf" in (stream().encoding or "").lower() else "-"))
+    rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
+    _write(render_panel(title, facts, measure_width(stream()), rule))
 
 
 def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:

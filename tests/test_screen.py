@@ -52,7 +52,8 @@ def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
     assert all(text in shown.written for text in ("evaluating 0/3 micro-batches", "saving 0.00B", "saving 500M/1.00GB"))
     assert "quiet" not in shown.written
     text = "\n".join(shown.lines)
-    assert PATH in text and [line for line in shown.lines if "eval_loss" in line] == [f"step {step}: eval_loss 1.5" for step in (1, 2, 3)]
+    assert f" checkpoint  {PATH}" in shown.lines
+    assert [line for line in shown.lines if "eval_loss" in line] == [f"step {step}: eval_loss 1.5" for step in (1, 2, 3)]
     after = text.partition("step 3/4")[2].split("\n", 1)[1]
     assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing behind it
 
