@@ -81,7 +81,7 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
 def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(root: Path, tmp_path: Path) -> None:
     command = ["deepspeed", "-q", "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "trainer_base_ds_mp.py")]
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    shown = capture([*command, *arguments(root, tmp_path / "out", "eval_steps=2")], 80, tmp_path, environment)
+    shown = capture([*command, *arguments(root, tmp_path / "out", "eval_steps=2", f"data.cache_dir={tmp_path}/cache")], 80, tmp_path, environment)
     assert shown.code == 0, shown.lines
     firsts = [line.split()[0] for line in shown.lines if line and not line.startswith(" ")]
     rule = "\u2500"
