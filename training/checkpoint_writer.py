@@ -43,6 +43,7 @@ from training.run_folder import write_atomically
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
+_SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
@@ -127,19 +128,25 @@ class CheckpointWriter:
         if self._asynchronous and fits:
             self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
             share = list(self._copies.values())
-        waits = not (self._asynchronous and fits)
-        with progress(f"saving step {state.step}", sum(file.nbytes for file in share), "B", shown=waits and self._rank == 0) as told:
-            self._thread = threading.Thread(target=self._write, args=(folder, share, state, told.advance), daemon=True)
-            self._thread.start()
-            if waits:
-                self.wait()
+        self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
+        self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
+        self._thread.start()
+        if not (self._asynchronous and fits):
+            self.wait()
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError when the disk did not take it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            raise_together(self._error)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as told:
+            while thread.is_alive():
+                thread.join(_SECONDS_BETWEEN_LOOKS)
+                told.reach(self._written)
+        raise_together(self._error)
+
+    def _count(self, num_bytes: int) -> None:
+        self._written += num_bytes
 
     def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
@@ -161,14 +168,14 @@ class CheckpointWriter:
         raise_together(error)
         return sum(count - there for where, count, there in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
 
-    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState, wrote: Callable[[int], None]) -> None:
-        """In the thread. Every rank ends with the same `_error`, or none. wrote: hears of this rank's bytes."""
+    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
+        """In the thread. Every rank ends with the same `_error`, or none."""
         records: dict[str, FileRecord] = {}
         error = None
         try:
             error = find_nonfinite(share, state.step)
             if error is None:
-                records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=wrote)
+                records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size
