@@ -19,6 +19,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from models.architecture import Layer, Piece
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
 
+NOT_CUT = "its experts and its compressed keys and values are not projections of heads"
+
 
 class DecoderLayer(PipelineDecoderLayer, DeepseekV3DecoderLayer):
     pass

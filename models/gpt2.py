@@ -16,6 +16,8 @@ from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, P
 LEARNED_POSITIONS = True
 NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_head.")
 
+NOT_CUT = "its q, k and v are columns of one matrix"
+
 
 class PositionEmbedding(nn.Embedding):
     """Adds the learned position to the token embedding."""

@@ -19,6 +19,8 @@ from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, P
 ATTENTION_IMPLEMENTATIONS = ("eager",)
 NAMES = Names("transformer.wte.", "transformer.blocks.{}.", "transformer.norm_f.", "lm_head.")
 
+NOT_CUT = "its q, k and v are rows of one matrix"
+
 
 class AlibiContext(DecoderContext):
     """The causal mask as booleans (True: hidden), and ALiBi's bias, which grows with the key's place in the row.

@@ -8,6 +8,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer, Olmo2RMS
 from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
 
+NOT_CUT = "its norms of queries and keys run over all heads"
+
 
 class DecoderLayer(PipelineDecoderLayer, Olmo2DecoderLayer):
     pass

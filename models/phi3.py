@@ -8,6 +8,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer, Phi3RMSNorm
 from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
 
+NOT_CUT = "its q, k and v are rows of one matrix, and so are the two halves of its MLP's"
+
 
 class DecoderLayer(PipelineDecoderLayer, Phi3DecoderLayer):
     pass

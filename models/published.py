@@ -19,6 +19,7 @@ from models.architecture import Layer
 from models.decoder import DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.loss import build_loss
 
+NOT_CUT = "it has no file in models/"
 BOUND = 1e-5  # of a relative difference, in fp32
 # A small model keeps the config's other fields. Those that it does not have are left away.
 _SMALL: dict[str, Any] = {

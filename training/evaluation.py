@@ -14,7 +14,7 @@ from training.engine import evaluate, initialize_engine
 from training.horizon import EvalSize
 from training.metrics import Record, describe_evaluation
 from training.own import build_run_loss
-from training.pipeline import StageModule
+from training.pipeline import StageModule, join_tensor_parallel
 from training.precision import DTYPES
 from training.preferences import Rewards
 from training.ranks import Ranks
@@ -33,8 +33,9 @@ def evaluate_checkpoint(
     ranks: Ranks,
 ) -> None:
     """Tells the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group."""
-    loss = build_run_loss(config, plan.source.config)
-    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile)
+    parallel = join_tensor_parallel(plan.layout, ranks.rank)
+    loss = build_run_loss(config, plan.source.config, parallel)
+    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, parallel=parallel)
     engine = initialize_engine(module, config, plan.layout, trains=False)
     reference = {}
     if plan.reference is not None:

@@ -93,14 +93,15 @@ def _score(engine: Any, path: Path, options: LoaderOptions, reference: WeightSou
     dataset = TokenizedDataset(path, False, False)
     loader = ScoringLoader(path, per_sample, _CHUNK * engine.num_stages)
     found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
-    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config)
+    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config, engine.module.parallel)
     try:
         for number in range(len(loader)):
             if 10 * number // len(loader) > 10 * (number - 1) // len(loader):
                 ranks.say(f"{what}: {number / len(loader):.0%}")
             batches, rows = loader.chunk(number)
             for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
-                found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+                if engine.module.reports_loss:
+                    found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
     finally:
         engine.module.loss_fn = loss
     dist.all_reduce(found)

@@ -32,7 +32,7 @@ from training.loop import TrainingLoop
 from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.own import build_run_loss
-from training.pipeline import StageModule
+from training.pipeline import StageModule, join_tensor_parallel
 from training.precision import DTYPES
 from training.preparation import load_tokenizer, tokenize
 from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
@@ -140,9 +140,11 @@ def train_together(
         ranks.say(f"hosts: {plan.layout.describe_placement(hosts)}")
 
     memory = MemoryPeak(current_device())
+    parallel = join_tensor_parallel(plan.layout, ranks.rank)
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        loss=build_run_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        loss=build_run_loss(config, plan.source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        parallel=parallel,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}

@@ -1,0 +1,262 @@
+"""Tensor parallelism (1909.08053): the layers of a stage cut over several ranks, which compute each micro-batch together.
+
+The modules of `transformers` stay, cut in place. A projection that is cut by its outputs (COLUMN) is followed, behind whatever works head by
+head or neuron by neuron, by one that is cut by its inputs (ROW), and two functions around such a block make it one again:
+
+    in front of the block    forward: nothing              backward: the sum of the ranks' gradients
+    behind its last product  forward: the sum of outputs   backward: nothing
+
+Embedding and head are cut by their tokens; the loss sums what the ranks have of its softmax (`models/loss.py`), so nothing ever holds all
+logits. Sizes that do not divide are cut unevenly, the first ranks having one more; nothing is padded. Heads must divide: the views of
+`transformers` work in whole ones, with as many of keys and values. What is cut is described once, by a `Cut` on the parameter, and the readers of
+weights, checkpoints and the optimizer's state go by that.
+
+Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient once a projection
+instead of once a block and are no `nn.Linear`, so peft does not see them; the latter's parameters cannot lie in ZeRO's flat buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.architecture import Layer, Style, get_tensor_parallel_plan
+from models.decoder import Embedding, LMHead, PipelineDecoderLayer
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank among those that share each layer of its stage. group: of these ranks; None while no process group is needed."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = TensorParallel()
+
+
+def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
+    sizes = [length // size + (rank < length % size) for rank in range(size)]
+    return [(stop - width, stop) for stop, width in zip(accumulate(sizes), sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is shared out: along dimension `dim`, whose length is `length`."""
+
+    dim: int
+    length: int
+
+    def interval(self, parallel: TensorParallel) -> tuple[int, int]:
+        """(start, stop) along `dim` of what this rank has."""
+        return split_evenly(self.length, parallel.size)[parallel.rank]
+
+    def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        """This rank's part, a view."""
+        start, stop = self.interval(parallel)
+        return whole.narrow(self.dim, start, stop - start)
+
+    def gather(self, part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        """The whole tensor, from the parts of all ranks of the group, which all call it."""
+        widths = [stop - start for start, stop in split_evenly(self.length, parallel.size)]
+        # Collectives want equal shapes: the shorter parts are sent with one row more.
+        sent = part.new_zeros(max(widths), *part.movedim(self.dim, 0).shape[1:])
+        sent[: part.shape[self.dim]] = part.movedim(self.dim, 0)
+        parts = [torch.empty_like(sent) for _ in widths]
+        dist.all_gather(parts, sent, group=parallel.group)
+        return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).movedim(0, self.dim).contiguous()
+
+
+def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
+    """The layers, each with what `tensor_parallel_size=size` cuts of it.
+
+    Raises UserError for a family that cannot be cut, or heads that do not divide.
+    """
+    if size == 1:
+        return list(layers)
+    plan = get_tensor_parallel_plan(config)
+    _check_heads(config, size)
+    _check_dropout(config)
+    styles: dict[type[nn.Module], Mapping[str, Style]] = {
+        PipelineDecoderLayer: plan, Embedding: {"": Style.VOCABULARY}, LMHead: {"": Style.VOCABULARY},
+    }  # fmt: skip
+    return [replace(layer, styles=next((s for kind, s in styles.items() if issubclass(layer.module_class, kind)), {})) for layer in layers]
+
+
+def _check_heads(config: PretrainedConfig, size: int) -> None:
+    counts = {key: getattr(config, key) for key in ("num_attention_heads", "num_key_value_heads") if getattr(config, key, None)}
+    common = math.gcd(*counts.values())
+    if common % size:
+        named = " and ".join(f"{count} {key.removeprefix('num_').replace('_', ' ')}" for key, count in counts.items())
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}")
+
+
+def _check_dropout(config: PretrainedConfig) -> None:
+    for key in ("attention_dropout", "attn_pdrop"):
+        if getattr(config, key, 0.0):
+            raise UserError(
+                f"tensor_parallel_size: {key}={getattr(config, key)} in config.json would drop the same places in the heads of all ranks; "
+                "set it to 0, or give tensor_parallel_size=1"
+            )
+
+
+def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
+    """What `transformers` says of a decoder layer in `base_model_tp_plan`, for families whose plan is made of `Style`s."""
+    prefix = "layers.*."
+    return {name.removeprefix(prefix): Style(style) for name, style in config.base_model_tp_plan.items() if name.startswith(prefix)}
+
+
+def cut_module(module: nn.Module, styles: Mapping[str, Style], parallel: TensorParallel) -> None:
+    """Cuts a layer's module, built on the meta device, to what this rank has of it, and puts the communication around its blocks."""
+    for name, style in styles.items():
+        part = module.get_submodule(name)
+        if style is Style.VOCABULARY:
+            _cut_vocabulary(part, parallel)
+        elif style in (Style.COLUMN, Style.ROW):
+            assert isinstance(part, nn.Linear)
+            module.set_submodule(name, _cut_linear(part, style, parallel))
+    blocks = {name.rpartition(".")[0] for name, style in styles.items() if style is Style.COLUMN}
+    for name in blocks:
+        module.get_submodule(name).register_forward_pre_hook(_Entrance(parallel), with_kwargs=True)
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
+
+    parallel: TensorParallel
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def _cut_linear(linear: nn.Linear, style: Style, parallel: TensorParallel) -> nn.Linear:
+    rows, columns = linear.weight.shape
+    has_bias, kept = linear.bias is not None, {"device": "meta", "dtype": linear.weight.dtype}
+    if style is Style.COLUMN:
+        cuts = {"weight": Cut(0, rows), "bias": Cut(0, rows)}
+        start, stop = cuts["weight"].interval(parallel)
+        cut = nn.Linear(columns, stop - start, has_bias, **kept)
+    else:
+        cuts = {"weight": Cut(1, columns)}
+        start, stop = cuts["weight"].interval(parallel)
+        cut = RowParallelLinear(stop - start, rows, has_bias, **kept)
+        cut.parallel = parallel
+    cut.cuts = cuts  # type: ignore[assignment]  # an attribute beside tensors and modules
+    return cut
+
+
+def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
+    """Of an embedding or a head, which may be the same module."""
+    weight = part.weight
+    assert isinstance(weight, torch.Tensor)
+    cut = Cut(0, weight.shape[0])
+    start, stop = cut.interval(parallel)
+    part.weight = nn.Parameter(cut.take(weight.detach(), parallel))
+    part.cuts = {"weight": cut}  # type: ignore[assignment]
+    if not isinstance(part, nn.Embedding):
+        return
+    part.num_embeddings = stop - start
+    if part.padding_idx is not None:
+        part.padding_idx = part.padding_idx - start if start <= part.padding_idx < stop else None  # type: ignore[assignment]
+    lookup = _Lookup(start, stop, parallel)
+    part.register_forward_pre_hook(lookup.localize)
+    part.register_forward_hook(lookup.complete)
+
+
+class _Entrance:
+    """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (sum_backward(args[0], self._parallel), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": sum_backward(kwargs["hidden_states"], self._parallel)}
+
+
+class _Lookup:
+    """The hooks around an embedding that has the tokens `start` to `stop`: others are looked up as its first, and count as zero."""
+
+    def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
+        self._start, self._stop, self._parallel = start, stop, parallel
+
+    def localize(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        input_ids, position_ids = args[0]
+        self._is_here = (input_ids >= self._start) & (input_ids < self._stop)
+        return (((input_ids - self._start) * self._is_here, position_ids),)
+
+    def complete(self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, position_ids = outputs
+        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids
+
+
+def sum_backward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """The tensor, whose gradient will be the sum of the ranks'."""
+    return _SumBackward.apply(tensor, parallel)
+
+
+def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """The sum of the ranks' tensors, of which each gets the gradient."""
+    return _SumForward.apply(tensor, parallel)
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        context.parallel = parallel
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return sum_over_ranks(gradient, context.parallel), None
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        return sum_over_ranks(tensor, parallel)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, None
+
+
+def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """A new tensor. Without a group, as in a plan, the tensor's like."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    if parallel.group is not None:
+        dist.all_reduce(total, group=parallel.group)
+    return total
+
+
+def list_cuts(module: nn.Module) -> dict[str, Cut]:
+    """The tensors of a layer's module that are cut, by name."""
+    return {f"{name}.{of}".lstrip("."): cut for name, part in module.named_modules() for of, cut in _cuts_of(part) if getattr(part, of) is not None}
+
+
+def _cuts_of(part: nn.Module) -> Iterator[tuple[str, Cut]]:
+    yield from getattr(part, "cuts", {}).items()
+
+
+def mark_parameters(module: nn.Module, styles: Mapping[str, Style], parallel: TensorParallel) -> None:
+    """Once the weights are there: tells DeepSpeed's norm which parameters are parts, and sums the gradients of those that only see parts."""
+    cuts = list_cuts(module)
+    for name, parameter in module.named_parameters():
+        parameter.model_parallel = name in cuts  # type: ignore[attr-defined]  # `is_model_parallel_parameter` of deepspeed/runtime/utils.py
+    summed = [module.get_submodule(name) for name, style in styles.items() if style is Style.SUMMED]
+    for parameter in (parameter for part in summed for parameter in part.parameters() if parameter.requires_grad):
+        parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))
