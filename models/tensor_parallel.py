@@ -52,6 +52,25 @@ def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the elements of a part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
+
+    stride: int
+    runs: tuple[tuple[int, int], ...]
+
+    def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The elements `start` to `stop` of the flattened part: (first in the part, first in the whole, length) of each run, in order."""
+        in_stride = sum(length for _, length in self.runs)
+        for period in range(start // in_stride, -(-stop // in_stride)):
+            first = period * in_stride
+            for offset, length in self.runs:
+                low, high = max(start, first), min(stop, first + length)
+                if low < high:
+                    yield low, period * self.stride + offset + low - first, high - low
+                first += length
+
+
+@dataclass(frozen=True)
 class Cut:
     """How a tensor is shared out: along dimension `dim`, whose length is `length`."""
 
@@ -61,6 +80,12 @@ class Cut:
     def interval(self, parallel: TensorParallel) -> tuple[int, int]:
         """(start, stop) along `dim` of what this rank has."""
         return split_evenly(self.length, parallel.size)[parallel.rank]
+
+    def place(self, part_shape: Sequence[int], parallel: TensorParallel) -> Place:
+        """Of this rank's part, whose shape is `part_shape`."""
+        start, stop = self.interval(parallel)
+        inner = math.prod(part_shape[self.dim + 1 :])
+        return Place(self.length * inner, ((start * inner, (stop - start) * inner),))
 
     def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
         """This rank's part, a view."""

@@ -96,7 +96,6 @@ def _check_tensor_parallel(config: RunConfig) -> None:
         "compile=true": config.compile,
         "loss={_target_: ...}": config.loss is not None,
         "adapter=lora": config.adapter.name is AdapterName.lora,
-        "resume": config.resume is not None,
     }
     for key, is_given in refused.items():
         if is_given:

@@ -16,7 +16,7 @@ from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
 from models.decoder import PipelineDecoderLayer
 from models.loss import Loss, build_loss
-from models.tensor_parallel import ALONE, TensorParallel, cut_module, list_cuts, mark_parameters
+from models.tensor_parallel import ALONE, Place, TensorParallel, cut_module, list_cuts, mark_parameters
 from models.weights import WeightSource
 from training.config import CheckpointMode
 from training.layout import Layout
@@ -228,11 +228,14 @@ class StageModule(PipelineModule):
         """False for a layer of another stage whose weights this stage shares."""
         return self._local_start <= index < self._local_stop
 
-    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
-        """Hugging Face name, parameter, and whether this stage owns it; those of `local_layers`."""
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool, Place | None]]:
+        """Hugging Face name, parameter, whether it is this rank's to save, and where it lies in the whole one of which it is a part; those
+        of `local_layers`."""
         for index, layer, module in self.local_layers():
+            cuts = list_cuts(module)
             for name, parameter in module.named_parameters():
-                yield layer.hf_prefix + name, parameter, self.owns(index)
+                place = cuts[name].place(parameter.shape, self.parallel) if name in cuts else None
+                yield layer.hf_prefix + name, parameter, self.owns(index) and (place is not None or self.parallel.rank == 0), place
 
     @property
     def has_first_layer(self) -> bool:

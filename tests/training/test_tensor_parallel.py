@@ -1,0 +1,100 @@
+"""Layers cut over ranks give what the plain Hugging Face model in one process gives: gradients, steps, logits; alone, and with stages and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, merge, train_case, train_oracle, worst_difference
+from distributed import WorkerGroup
+from families import FAMILIES, save_family
+from parity_table import LARGE, logits_on_rank
+from test_parity import BOUND, CHECKPOINTED, CLIPPED, SELECTIVE
+from tiny import VOCAB_SIZE, save_records, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+LAYOUTS = {"tp2": (2, 1, 2), "tp2xpp2": (2, 2, 4), "tp2xdp2": (2, 1, 4)}  # tensor_parallel_size, stages, ranks
+CUT = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
+GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")
+STEPS = ("learning_rate=0.5", CLIPPED)
+FAST = [("llama", "tp2", False), ("gemma2", "tp2", True), ("qwen3", "tp2xpp2", False), ("llama", "tp2xpp2", True), ("qwen2", "tp2xdp2", True)]
+REST = [(f, layout, tied) for f in CUT for layout in LAYOUTS for tied in (False, True) if (f, layout, tied) not in FAST]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """case(family, layout, tied, *overrides, steps): its model is made on first use, the records once."""
+    root = tmp_path_factory.mktemp("tensor_parallel")
+    records = save_records(root / "train.jsonl", 40)
+    save_tokenizer(root / "tokenizer")
+
+    def case(family: str, layout: str, tied: bool, *overrides: str, steps: int = 5, **fields: int) -> Case:
+        folder = root / f"{family}-{tied}-{'-'.join(map(str, fields.values()))}"
+        if not folder.exists():
+            save_family(folder, family, tied=tied, **fields)
+        size, num_stages, world_size = LAYOUTS[layout]
+        given = (f"tokenizer_name_or_path={root}/tokenizer", f"tensor_parallel_size={size}", *overrides)
+        return Case(folder, records, root, num_stages, world_size, steps, given)
+
+    return case
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case)
+    worst, name = worst_difference(result["weights"], oracle["weights"])
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+CASES = [pytest.param(*case) for case in FAST] + [pytest.param(*case, marks=pytest.mark.full) for case in REST]
+
+
+@pytest.mark.parametrize(("family", "layout", "tied"), CASES)
+def test_gradients_equal_hugging_face(workers, material, family: str, layout: str, tied: bool) -> None:
+    """One step so long that the new weights are the gradients."""
+    compare(workers, material(family, layout, tied, *GRADIENTS, steps=1))
+
+
+@pytest.mark.parametrize("overrides", [(CHECKPOINTED,), SELECTIVE, ()], ids=["checkpointed", "selective", "plain"])
+@pytest.mark.parametrize(("family", "layout", "tied"), [pytest.param(*case, marks=pytest.mark.full) for case in FAST + REST])
+def test_five_sgd_steps_equal_hugging_face(workers, material, family: str, layout: str, tied: bool, overrides: tuple[str, ...]) -> None:
+    compare(workers, material(family, layout, tied, *STEPS, *overrides))
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "llama" else pytest.mark.full) for f in CUT])
+def test_five_clipped_checkpointed_steps_with_an_uneven_vocabulary(workers, material, family: str) -> None:
+    """Neither the vocabulary nor the inner neurons divide; nothing is padded."""
+    case = material(family, "tp2", False, *STEPS, CHECKPOINTED, vocab_size=VOCAB_SIZE + 1, intermediate_size=81)
+    compare(workers, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "layout", "tied"), FAST + REST)
+def test_logits_equal_hugging_face(workers, material, family: str, layout: str, tied: bool) -> None:
+    """Each rank's logits are those of its own tokens."""
+    case = material(family, layout, tied, steps=1)
+    input_ids = torch.randint(3, VOCAB_SIZE, (3, 40), generator=torch.Generator().manual_seed(1))
+    results = [logits for logits in workers(case.world_size).run(logits_on_rank, case, input_ids) if logits is not None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(case.model).eval()(input_ids, use_cache=False).logits
+    found = torch.cat(results[:2], dim=-1)
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < BOUND
+
+
+def test_every_family_is_cut_or_says_why_not(tmp_path: Path) -> None:
+    from families import build_family_config
+
+    from errors import UserError
+    from models.architecture import build_layers
+    from models.tensor_parallel import cut_layers
+
+    for family in FAMILIES:
+        config = build_family_config(family)
+        if family in CUT:
+            assert any(layer.styles for layer in cut_layers(config, build_layers(config), 2))
+        else:
+            with pytest.raises(UserError, match=f"a '{family}' cannot be cut: its "):
+                cut_layers(config, build_layers(config), 2)
