@@ -10,7 +10,7 @@ also say, where its family differs from most:
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
     ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
-    tensor_parallel_plan(config)     how tensor parallelism cuts a decoder layer: the name of a part -> its Style
+    tensor_parallel_plan(config)     how tensor parallelism cuts a decoder layer: the name of a part -> its Style, or Fused
     NOT_CUT                          why it cannot, in words; a family says one of the two
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
@@ -70,7 +70,18 @@ class Style(Enum):
     COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
     ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
     SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, which sees its own heads only: the gradients are summed
+    NORM = "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
     VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each cut by itself."""
+
+    sizes: tuple[int, ...]
+
+
+Styles = Mapping[str, Style | Fused]
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class Layer:
     tied_key: str | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    styles: Mapping[str, Style] = field(default_factory=dict)
+    styles: Styles = field(default_factory=dict)
 
     @property
     def owns_weights(self) -> bool:
@@ -148,7 +159,7 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         )
 
 
-def get_tensor_parallel_plan(config: PretrainedConfig) -> Mapping[str, Style]:
+def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
     """How a decoder layer is cut. Raises UserError for a family that cannot be, with the reason."""
     family = _load_architecture(config)
     plan = getattr(family, "tensor_parallel_plan", None)

@@ -151,8 +151,8 @@ def _compute_log_probabilities(
     logits = logits.to(dtype)
     largest = logits.amax(dim=-1, keepdim=True)  # [n, 1]
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=sharing.parallel.group)
-    exponentials = sum_over_ranks((logits - largest).exp().sum(dim=-1, keepdim=True), sharing.parallel)
-    return logits - (largest + exponentials.log()), squashed
+    exponentials = sum_over_ranks((logits - largest).exp_().sum(dim=-1, keepdim=True), sharing.parallel)
+    return logits.sub_(largest + exponentials.log_()), squashed
 
 
 def _choose(log_probabilities: torch.Tensor, target_ids: torch.Tensor, sharing: VocabularyShare | None) -> torch.Tensor:

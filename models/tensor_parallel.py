@@ -18,7 +18,7 @@ instead of once a block and are no `nn.Linear`, so peft does not see them; the l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
-from models.architecture import Layer, Style, get_tensor_parallel_plan
+from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
 
 
@@ -53,7 +54,7 @@ def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the elements of a part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
+    """Where the elements of a rank's part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
 
     stride: int
     runs: tuple[tuple[int, int], ...]
@@ -72,35 +73,51 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is shared out: along dimension `dim`, whose length is `length`."""
+    """How a tensor is shared out: along dimension `dim`, which is several parts of these `sizes` end to end, most often one; each is cut by
+    itself, and a rank's pieces of them are end to end too."""
 
     dim: int
-    length: int
+    sizes: tuple[int, ...]
 
-    def interval(self, parallel: TensorParallel) -> tuple[int, int]:
-        """(start, stop) along `dim` of what this rank has."""
-        return split_evenly(self.length, parallel.size)[parallel.rank]
+    @property
+    def length(self) -> int:
+        return sum(self.sizes)
+
+    def intervals(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """(start, stop) along `dim`, in each of the parts, of what a rank has."""
+        firsts = (stop - length for stop, length in zip(accumulate(self.sizes), self.sizes, strict=True))
+        pieces = (split_evenly(length, size)[rank] for length in self.sizes)
+        return [(first + start, first + stop) for first, (start, stop) in zip(firsts, pieces, strict=True)]
+
+    def width(self, rank: int, size: int) -> int:
+        return sum(stop - start for start, stop in self.intervals(rank, size))
 
     def place(self, part_shape: Sequence[int], parallel: TensorParallel) -> Place:
         """Of this rank's part, whose shape is `part_shape`."""
-        start, stop = self.interval(parallel)
         inner = math.prod(part_shape[self.dim + 1 :])
-        return Place(self.length * inner, ((start * inner, (stop - start) * inner),))
+        runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
+        return Place(self.length * inner, tuple(runs))
 
     def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """This rank's part, a view."""
-        start, stop = self.interval(parallel)
-        return whole.narrow(self.dim, start, stop - start)
+        """This rank's part: a view, unless it is of several."""
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def gather(self, part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
         """The whole tensor, from the parts of all ranks of the group, which all call it."""
-        widths = [stop - start for start, stop in split_evenly(self.length, parallel.size)]
-        # Collectives want equal shapes: the shorter parts are sent with one row more.
-        sent = part.new_zeros(max(widths), *part.movedim(self.dim, 0).shape[1:])
-        sent[: part.shape[self.dim]] = part.movedim(self.dim, 0)
-        parts = [torch.empty_like(sent) for _ in widths]
+        rows = part.movedim(self.dim, 0)
+        # Collectives want equal shapes: the shorter parts are sent with rows that are not read.
+        sent = rows.new_zeros(self.width(0, parallel.size), *rows.shape[1:])
+        sent[: len(rows)] = rows
+        parts = [torch.empty_like(sent) for _ in range(parallel.size)]
         dist.all_gather(parts, sent, group=parallel.group)
-        return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).movedim(0, self.dim).contiguous()
+        whole = rows.new_empty(self.length, *rows.shape[1:])
+        for rank, received in enumerate(parts):
+            first = 0
+            for start, stop in self.intervals(rank, parallel.size):
+                whole[start:stop] = received[first : first + stop - start]
+                first += stop - start
+        return whole.movedim(0, self.dim).contiguous()
 
 
 def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
@@ -113,9 +130,8 @@ def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> 
     plan = get_tensor_parallel_plan(config)
     _check_heads(config, size)
     _check_dropout(config)
-    styles: dict[type[nn.Module], Mapping[str, Style]] = {
-        PipelineDecoderLayer: plan, Embedding: {"": Style.VOCABULARY}, LMHead: {"": Style.VOCABULARY},
-    }  # fmt: skip
+    vocabulary = {"": Style.VOCABULARY}
+    styles: dict[type[nn.Module], Styles] = {PipelineDecoderLayer: plan, Embedding: vocabulary, LMHead: vocabulary}
     return [replace(layer, styles=next((s for kind, s in styles.items() if issubclass(layer.module_class, kind)), {})) for layer in layers]
 
 
@@ -130,9 +146,10 @@ def _check_heads(config: PretrainedConfig, size: int) -> None:
 
 def _check_dropout(config: PretrainedConfig) -> None:
     for key in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, key, 0.0):
+        share = getattr(config, key, None) or getattr(getattr(config, "attn_config", None), key, 0.0)  # MPT's lies deeper
+        if share:
             raise UserError(
-                f"tensor_parallel_size: {key}={getattr(config, key)} in config.json would drop the same places in the heads of all ranks; "
+                f"tensor_parallel_size: {key}={share} in config.json would drop the same places in the heads of all ranks; "
                 "set it to 0, or give tensor_parallel_size=1"
             )
 
@@ -143,18 +160,36 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
     return {name.removeprefix(prefix): Style(style) for name, style in config.base_model_tp_plan.items() if name.startswith(prefix)}
 
 
-def cut_module(module: nn.Module, styles: Mapping[str, Style], parallel: TensorParallel) -> None:
+def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
     """Cuts a layer's module, built on the meta device, to what this rank has of it, and puts the communication around its blocks."""
     for name, style in styles.items():
         part = module.get_submodule(name)
         if style is Style.VOCABULARY:
             _cut_vocabulary(part, parallel)
-        elif style in (Style.COLUMN, Style.ROW):
-            assert isinstance(part, nn.Linear)
-            module.set_submodule(name, _cut_linear(part, style, parallel))
-    blocks = {name.rpartition(".")[0] for name, style in styles.items() if style is Style.COLUMN}
-    for name in blocks:
+        elif style is Style.SUMMED:
+            part.sums_gradients = True  # type: ignore[assignment]  # an attribute beside tensors and modules
+        elif style is Style.NORM:
+            module.set_submodule(name, SharedNorm(part, parallel))
+        else:
+            module.set_submodule(name, _cut_projection(part, style, parallel))
+    for name in _list_blocks(styles):
         module.get_submodule(name).register_forward_pre_hook(_Entrance(parallel), with_kwargs=True)
+    if styles and isinstance(module, PipelineDecoderLayer):
+        module.share_heads(parallel.rank, parallel.size)
+
+
+def count_sums(layer: Layer) -> tuple[int, int]:
+    """Sums of hidden states over the ranks in a forward and in a backward pass: as `cut_module` and the loss have them."""
+    styles = list(layer.styles.values())
+    if Style.VOCABULARY in styles:
+        is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
+        return (1, 0) if is_lookup else (0, 1)
+    return styles.count(Style.ROW), len(_list_blocks(layer.styles))
+
+
+def _list_blocks(styles: Styles) -> set[str]:
+    """What stands around projections that are cut by their outputs: attention, the MLP."""
+    return {name.rpartition(".")[0] for name, style in styles.items() if style is Style.COLUMN or isinstance(style, Fused)}
 
 
 class RowParallelLinear(nn.Linear):
@@ -167,19 +202,54 @@ class RowParallelLinear(nn.Linear):
         return outputs if self.bias is None else outputs + self.bias
 
 
-def _cut_linear(linear: nn.Linear, style: Style, parallel: TensorParallel) -> nn.Linear:
-    rows, columns = linear.weight.shape
-    has_bias, kept = linear.bias is not None, {"device": "meta", "dtype": linear.weight.dtype}
-    if style is Style.COLUMN:
-        cuts = {"weight": Cut(0, rows), "bias": Cut(0, rows)}
-        start, stop = cuts["weight"].interval(parallel)
-        cut = nn.Linear(columns, stop - start, has_bias, **kept)
+class RowParallelConv1D(Conv1D):
+    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
+
+    parallel: TensorParallel
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return sum_forward(inputs @ self.weight, self.parallel) + self.bias
+
+
+class SharedNorm(nn.Module):
+    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
+
+    def __init__(self, norm: nn.Module, parallel: TensorParallel) -> None:
+        super().__init__()
+        weight = norm.weight
+        assert isinstance(weight, torch.Tensor)
+        cut = Cut(0, (len(weight),))
+        self.weight, self.cuts = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
+        self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = inputs.to(torch.float32)
+        squares = values.pow(2).sum(-1, keepdim=True)
+        # Each rank's outputs depend on the squares of all, so the gradient of the sum is a sum over the ranks too.
+        variance = sum_backward(sum_forward(squares, self._parallel), self._parallel) / self._length
+        return (self.weight * (values * torch.rsqrt(variance + self._epsilon))).to(inputs.dtype)
+
+
+def _cut_projection(part: nn.Module, style: Style | Fused, parallel: TensorParallel) -> nn.Module:
+    assert isinstance(part, (nn.Linear, Conv1D))
+    is_conv = isinstance(part, Conv1D)
+    outputs, inputs = part.weight.shape[::-1] if is_conv else part.weight.shape
+    if style is Style.ROW:
+        cuts = {"weight": Cut(0 if is_conv else 1, (inputs,))}
+        inputs = cuts["weight"].width(parallel.rank, parallel.size)
     else:
-        cuts = {"weight": Cut(1, columns)}
-        start, stop = cuts["weight"].interval(parallel)
-        cut = RowParallelLinear(stop - start, rows, has_bias, **kept)
-        cut.parallel = parallel
-    cut.cuts = cuts  # type: ignore[assignment]  # an attribute beside tensors and modules
+        sizes = style.sizes if isinstance(style, Fused) else (outputs,)
+        cuts = {"weight": Cut(1 if is_conv else 0, sizes), "bias": Cut(0, sizes)}
+        outputs = cuts["bias"].width(parallel.rank, parallel.size)
+    with torch.device("meta"):
+        if is_conv:
+            cut: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
+        else:
+            cut = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
+    cut.to(part.weight.dtype)
+    cut.cuts, cut.parallel = cuts, parallel
     return cut
 
 
@@ -187,8 +257,8 @@ def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
     """Of an embedding or a head, which may be the same module."""
     weight = part.weight
     assert isinstance(weight, torch.Tensor)
-    cut = Cut(0, weight.shape[0])
-    start, stop = cut.interval(parallel)
+    cut = Cut(0, (weight.shape[0],))
+    start, stop = cut.intervals(parallel.rank, parallel.size)[0]
     part.weight = nn.Parameter(cut.take(weight.detach(), parallel))
     part.cuts = {"weight": cut}  # type: ignore[assignment]
     if not isinstance(part, nn.Embedding):
@@ -268,20 +338,34 @@ def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tens
     return total
 
 
+def cut_adapter(projection: Any, parallel: TensorParallel) -> None:
+    """Puts the communication around what peft has added to a projection that is cut; A and B as in LoRA (2106.09685), B A beside the weight.
+
+    Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
+    gradients of this rank's outputs alone.
+    """
+    cuts, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
+    for name in first if cuts else ():
+        if isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
+            first[name].cuts = {"weight": Cut(1, cuts["weight"].sizes)}
+            first[name].register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+        else:
+            second[name].cuts = {"weight": Cut(0, cuts["weight"].sizes)}
+            first[name].sums_gradients = True
+
+
 def list_cuts(module: nn.Module) -> dict[str, Cut]:
     """The tensors of a layer's module that are cut, by name."""
-    return {f"{name}.{of}".lstrip("."): cut for name, part in module.named_modules() for of, cut in _cuts_of(part) if getattr(part, of) is not None}
+    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "cuts"))
+    return {prefix + of: cut for prefix, part in parts for of, cut in part.cuts.items() if getattr(part, of) is not None}  # type: ignore[operator, union-attr]
 
 
-def _cuts_of(part: nn.Module) -> Iterator[tuple[str, Cut]]:
-    yield from getattr(part, "cuts", {}).items()
-
-
-def mark_parameters(module: nn.Module, styles: Mapping[str, Style], parallel: TensorParallel) -> None:
+def mark_parameters(module: nn.Module, parallel: TensorParallel) -> None:
     """Once the weights are there: tells DeepSpeed's norm which parameters are parts, and sums the gradients of those that only see parts."""
     cuts = list_cuts(module)
     for name, parameter in module.named_parameters():
         parameter.model_parallel = name in cuts  # type: ignore[attr-defined]  # `is_model_parallel_parameter` of deepspeed/runtime/utils.py
-    summed = [module.get_submodule(name) for name, style in styles.items() if style is Style.SUMMED]
-    for parameter in (parameter for part in summed for parameter in part.parameters() if parameter.requires_grad):
-        parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))
+    for part in (part for part in module.modules() if hasattr(part, "sums_gradients")):
+        for parameter in part.parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))

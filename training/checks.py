@@ -95,7 +95,9 @@ def _check_tensor_parallel(config: RunConfig) -> None:
         "precision=fp16": config.precision is Precision.fp16,
         "compile=true": config.compile,
         "loss={_target_: ...}": config.loss is not None,
-        "adapter=lora": config.adapter.name is AdapterName.lora,
+        "adapter.lora_dropout": config.adapter.lora_dropout > 0,
+        "adapter.use_dora=true": config.adapter.use_dora,
+        "adapter.load_in_4bit=true": config.adapter.load_in_4bit,
     }
     for key, is_given in refused.items():
         if is_given:

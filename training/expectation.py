@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from models.architecture import build_layers, choose_attention
+from models.tensor_parallel import cut_layers
 from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.hardware import Machine, complete_hardware
 from training.layout import Layout
@@ -60,10 +61,12 @@ def expect(
     """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
     architecture = copy.deepcopy(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)  # a resumed run's does not say
-    layers = build_layers(architecture)  # of their own: counting moves what they share to the meta device
+    layers = cut_layers(
+        architecture, build_layers(architecture), layout.tensor_parallel_size
+    )  # of their own: counting moves what they share to the meta device
     costs = count_layers(
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze,
+        build_adapter(config, layers), config.freeze, layout.tensor_parallel_size,
     )  # fmt: skip
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
     plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, assumed)

@@ -160,9 +160,9 @@ class StageModule(PipelineModule):
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
-        choose_trained(module, index, self._layers[index], self.adapter, self._freeze)
+        choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
         if self.parallel.size > 1:
-            mark_parameters(module, self._layers[index].styles, self.parallel)
+            mark_parameters(module, self.parallel)
 
     def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not read."""
