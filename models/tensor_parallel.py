@@ -216,10 +216,9 @@ class RowParallelConv1D(Conv1D):
 class SharedNorm(nn.Module):
     """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
 
-    def __init__(self, norm: nn.Module, parallel: TensorParallel) -> None:
+    def __init__(self, norm: Any, parallel: TensorParallel) -> None:
         super().__init__()
         weight = norm.weight
-        assert isinstance(weight, torch.Tensor)
         cut = Cut(0, (len(weight),))
         self.weight, self.cuts = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
         self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel

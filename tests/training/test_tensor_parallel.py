@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, merge, train_case, train_oracle, worst_difference
+from cases import Case, mean_loss, merge, train_case, train_oracle, train_run, worst_difference
 from distributed import WorkerGroup
-from families import FAMILIES, save_family
+from families import FAMILIES, build_family_config, save_family
 from parity_table import LARGE, logits_on_rank
 from test_lora import make_adapter, to_peft_weights
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, SELECTIVE
+from test_run import eval_dataset, read_metrics
 from tiny import VOCAB_SIZE, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM
+
+from errors import UserError
+from models.architecture import build_layers
+from models.tensor_parallel import cut_layers
 
 LAYOUTS = {"tp2": (2, 1, 2), "tp2xpp2": (2, 2, 4), "tp2xdp2": (2, 1, 4)}  # tensor_parallel_size, stages, ranks
 CUT = sorted(FAMILIES.keys() - {"deepseek_v3"})
@@ -99,13 +106,20 @@ def test_logits_equal_hugging_face(workers, material, family: str, layout: str, 
     assert ((found - expected).abs().max() / expected.abs().max()).item() < BOUND
 
 
-def test_every_family_is_cut_or_says_why_not(tmp_path: Path) -> None:
-    from families import build_family_config
+def test_a_run_exports_what_it_has_trained_and_evaluates_it_again(workers, material, tmp_path: Path) -> None:
+    """With replicas, and a vocabulary that is cut unevenly; the export is that of any other run."""
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    given = (f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", f"eval_file={tmp_path}/eval.jsonl", "max_steps=2", *STEPS)
+    case = material("llama", "tp2xdp2", True, *given, vocab_size=VOCAB_SIZE + 1)
+    workers(case.world_size).run(train_run, case)
+    reported = read_metrics(tmp_path / "out")[-1]
+    loss, num_targets = mean_loss(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf"), eval_dataset(tmp_path))
+    assert reported["eval_tokens"] == num_targets and reported["eval_loss"] == pytest.approx(loss, rel=BOUND)
+    workers(case.world_size).run(train_run, replace(case, overrides=(*case.overrides, "evaluate_only=true", "resume=latest")))
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["eval_loss"] == pytest.approx(loss, rel=BOUND)
 
-    from errors import UserError
-    from models.architecture import build_layers
-    from models.tensor_parallel import cut_layers
 
+def test_every_family_is_cut_or_says_why_not() -> None:
     for family in FAMILIES:
         config = build_family_config(family, **SIZES.get(family, {}))
         if family in CUT:

@@ -1,0 +1,49 @@
+"""Cuts put together again, where their elements lie, and who cannot be cut; without processes."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from families import build_family_config
+
+from errors import UserError
+from models.architecture import build_layers
+from models.tensor_parallel import Cut, TensorParallel, cut_layers
+
+WHOLE = torch.arange(7 * 12).reshape(7, 12)
+CUTS = [Cut(0, (7,)), Cut(1, (12,)), Cut(1, (6, 3, 3)), Cut(0, (5, 2))]
+
+
+@pytest.mark.parametrize(("cut", "size"), list(product(CUTS, (1, 2, 3))), ids=str)
+def test_the_parts_are_the_whole(cut: Cut, size: int) -> None:
+    parts = [cut.take(WHOLE, TensorParallel(rank, size)) for rank in range(size)]
+    found = torch.full((WHOLE.numel(),), -1)
+    for rank, part in enumerate(parts):
+        place = cut.place(part.shape, TensorParallel(rank, size))
+        flat = part.flatten()
+        for start in range(0, len(flat), 5):  # fragments of it, as ZeRO's partitions have them
+            for low, whole, length in place.list_runs(start, min(start + 5, len(flat))):
+                found[whole : whole + length] = flat[low : low + length]
+    assert torch.equal(found.reshape(WHOLE.shape), WHOLE)
+
+
+def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
+    assert Cut(0, (8, 4)).take(torch.arange(12), TensorParallel(1, 2)).tolist() == [4, 5, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {}, "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that do: 1, 2"),
+        ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 3 attention heads; sizes that do: 1, 3"),
+        ("deepseek_v3", {}, "a 'deepseek_v3' cannot be cut: its experts"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop=0.1 in config.json would drop the same places"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(family: str, fields: dict[str, float], message: str) -> None:
+    config = build_family_config(family, **fields)
+    with pytest.raises(UserError, match=re.escape(message)):
+        cut_layers(config, build_layers(config), 4)
