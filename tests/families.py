@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": _WINDOW, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 24,
     },
     "phi3": {"sliding_window": _WINDOW, "rope_parameters": _ROPE_LONG},
-    "mpt": {"d_model": 48, "n_heads": 3, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
+    "mpt": {"d_model": 48, "n_heads": 6, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
     "gpt2": {"n_positions": 256, "n_embd": 48, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "scale_attn_by_inverse_layer_idx": True},
     "olmo2": {},

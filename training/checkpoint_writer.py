@@ -81,7 +81,7 @@ def plan_share(engine: PipelineEngine) -> list[ShareFile]:
         name, writer = layer_file(Path(), index).name, index // dp_size % parallel.size
         if parallel.size == 1:
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
-        elif tensors := module.gather_tensors(layer_module, writer):
+        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
     if state := optimizer_state.collect_state(module, engine.optimizer):
         files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))

@@ -204,8 +204,8 @@ class StageModule(PipelineModule):
         state = layer_module.state_dict()
         return {name: state[name].detach() for name in names}
 
-    def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor]:
-        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; nothing on the others, which
+    def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:
+        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on the others, which
         call it too."""
         cuts = list_cuts(layer_module)
         gathered = {}
@@ -213,7 +213,7 @@ class StageModule(PipelineModule):
             whole = cuts[name].gather(tensor, self.parallel) if name in cuts else tensor
             if writer == self.parallel.rank:
                 gathered[name] = whole.to("cpu", copy=True)
-        return gathered
+        return gathered if writer == self.parallel.rank else None
 
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
         """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""

@@ -38,7 +38,7 @@ def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
     ("family", "fields", "message"),
     [
         ("llama", {}, "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that do: 1, 2"),
-        ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 3 attention heads; sizes that do: 1, 3"),
+        ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 6 attention heads; sizes that do: 1, 2, 3, 6"),
         ("deepseek_v3", {}, "a 'deepseek_v3' cannot be cut: its experts"),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop=0.1 in config.json would drop the same places"),
     ],

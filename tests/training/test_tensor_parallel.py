@@ -25,7 +25,6 @@ from models.tensor_parallel import cut_layers
 
 LAYOUTS = {"tp2": (2, 1, 2), "tp2xpp2": (2, 2, 4), "tp2xdp2": (2, 1, 4)}  # tensor_parallel_size, stages, ranks
 CUT = sorted(FAMILIES.keys() - {"deepseek_v3"})
-SIZES = {"mpt": {"n_heads": 4}}  # a number that two ranks can share
 GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")
 STEPS = ("learning_rate=0.5", CLIPPED)
 FAST = [("llama", "tp2", False), ("qwen3", "tp2xpp2", False), ("llama", "tp2xpp2", True), ("qwen2", "tp2xdp2", True)]
@@ -43,7 +42,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     def case(family: str, layout: str, tied: bool, *overrides: str, steps: int = 5, **fields: int) -> Case:
         folder = root / f"{family}-{tied}-{'-'.join(map(str, fields.values()))}"
         if not folder.exists():
-            save_family(folder, family, tied=tied, **SIZES.get(family, {}), **fields)
+            save_family(folder, family, tied=tied, **fields)
         size, num_stages, world_size = LAYOUTS[layout]
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"tensor_parallel_size={size}", *overrides)
         return Case(folder, records, root, num_stages, world_size, steps, given)
@@ -121,7 +120,7 @@ def test_a_run_exports_what_it_has_trained_and_evaluates_it_again(workers, mater
 
 def test_every_family_is_cut_or_says_why_not() -> None:
     for family in FAMILIES:
-        config = build_family_config(family, **SIZES.get(family, {}))
+        config = build_family_config(family)
         if family in CUT:
             assert any(layer.styles for layer in cut_layers(config, build_layers(config), 2))
         else:
