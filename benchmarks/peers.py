@@ -76,11 +76,7 @@ def build_copies(work: Work) -> Step:
 
 def build_bare(work: Work, bounds: list[int] | None) -> Step:
     """DeepSpeed's own `PipelineModule`. bounds: None for its default split."""
-    import deepspeed
     from deepspeed.pipe import PipelineModule
-
-    from models.loss import causal_lm_loss
-    from training.pipeline import build_layer_specs
 
     class SplitModule(PipelineModule):
         def _partition_layers(self, method: str = "") -> None:
@@ -90,7 +86,29 @@ def build_bare(work: Work, bounds: list[int] | None) -> Step:
             self.parts = bounds
             self._set_bounds(bounds[self.stage_id], bounds[self.stage_id + 1])
 
-    module = SplitModule(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
+    return _start_engine(work, SplitModule)
+
+
+def build_dualpipev(work: Work, bounds: list[int]) -> Step:
+    """DeepSpeed's own `DualPipeVModule`: rank r holds the chunks r and 2 P - 1 - r. bounds: of 2 P chunks."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    class SplitModule(DualPipeVModule):
+        def _partition_layers(self, method: str = "") -> None:
+            self.num_stages *= 2
+            self.parts, mirror = bounds, self.num_stages - 1 - self.stage_id
+            self.phase_bounds = [(bounds[chunk], bounds[chunk + 1]) for chunk in (self.stage_id, mirror)]
+
+    return _start_engine(work, SplitModule)
+
+
+def _start_engine(work: Work, module_class: type) -> Step:
+    import deepspeed
+
+    from models.loss import causal_lm_loss
+    from training.pipeline import build_layer_specs
+
+    module = module_class(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.layout.micro_batch_size, "gradient_accumulation_steps": work.micro_batches,
         "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9,

@@ -12,6 +12,7 @@ Two processes, each pinned to one core with one thread, take turns in every roun
     torch           `torch.distributed.pipelining`, 1F1B, with our split
     torch-default   the same with as many layers on either stage; it has no split of its own, and this is the usual one
     interleaved     the same in four chunks, two a process, interleaved 1F1B, balanced as we would
+    dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, balanced over what a process holds
     trainer         the `Trainer` of transformers in one process on both cores
 
 The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach. Printed are
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,7 +39,7 @@ from benchmarks import peers
 from benchmarks.workload import build_llama, compose_run, run_ranks
 
 NUM_STAGES = 2
-RUNNERS = ("ours", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "trainer")
+RUNNERS = ("ours", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "dualpipev", "trainer")
 # With the default vocabulary the head is as much work as one decoder layer, so that two stages can be given the same: what is measured
 # is the pipeline, and not how well ten layers happen to divide by two.
 MODEL = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -136,10 +138,26 @@ def build_runners(folder: Path, arguments: argparse.Namespace, trainer: Connecti
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
         "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
-        "interleaved": lambda: peers.build_torch(shared, compute_bounds(layers, 2 * NUM_STAGES, "balanced")),
+        "interleaved": lambda: peers.build_torch(shared, split_chunks(layers, lambda chunk: chunk % NUM_STAGES)),
+        "dualpipev": lambda: peers.build_dualpipev(shared, split_chunks(layers, lambda chunk: min(chunk, 2 * NUM_STAGES - 1 - chunk))),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }
     return {name: builders[name]() for name in arguments.runners}
+
+
+def split_chunks(layers: list[Any], process_of: Callable[[int], int]) -> list[int]:
+    """Bounds of two chunks a process, such that the process with the most work has the least; then the largest chunk, by trying all."""
+    from training.partition import compute_work
+
+    work, num_chunks = [compute_work(layer) for layer in layers], 2 * NUM_STAGES
+
+    def judge(bounds: tuple[int, ...]) -> tuple[int, int]:
+        chunks = [sum(work[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        processes = [sum(chunk for i, chunk in enumerate(chunks) if process_of(i) == process) for process in range(NUM_STAGES)]
+        return max(processes), max(chunks)
+
+    inner = itertools.combinations(range(1, len(layers)), num_chunks - 1)
+    return list(min(((0, *cuts, len(layers)) for cuts in inner), key=judge))
 
 
 def build_ours(shared: peers.Work) -> Callable[[], object]:

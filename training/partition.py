@@ -6,7 +6,8 @@ A split is given by its bounds, P + 1 layer indices; stage s holds layers bounds
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,12 @@ from torch import nn
 from errors import UserError
 from models.architecture import Layer
 
+Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
 
 
-def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any) -> list[int]:
-    """Bounds of the split that `partition_method` names.
+def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None) -> list[int]:
+    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can.
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
@@ -34,7 +36,7 @@ def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any) -> lis
         weights = _matching_types(layers, method.removeprefix("type:"))
     else:
         raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
-    return balance(weights, num_stages)
+    return _balance_within(weights, num_stages, fits if method == "balanced" else None)
 
 
 def compute_work(layer: Layer) -> int:
@@ -49,17 +51,32 @@ def compute_work(layer: Layer) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
-def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
     """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of squares.
 
-    Exact, by dynamic programming over (stages, layers): O(P * L^2).
+    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over (stages, layers): O(P * L^2).
     """
-    least_maximum = _best_split(weights, num_stages, lambda best, weight: max(best, weight))[0]
-    _, bounds = _best_split(weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"))
-    return bounds
+    found = _best_split(weights, num_stages, max, fits)
+    if found is None:
+        return None
+    least_maximum = found[0]
+    found = _best_split(weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"), fits)
+    assert found is not None
+    return found[1]
 
 
-def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[float, list[int]]:
+def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
+    """`balance` under `fits`, or without it where no split fits: then the plan tells what is missing."""
+    bounds = balance(weights, num_stages)
+    assert bounds is not None
+    if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+        return bounds
+    return balance(weights, num_stages, fits) or bounds
+
+
+def _best_split(
+    weights: Sequence[int], num_stages: int, combine: Callable[[float, float], float], fits: Fits | None
+) -> tuple[float, list[int]] | None:
     prefix = [0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -69,10 +86,12 @@ def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[
         still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
         placed = {}
         for stop in range(stage + 1, num_layers - still_needed + 1):
-            cost, start = min((combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop)
-            placed[stop] = (cost, [*best[start][1], stop])
+            costs = sorted((combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop)
+            chosen = next(((cost, start) for cost, start in costs if fits is None or fits(stage, start, stop)), None)
+            if chosen is not None:
+                placed[stop] = (chosen[0], [*best[chosen[1]][1], stop])
         best = placed
-    return best[num_layers]
+    return best.get(num_layers)
 
 
 def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int) -> list[int]:
