@@ -11,7 +11,7 @@ also say, where its family differs from most:
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
     ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
     tensor_parallel_plan(config)     how tensor parallelism cuts a decoder layer: the name of a part -> its Style, or Fused
-    NOT_CUT                          why it cannot, in words; a family says one of the two
+                                     without: it cannot be cut
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
 
@@ -69,7 +69,8 @@ class Style(Enum):
 
     COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
     ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
-    SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, which sees its own heads only: the gradients are summed
+    SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, in a block that is cut behind it: the gradients are summed
+    EXPERTS = "experts"  # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
     NORM = "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
     VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
 
@@ -164,11 +165,12 @@ def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
     family = _load_architecture(config)
     plan = getattr(family, "tensor_parallel_plan", None)
     if plan is None:
-        raise UserError(
-            f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {getattr(family, 'NOT_CUT', 'its file in models/ has no plan for it')}; "
-            "give tensor_parallel_size=1 and more num_stages"
-        )
+        raise refuse_cut(config, "its file in models/ has no plan for it")
     return plan(config)
+
+
+def refuse_cut(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; give tensor_parallel_size=1 and more num_stages")
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:

@@ -21,11 +21,11 @@ def tensor_parallel_plan(config: Olmo2Config) -> Styles:
     """transformers gathers queries and keys for their norms, which run over all heads; here the norms are cut too."""
     attention = {"q_proj": Style.COLUMN, "k_proj": Style.COLUMN, "v_proj": Style.COLUMN, "q_norm": Style.NORM, "k_norm": Style.NORM}
     mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
-    return (
-        {f"self_attn.{name}": style for name, style in attention.items()}
-        | {"self_attn.o_proj": Style.ROW}
-        | {f"mlp.{name}": s for name, s in mlp.items()}
-    )
+    return {
+        **{f"self_attn.{name}": style for name, style in attention.items()},
+        "self_attn.o_proj": Style.ROW,
+        **{f"mlp.{name}": style for name, style in mlp.items()},
+    }
 
 
 def build_layers(config: Olmo2Config) -> list[Layer]:

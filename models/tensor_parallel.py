@@ -30,7 +30,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
-from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan
+from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan, refuse_cut
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
 
 
@@ -130,9 +130,22 @@ def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> 
     plan = get_tensor_parallel_plan(config)
     _check_heads(config, size)
     _check_dropout(config)
-    vocabulary = {"": Style.VOCABULARY}
-    styles: dict[type[nn.Module], Styles] = {PipelineDecoderLayer: plan, Embedding: vocabulary, LMHead: vocabulary}
-    return [replace(layer, styles=next((s for kind, s in styles.items() if issubclass(layer.module_class, kind)), {})) for layer in layers]
+    return [replace(layer, styles=_choose_styles(config, layer, plan)) for layer in layers]
+
+
+def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styles:
+    """What the plan says of this layer's parts; they may differ from layer to layer."""
+    if issubclass(layer.module_class, (Embedding, LMHead)):
+        return {"": Style.VOCABULARY}
+    if not issubclass(layer.module_class, PipelineDecoderLayer):
+        return {}
+    module = layer.build_on_meta()
+    parts = {name for name, _ in module.named_modules()}
+    styles = {name: style for name, style in plan.items() if name in parts}
+    for name, _ in module.named_parameters():  # in a block each rank sees a part of what follows, so the gradient of anything else would be one too
+        if any(name.startswith(f"{block}.") for block in _list_blocks(styles)) and not any(name.startswith(f"{part}.") for part in styles):
+            raise refuse_cut(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
+    return styles
 
 
 def _check_heads(config: PretrainedConfig, size: int) -> None:
@@ -155,9 +168,16 @@ def _check_dropout(config: PretrainedConfig) -> None:
 
 
 def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
-    """What `transformers` says of a decoder layer in `base_model_tp_plan`, for families whose plan is made of `Style`s."""
-    prefix = "layers.*."
-    return {name.removeprefix(prefix): Style(style) for name, style in config.base_model_tp_plan.items() if name.startswith(prefix)}
+    """What `transformers` says of a decoder layer in `base_model_tp_plan`. Raises UserError where that is nothing, or no `Style`."""
+    published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    prefix, known = "layers.*.", {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
+    plan = {name.removeprefix(prefix): style for name, style in published.items() if name.startswith(prefix)}
+    if not plan:
+        raise refuse_cut(config, "transformers publishes no plan for it")
+    if strange := {name: style for name, style in plan.items() if style not in known}:
+        name = min(strange)
+        raise refuse_cut(config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not carried")
+    return {name: Style(style) for name, style in plan.items()}
 
 
 def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
@@ -168,6 +188,8 @@ def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> N
             _cut_vocabulary(part, parallel)
         elif style is Style.SUMMED:
             part.sums_gradients = True  # type: ignore[assignment]  # an attribute beside tensors and modules
+        elif style is Style.EXPERTS:
+            _cut_experts(part, parallel)
         elif style is Style.NORM:
             module.set_submodule(name, SharedNorm(part, parallel))
         else:
@@ -184,12 +206,14 @@ def count_sums(layer: Layer) -> tuple[int, int]:
     if Style.VOCABULARY in styles:
         is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
         return (1, 0) if is_lookup else (0, 1)
-    return styles.count(Style.ROW), len(_list_blocks(layer.styles))
+    return styles.count(Style.ROW) + styles.count(Style.EXPERTS), len(_list_blocks(layer.styles))
 
 
 def _list_blocks(styles: Styles) -> set[str]:
-    """What stands around projections that are cut by their outputs: attention, the MLP."""
-    return {name.rpartition(".")[0] for name, style in styles.items() if style is Style.COLUMN or isinstance(style, Fused)}
+    """What stands around projections that are cut by their outputs: attention, the MLP; the outermost where one is in another."""
+    first = {name for name, style in styles.items() if style in (Style.COLUMN, Style.EXPERTS) or isinstance(style, Fused)}
+    blocks = {name.rpartition(".")[0] for name in first}
+    return {block for block in blocks if not any(block.startswith(f"{other}.") for other in blocks)}
 
 
 class RowParallelLinear(nn.Linear):
@@ -250,6 +274,16 @@ def _cut_projection(part: nn.Module, style: Style | Fused, parallel: TensorParal
     cut.to(part.weight.dtype)
     cut.cuts, cut.parallel = cuts, parallel
     return cut
+
+
+def _cut_experts(part: Any, parallel: TensorParallel) -> None:
+    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
+    length = part.down_proj.shape[2]
+    part.cuts = {"gate_up_proj": Cut(1, (length, length)), "down_proj": Cut(2, (length,))}
+    for name, cut in part.cuts.items():
+        setattr(part, name, nn.Parameter(cut.take(getattr(part, name).detach(), parallel)))
+    part.intermediate_dim = part.down_proj.shape[2]
+    part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
 
 
 def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
@@ -344,8 +378,11 @@ def cut_adapter(projection: Any, parallel: TensorParallel) -> None:
     gradients of this rank's outputs alone.
     """
     cuts, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
-    for name in first if cuts else ():
-        if isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
+    for name in first:
+        if not cuts:
+            if hasattr(projection.base_layer, "sums_gradients"):
+                first[name].sums_gradients = second[name].sums_gradients = True
+        elif isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
             first[name].cuts = {"weight": Cut(1, cuts["weight"].sizes)}
             first[name].register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
         else:

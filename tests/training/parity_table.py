@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "pp1": (1, 1, 1), "pp2": (2, 2, 1), "pp4": (4, 4, 1), "tp2": (1, 2, 2), "tp2xpp2": (2, 4, 2), "tp2xdp2": (1, 4, 2),
 }  # fmt: skip
-NOT_CUT = ("deepseek_v3",)
 BOUND = 1e-5
 NUM_SAMPLES = 22
 LARGE = 2.0**20  # next to it the weights of a tiny model vanish
@@ -154,7 +153,7 @@ def main() -> None:
         table = Table(Path(root))
         for family in arguments.families:
             for tied in (False, True):
-                for layout in arguments.layouts if family not in NOT_CUT else [name for name in arguments.layouts if LAYOUTS[name][2] == 1]:
+                for layout in arguments.layouts:
                     figures = table.measure(family, tied, layout)
                     worst = max(worst, *figures)
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |")
@@ -174,7 +173,7 @@ Made by `make parity`: tiny random models of every family with every feature of 
 pipeline stages, against the plain Hugging Face model in one process. A figure is the relative difference max|a - b| / max|b| of the worst
 tensor, in fp32; worst of all: {worst:.1e}.
 
-tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. Families without such rows are not cut.
+tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas.
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.
