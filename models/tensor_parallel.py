@@ -375,9 +375,14 @@ def cut_adapter(projection: Any, parallel: TensorParallel) -> None:
     """Puts the communication around what peft has added to a projection that is cut; A and B as in LoRA (2106.09685), B A beside the weight.
 
     Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
-    gradients of this rank's outputs alone.
+    gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
     """
     cuts, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
+    if cuts and "weight" not in cuts:
+        raise UserError(
+            "tensor_parallel_size: adapters of experts are not cut; leave gate_proj, up_proj and down_proj out of adapter.target_modules, "
+            "or give tensor_parallel_size=1"
+        )
     for name in first:
         if not cuts:
             if hasattr(projection.base_layer, "sums_gradients"):
