@@ -21,8 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Layer
+from models.cuts import ALONE, TensorParallel
 from models.tensor_files import load_json, open_safetensors
-from models.tensor_parallel import ALONE, TensorParallel, cut_adapter, list_cuts
+from models.tensor_parallel import cut_adapter, list_cuts
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds

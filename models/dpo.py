@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from models.cuts import ALONE, TensorParallel
 from models.loss import get_softcap, sequence_log_probabilities, share_vocabulary
-from models.tensor_parallel import ALONE, TensorParallel
 
 METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 

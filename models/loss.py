@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.tensor_parallel import ALONE, TensorParallel, split_evenly, sum_over_ranks
+from models.cuts import ALONE, TensorParallel, split_evenly, sum_over_ranks
 
 IGNORE_INDEX = -100
 PIECE = 2**25  # logits in one piece: 128 MiB in fp32, few enough to be small, many enough to keep a matrix product busy

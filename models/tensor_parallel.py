@@ -8,8 +8,8 @@ head or neuron by neuron, by one that is cut by its inputs (ROW), and two functi
 
 Embedding and head are cut by their tokens; the loss sums what the ranks have of its softmax (`models/loss.py`), so nothing ever holds all
 logits. Sizes that do not divide are cut unevenly, the first ranks having one more; nothing is padded. Heads must divide: the views of
-`transformers` work in whole ones, with as many of keys and values. What is cut is described once, by a `Cut` on the parameter, and the readers of
-weights, checkpoints and the optimizer's state go by that.
+`transformers` work in whole ones, with as many of keys and values. What of a module is cut is described once, by a `Cut` (`models/cuts.py`), and the
+readers of weights, checkpoints and the optimizer's state go by that.
 
 Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient once a projection
 instead of once a block and are no `nn.Linear`, so peft does not see them; the latter's parameters cannot lie in ZeRO's flat buffers.
@@ -18,106 +18,19 @@ instead of once a block and are no `nn.Linear`, so peft does not see them; the l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan, refuse_cut
+from models.cuts import Cut, TensorParallel, sum_backward, sum_forward, sum_over_ranks
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """This rank among those that share each layer of its stage. group: of these ranks; None while no process group is needed."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-
-
-ALONE = TensorParallel()
-
-
-def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
-    sizes = [length // size + (rank < length % size) for rank in range(size)]
-    return [(stop - width, stop) for stop, width in zip(accumulate(sizes), sizes, strict=True)]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the elements of a rank's part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
-
-    stride: int
-    runs: tuple[tuple[int, int], ...]
-
-    def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements `start` to `stop` of the flattened part: (first in the part, first in the whole, length) of each run, in order."""
-        in_stride = sum(length for _, length in self.runs)
-        for period in range(start // in_stride, -(-stop // in_stride)):
-            first = period * in_stride
-            for offset, length in self.runs:
-                low, high = max(start, first), min(stop, first + length)
-                if low < high:
-                    yield low, period * self.stride + offset + low - first, high - low
-                first += length
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a tensor is shared out: along dimension `dim`, which is several parts of these `sizes` end to end, most often one; each is cut by
-    itself, and a rank's pieces of them are end to end too."""
-
-    dim: int
-    sizes: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(self.sizes)
-
-    def intervals(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """(start, stop) along `dim`, in each of the parts, of what a rank has."""
-        firsts = (stop - length for stop, length in zip(accumulate(self.sizes), self.sizes, strict=True))
-        pieces = (split_evenly(length, size)[rank] for length in self.sizes)
-        return [(first + start, first + stop) for first, (start, stop) in zip(firsts, pieces, strict=True)]
-
-    def width(self, rank: int, size: int) -> int:
-        return sum(stop - start for start, stop in self.intervals(rank, size))
-
-    def place(self, part_shape: Sequence[int], parallel: TensorParallel) -> Place:
-        """Of this rank's part, whose shape is `part_shape`."""
-        inner = math.prod(part_shape[self.dim + 1 :])
-        runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
-        return Place(self.length * inner, tuple(runs))
-
-    def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """This rank's part: a view, unless it is of several."""
-        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-
-    def gather(self, part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """The whole tensor, from the parts of all ranks of the group, which all call it."""
-        rows = part.movedim(self.dim, 0)
-        # Collectives want equal shapes: the shorter parts are sent with rows that are not read.
-        sent = rows.new_zeros(self.width(0, parallel.size), *rows.shape[1:])
-        sent[: len(rows)] = rows
-        parts = [torch.empty_like(sent) for _ in range(parallel.size)]
-        dist.all_gather(parts, sent, group=parallel.group)
-        whole = rows.new_empty(self.length, *rows.shape[1:])
-        for rank, received in enumerate(parts):
-            first = 0
-            for start, stop in self.intervals(rank, parallel.size):
-                whole[start:stop] = received[first : first + stop - start]
-                first += stop - start
-        return whole.movedim(0, self.dim).contiguous()
 
 
 def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
@@ -330,45 +243,6 @@ class _Lookup:
     def complete(self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_states, position_ids = outputs
         return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids
-
-
-def sum_backward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The tensor, whose gradient will be the sum of the ranks'."""
-    return _SumBackward.apply(tensor, parallel)
-
-
-def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The sum of the ranks' tensors, of which each gets the gradient."""
-    return _SumForward.apply(tensor, parallel)
-
-
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        context.parallel = parallel
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return sum_over_ranks(gradient, context.parallel), None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        return sum_over_ranks(tensor, parallel)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, None
-
-
-def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """A new tensor. Without a group, as in a plan, the tensor's like."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    if parallel.group is not None:
-        dist.all_reduce(total, group=parallel.group)
-    return total
 
 
 def cut_adapter(projection: Any, parallel: TensorParallel) -> None:

@@ -32,7 +32,7 @@ import torch
 from safetensors import safe_open
 
 from errors import UserError
-from models.tensor_parallel import Place, TensorParallel
+from models.cuts import Place, TensorParallel
 from training.pipeline import StageModule
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights

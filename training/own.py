@@ -12,8 +12,8 @@ from data.collator import Checked, Collator, PadRight
 from data.sample import Encoder
 from data.targets import TARGET, build_target
 from errors import UserError
+from models.cuts import ALONE, TensorParallel
 from models.loss import Loss
-from models.tensor_parallel import ALONE, TensorParallel
 from training.config import DataConfig, RunConfig, Task, get_task
 from training.preferences import build_dpo_loss
 

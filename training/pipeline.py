@@ -14,9 +14,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
+from models.cuts import ALONE, Place, TensorParallel
 from models.decoder import PipelineDecoderLayer
 from models.loss import Loss, build_loss
-from models.tensor_parallel import ALONE, Place, TensorParallel, cut_module, list_cuts, mark_parameters
+from models.tensor_parallel import cut_module, list_cuts, mark_parameters
 from models.weights import WeightSource
 from training.config import CheckpointMode
 from training.layout import Layout
@@ -133,9 +134,10 @@ class StageModule(PipelineModule):
         for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen). In no layer, so in no file.
         """
         device = get_accelerator().device_name(self.local_rank)
-        # Of what the ranks of a tensor-parallel group have in common only the first counts for the norm.
-        trained = [p for p in self.parameters() if p.requires_grad and (self.parallel.size == 1 or p.model_parallel)]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
+        if self.parallel.size > 1 and not shapes and not any(p.model_parallel for p in trained):
+            shapes = [(1,)]  # of what ranks have in common only the first counts it for the norm; the others must have something too
         self.placeholders = torch.nn.ParameterList(torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
         for placeholder in self.placeholders:
             placeholder.model_parallel = True
@@ -190,6 +192,10 @@ class StageModule(PipelineModule):
     def forward(self, forward_input: Any) -> Any:
         """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
         outputs = super().forward(forward_input)
+        if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
+            # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
+            for placeholder in self.placeholders:
+                outputs = (outputs[0] + 0 * placeholder.sum(), *outputs[1:])
         if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
             return (outputs[0].requires_grad_(), *outputs[1:])
         return outputs

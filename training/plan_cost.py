@@ -22,7 +22,8 @@ from transformers import PretrainedConfig
 
 from models.adapters import Adapter
 from models.architecture import Layer
-from models.tensor_parallel import TensorParallel, count_sums, cut_module, list_cuts
+from models.cuts import TensorParallel
+from models.tensor_parallel import count_sums, cut_module, list_cuts
 from training.recompute import is_kept
 from training.trainable import choose_trained
 

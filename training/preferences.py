@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from models.cuts import TensorParallel
 from models.dpo import METRICS, DPOLoss, LossType
-from models.tensor_parallel import TensorParallel
 from training.config import RunConfig, Task, get_task
 
 

@@ -24,8 +24,8 @@ from models.adapters import (
     to_peft_name,
 )  # fmt: skip
 from models.architecture import Layer
+from models.cuts import ALONE, TensorParallel
 from models.folders import copy_tokenizer_files, staged_folder
-from models.tensor_parallel import ALONE, TensorParallel
 from models.weights import PipelineCheckpoint
 from training.config import AdapterName, RunConfig
 

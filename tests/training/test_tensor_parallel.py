@@ -141,6 +141,19 @@ def test_a_run_exports_what_it_has_trained_and_evaluates_it_again(workers, mater
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ranks_have_in_common_counts_once_in_bf16(workers, material, layout: str) -> None:
+    """Norms alone are trained, whole on each rank, those of Qwen 3's heads from gradients that are summed: counted twice they would give 1.41 times."""
+    frozen = "freeze=[proj,embed_tokens,lm_head]"
+    case = material("qwen3", layout, False, frozen, "learning_rate=0.01", CLIPPED)
+    model = AutoModelForCausalLM.from_pretrained(case.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    result = merge(workers(case.world_size).run(train_case, replace(case, overrides=(*case.overrides, "precision=bf16"))))
+    assert result["norms"] == pytest.approx(train_oracle(case, model)["norms"], rel=0.03)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["smollm3", "arcee", "seed_oss"])
 def test_a_family_without_a_file_is_cut_by_its_published_plan(workers, material, tmp_path: Path, model_type: str) -> None:
     config = shrink(AutoConfig.for_model(model_type))
