@@ -42,7 +42,6 @@ def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> 
         return list(layers)
     plan = get_tensor_parallel_plan(config)
     _check_heads(config, size)
-    _check_dropout(config)
     return [replace(layer, styles=_choose_styles(config, layer, plan)) for layer in layers]
 
 
@@ -68,16 +67,6 @@ def _check_heads(config: PretrainedConfig, size: int) -> None:
         named = " and ".join(f"{count} {key.removeprefix('num_').replace('_', ' ')}" for key, count in counts.items())
         fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise UserError(f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}")
-
-
-def _check_dropout(config: PretrainedConfig) -> None:
-    for key in ("attention_dropout", "attn_pdrop"):
-        share = getattr(config, key, None) or getattr(getattr(config, "attn_config", None), key, 0.0)  # MPT's lies deeper
-        if share:
-            raise UserError(
-                f"tensor_parallel_size: {key}={share} in config.json would drop the same places in the heads of all ranks; "
-                "set it to 0, or give tensor_parallel_size=1"
-            )
 
 
 def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
@@ -108,7 +97,12 @@ def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> N
         else:
             module.set_submodule(name, _cut_projection(part, style, parallel))
     for name in _list_blocks(styles):
-        module.get_submodule(name).register_forward_pre_hook(_Entrance(parallel), with_kwargs=True)
+        block = module.get_submodule(name)
+        randomness = OwnRandomness(parallel.rank) if _drops_attention(block) else None
+        block.register_forward_pre_hook(_Entrance(parallel, randomness), with_kwargs=True)
+        for part in block.modules():
+            if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
+                part.randomness = randomness
     if styles and isinstance(module, PipelineDecoderLayer):
         module.share_heads(parallel.rank, parallel.size)
 
@@ -129,12 +123,40 @@ def _list_blocks(styles: Styles) -> set[str]:
     return {block for block in blocks if not any(block.startswith(f"{other}.") for other in blocks)}
 
 
+class OwnRandomness:
+    """Random numbers of this rank's own from a block's entrance to its last projection, for dropout in what it alone has: its heads. Before and
+    behind, all ranks draw the same. What is recomputed draws the same again: all of it follows from the state in front of the block."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before: list[tuple[Any, torch.Tensor]] = []
+
+    def begin(self, device: torch.device) -> None:
+        seed = int(torch.randint(2**62, ()))
+        sources = [torch] + ([torch.get_device_module(device)] if device.type not in ("cpu", "meta") else [])
+        self._before = [(source, source.get_rng_state()) for source in sources]
+        torch.manual_seed(seed + self._rank)
+
+    def end(self) -> None:
+        for source, state in self._before:
+            source.set_rng_state(state)
+        self._before = []
+
+
+def _drops_attention(block: nn.Module) -> bool:
+    values = (getattr(block, name, 0.0) for name in ("attention_dropout", "attn_dropout", "attn_dropout_p"))  # as transformers names it
+    return any(getattr(value, "p", value) for value in values)
+
+
 class RowParallelLinear(nn.Linear):
     """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
 
     parallel: TensorParallel
+    randomness: OwnRandomness | None = None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
         outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
         return outputs if self.bias is None else outputs + self.bias
 
@@ -143,10 +165,13 @@ class RowParallelConv1D(Conv1D):
     """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
 
     parallel: TensorParallel
+    randomness: OwnRandomness | None = None
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
         return sum_forward(inputs @ self.weight, self.parallel) + self.bias
 
 
@@ -220,13 +245,14 @@ def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
 class _Entrance:
     """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
 
-    def __init__(self, parallel: TensorParallel) -> None:
-        self._parallel = parallel
+    def __init__(self, parallel: TensorParallel, randomness: OwnRandomness | None) -> None:
+        self._parallel, self._randomness = parallel, randomness
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (sum_backward(args[0], self._parallel), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": sum_backward(kwargs["hidden_states"], self._parallel)}
+        hidden_states = sum_backward(args[0] if args else kwargs["hidden_states"], self._parallel)
+        if self._randomness is not None and block.training:
+            self._randomness.begin(hidden_states.device)
+        return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
 
 
 class _Lookup:

@@ -14,7 +14,7 @@ from errors import UserError
 from models.architecture import build_layers
 from models.cuts import Cut, TensorParallel
 from models.published import shrink
-from models.tensor_parallel import cut_layers
+from models.tensor_parallel import OwnRandomness, cut_layers
 
 WHOLE = torch.arange(7 * 12).reshape(7, 12)
 CUTS = [Cut(0, (7,)), Cut(1, (12,)), Cut(1, (6, 3, 3)), Cut(0, (5, 2))]
@@ -37,6 +37,18 @@ def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
     assert Cut(0, (8, 4)).take(torch.arange(12), TensorParallel(1, 2)).tolist() == [4, 5, 6, 7, 10, 11]
 
 
+def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_behind_it() -> None:
+    inside, behind = [], []
+    for rank in (0, 1, 0):
+        torch.manual_seed(5)
+        randomness = OwnRandomness(rank)
+        randomness.begin(torch.device("cpu"))
+        inside.append(torch.rand(8))
+        randomness.end()
+        behind.append(torch.rand(8))
+    assert torch.equal(behind[0], behind[1]) and torch.equal(inside[0], inside[2]) and not torch.equal(inside[0], inside[1])
+
+
 def test_every_family_has_a_plan_for_all_of_its_blocks() -> None:
     for family in FAMILIES:
         config = build_family_config(family)
@@ -55,7 +67,6 @@ def test_a_published_plan_that_is_not_carried_is_refused_by_name() -> None:
     [
         ("llama", {}, "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that do: 1, 2"),
         ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 6 attention heads; sizes that do: 1, 2, 3, 6"),
-        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop=0.1 in config.json would drop the same places"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(family: str, fields: dict[str, float], message: str) -> None:

@@ -37,7 +37,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     records = save_records(root / "train.jsonl", 40)
     save_tokenizer(root / "tokenizer")
 
-    def case(family: str, layout: str, tied: bool, *overrides: str, steps: int = 5, **fields: int) -> Case:
+    def case(family: str, layout: str, tied: bool, *overrides: str, steps: int = 5, **fields: float) -> Case:
         folder = root / f"{family}-{tied}-{'-'.join(map(str, fields.values()))}"
         if not folder.exists():
             save_family(folder, family, tied=tied, **fields)
@@ -151,6 +151,19 @@ def test_what_ranks_have_in_common_counts_once_in_bf16(workers, material, layout
         parameter.requires_grad_("norm" in name)
     result = merge(workers(case.world_size).run(train_case, replace(case, overrides=(*case.overrides, "precision=bf16"))))
     assert result["norms"] == pytest.approx(train_oracle(case, model)["norms"], rel=0.03)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_dropout_leaves_ranks_alike_and_is_recomputed_as_it_was(workers, material, family: str) -> None:
+    """`merge` sees that what ranks have in common stays equal to the bit."""
+    shares = {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1} if family == "gpt2" else {"attention_dropout": 0.3}
+    kept, recomputed, plain = (
+        merge(workers(2).run(train_case, material(family, "tp2", False, *STEPS, *overrides, **fields)))
+        for overrides, fields in (((), shares), ((CHECKPOINTED,), shares), ((), {}))
+    )
+    assert worst_difference(recomputed["weights"], kept["weights"])[0] < BOUND
+    assert worst_difference(plain["weights"], kept["weights"])[0] > 1e-3
 
 
 @pytest.mark.full
