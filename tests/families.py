@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from models.architecture import ARCHITECTURES
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -43,6 +46,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
+
+
+def is_cut(model_type: str) -> bool:
+    """Whether the family's file says how tensor parallelism cuts its layers."""
+    return hasattr(import_module(ARCHITECTURES[model_type]), "tensor_parallel_plan")
 
 
 def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 import torch  # noqa: E402
 from cases import Case, build_engine, merge, relative_difference, train_case, train_oracle, worst_difference  # noqa: E402
 from distributed import WorkerGroup  # noqa: E402
-from families import FAMILIES, save_family  # noqa: E402
+from families import FAMILIES, is_cut, save_family  # noqa: E402
 from test_lora import make_adapter, to_peft_weights  # noqa: E402
 from tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -153,7 +153,7 @@ def main() -> None:
         table = Table(Path(root))
         for family in arguments.families:
             for tied in (False, True):
-                for layout in arguments.layouts:
+                for layout in (name for name in arguments.layouts if LAYOUTS[name][2] == 1 or is_cut(family)):
                     figures = table.measure(family, tied, layout)
                     worst = max(worst, *figures)
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |")
