@@ -60,7 +60,7 @@ class Layout:
         groups = [group for group in self.list_tensor_parallel_groups() if len({hosts[rank] for rank in group}) > 1]
         if groups:
             text += (
-                f"\nwarning: {len(groups)} tensor-parallel groups cross hosts, the first of ranks {_ranges(groups[0])}: each layer then sends its "
+                f"; warning: {len(groups)} tensor-parallel groups cross hosts, the first of ranks {_ranges(groups[0])}: each layer then sends its "
                 "activations over the network four times a micro-batch. Start a multiple of "
                 f"tensor_parallel_size={self.tensor_parallel_size} ranks on each host, or give a smaller tensor_parallel_size and more num_stages"
             )

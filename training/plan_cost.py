@@ -40,6 +40,7 @@ class LayerCost:
     attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
+    total_parameters, total_trainable: of the whole layer.
     forward_sums, backward_sums: of hidden states, over the ranks that share the layer (`models/tensor_parallel.py`).
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
     pass_seconds: of a token, forward and backward, where the layer was timed (`training/rehearsal.py`).
@@ -62,6 +63,8 @@ class LayerCost:
     pass_seconds: tuple[float, float] | None = None
     forward_sums: int = 0
     backward_sums: int = 0
+    total_parameters: int = 0
+    total_trainable: int = 0
 
 
 def count_layers(
@@ -120,6 +123,8 @@ def _count_layer(
         output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
+        total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
+        total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items() if p.requires_grad)),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
     )
