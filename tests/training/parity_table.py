@@ -67,6 +67,11 @@ class Table:
         group = self._groups.setdefault(case.world_size, WorkerGroup(case.world_size, self.root))
         return group.run(function, case, *arguments)
 
+    def close(self) -> None:
+        """Ends the workers; an exit would wait for them, and they for another case."""
+        for group in self._groups.values():
+            group.close()
+
     def measure(self, family: str, tied: bool, layout: str) -> list[float]:
         """The figures of one row, in the order of COLUMNS."""
         folder = self.model(family, tied)
@@ -158,6 +163,7 @@ def main() -> None:
                     worst = max(worst, *figures)
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |")
                     print(lines[-1], flush=True)
+        table.close()
     if arguments.output is not None:
         arguments.output.write_text(render_page(lines, worst))
     print(f"worst: {worst:.1e}, bound {BOUND:.0e}")
