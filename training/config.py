@@ -237,6 +237,7 @@ class RunConfig:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     num_stages: int = MISSING
+    tensor_parallel_size: int = MISSING
     partition_method: Any = MISSING
     micro_batch_size: int | None = MISSING
     gradient_accumulation_steps: int | None = MISSING

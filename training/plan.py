@@ -38,6 +38,7 @@ class StagePlan:
     memory: Memory
     forward_seconds: float  # of a micro-batch
     backward_seconds: float
+    sum_seconds: float  # those of them in which the ranks that share layers sum activations
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ class Plan:
 
 
 def count_costs(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], layout: Layout) -> list[LayerCost]:
-    """What `compute_plan` takes. Moves what the layers share to the meta device."""
+    """What `compute_plan` takes. layers: as `cut_layers` makes them for the layout. Moves what the layers share to the meta device."""
     return count_layers(
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze,
+        build_adapter(config, layers), config.freeze, layout.tensor_parallel_size,
     )  # fmt: skip
 
 
@@ -160,9 +161,12 @@ def _plan_stage(
     else:
         rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
         seconds = forward / rate, backward / rate
+    one_sum = compute_sum_seconds(layers[0].output_bytes, layout, hardware)
+    remade = sum(layers[i].forward_sums for g in recompute.list_groups(len(layers)) if g.is_recomputed for i in range(g.start, min(g.stop, in_loss)))
+    sums = one_sum * sum(layer.forward_sums for layer in layers), one_sum * (sum(layer.backward_sums for layer in layers) + remade)
     return StagePlan(
         stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, _distinct(layers, "num_parameters"), forward, backward, memory,
-        forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens,
+        forward_seconds=seconds[0] * tokens + sums[0], backward_seconds=seconds[1] * tokens + sums[1], sum_seconds=sum(sums),
     )  # fmt: skip
 
 
@@ -175,8 +179,9 @@ def _compute_stage_memory(
     )  # fmt: skip
     tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
     return compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens, vocab_size, state, config.precision
-    )
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens,
+        -(-vocab_size // layout.tensor_parallel_size), state, config.precision,
+    )  # fmt: skip
 
 
 def build_fits(costs: Sequence[LayerCost], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine) -> Fits:
@@ -212,9 +217,17 @@ def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
 
 def _bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
     """GB/s from `stage_id` to the next stage, of the replica whose path is slowest."""
-    starts = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
-    crosses = any(_spans_nodes((rank, rank + layout.dp_size), hardware.cards_per_node) for rank in starts)
+    starts = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage)
+    crosses = any(_spans_nodes((rank, rank + layout.ranks_a_stage), hardware.cards_per_node) for rank in starts)
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+
+
+def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float:
+    """All-reduce of `nbytes` over the slowest tensor-parallel group, on a ring."""
+    size = layout.tensor_parallel_size
+    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.list_tensor_parallel_groups())
+    bandwidth = hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+    return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
 
 
 def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: Machine) -> float:
@@ -223,7 +236,7 @@ def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, pr
     Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
     sent, taken back, and out.
     """
-    ranks = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
+    ranks = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage, layout.tensor_parallel_size)
     bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     share = (layout.dp_size - 1) / layout.dp_size
     copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]
