@@ -289,4 +289,6 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
-        raise UserError(f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__})") from None
+        raise UserError(
+            f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__}); check the path or hub id"
+        ) from None
