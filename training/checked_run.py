@@ -68,7 +68,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     build_run_loss(config, source.config)
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
     return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
 

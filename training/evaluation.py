@@ -34,7 +34,9 @@ def evaluate_checkpoint(
 ) -> None:
     """Tells the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group."""
     loss = build_run_loss(config, plan.source.config)
-    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile)
+    module = StageModule(
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, num_chunks=plan.layout.num_chunks
+    )
     engine = initialize_engine(module, config, plan.layout, trains=False)
     reference = {}
     if plan.reference is not None:

@@ -98,7 +98,7 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
 def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
     """The plan of exactly this config on complete `hardware`."""
     layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
     check_freeze(config, layers)
     costs = count_layers(
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],

@@ -73,13 +73,14 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = build_layers(source.config)
     layout = build_layout(config, world_size, len(layers), False)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(
         layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
         loss=build_run_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        num_chunks=layout.num_chunks,
     )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
@@ -94,10 +95,9 @@ def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Hugging Face name -> weight, of the layers this stage owns."""
     module = engine.module
     weights = {}
-    for index in range(module._local_start, module._local_stop):
-        layer = module._layers[index]
-        if layer.owns_weights:
-            for name, tensor in module._module_of(index).state_dict().items():
+    for index, layer, layer_module in module.local_layers():
+        if module.owns(index):
+            for name, tensor in layer_module.state_dict().items():
                 weights[layer.hf_prefix + name] = tensor.detach().float().cpu().clone()
     return weights
 
