@@ -15,10 +15,11 @@ from models.random_weights import RandomWeights
 from models.weights import WeightSource, open_weights, parse_config
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, Init, RunConfig, Task, get_task
+from training.expectation import find_fits
 from training.layout import Layout, build_layout
 from training.own import build_collator, build_run_loss
 from training.partition import compute_bounds
-from training.process import has_accelerator
+from training.process import describe_device, has_accelerator
 from training.ranks import Ranks
 from training.resume import Resumable, find_resume
 from training.run_folder import RunFolder
@@ -68,7 +69,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     build_run_loss(config, source.config)
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
+    fits = None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
     return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
 

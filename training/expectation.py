@@ -13,11 +13,10 @@ from models.architecture import build_layers, choose_attention
 from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.hardware import Machine, complete_hardware
 from training.layout import Layout
-from training.plan import Plan, compute_model_flops, compute_plan
-from training.plan_cost import LayerCost, count_layers
+from training.partition import Fits
+from training.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs
+from training.plan_cost import LayerCost
 from training.plan_memory import HOST_BYTES_A_RANK
-from training.precision import DTYPES
-from training.trainable import build_adapter
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,7 @@ def expect(
     config: RunConfig, architecture: PretrainedConfig, bounds: Sequence[int], layout: Layout, machine: Machine | None, device: Device
 ) -> Expectation:
     """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
-    architecture = copy.deepcopy(architecture)
-    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)  # a resumed run's does not say
-    layers = build_layers(architecture)  # of their own: counting moves what they share to the meta device
-    costs = count_layers(
-        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze,
-    )  # fmt: skip
+    costs = _count_costs(config, architecture, layout)
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
     plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, assumed)
     on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
@@ -75,3 +68,20 @@ def expect(
         costs=costs,
         rows_per_step=layout.global_batch_size * rows_per_sample(config),
     )
+
+
+def find_fits(config: RunConfig, architecture: PretrainedConfig, layout: Layout, device_name: str, local_size: int) -> Fits | None:
+    """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a CPU.
+
+    device_name, local_size: as in `find_machine`.
+    """
+    machine = None if device_name == "cpu" else find_machine(config.hardware, device_name, config, local_size)
+    if machine is None:
+        return None
+    return build_fits(_count_costs(config, architecture, layout), layout, architecture.vocab_size, config, machine)
+
+
+def _count_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
+    architecture = copy.deepcopy(architecture)
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)  # a resumed run's does not say
+    return count_costs(config, architecture, build_layers(architecture), layout)

@@ -38,6 +38,11 @@ class Machine:
     host_link_bandwidth: float
     device_name: str
 
+    @property
+    def usable_bytes(self) -> float:
+        """Of one card's memory."""
+        return self.memory * self.usable_memory * GIB
+
 
 def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:
     """`hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.

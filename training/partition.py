@@ -6,9 +6,9 @@ c % P (2104.04473). With one chunk a stage, stage s holds layers bounds[s] to bo
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from errors import UserError
 from models.architecture import Layer
 
+Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
 
 
@@ -24,8 +25,8 @@ def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[r
     return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(stage_id, len(bounds) - 1, num_stages)]
 
 
-def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, num_chunks: int = 1) -> list[int]:
-    """Bounds of the split that `partition_method` names. num_chunks: of each stage.
+def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None, num_chunks: int = 1) -> list[int]:
+    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a stage is one chunk.
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
@@ -41,7 +42,9 @@ def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, num_ch
         weights = _matching_types(layers, method.removeprefix("type:"))
     else:
         raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
-    return balance(weights, num_stages) if num_chunks == 1 else balance_chunks(weights, num_stages, num_chunks)
+    if num_chunks > 1:
+        return balance_chunks(weights, num_stages, num_chunks)
+    return _balance_within(weights, num_stages, fits if method == "balanced" else None)
 
 
 def compute_work(layer: Layer) -> int:
@@ -56,17 +59,32 @@ def compute_work(layer: Layer) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
-def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
     """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of squares.
 
-    Exact, by dynamic programming over (stages, layers): O(P * L^2).
+    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over (stages, layers): O(P * L^2).
     """
-    least_maximum = _best_split(weights, num_stages, lambda best, weight: max(best, weight))[0]
-    _, bounds = _best_split(weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"))
-    return bounds
+    found = _best_split(weights, num_stages, max, fits)
+    if found is None:
+        return None
+    least_maximum = found[0]
+    found = _best_split(weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"), fits)
+    assert found is not None
+    return found[1]
 
 
-def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[float, list[int]]:
+def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
+    """`balance` under `fits`, or without it where no split fits: then the plan tells what is missing."""
+    bounds = balance(weights, num_stages)
+    assert bounds is not None
+    if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+        return bounds
+    return balance(weights, num_stages, fits) or bounds
+
+
+def _best_split(
+    weights: Sequence[int], num_stages: int, combine: Callable[[float, float], float], fits: Fits | None
+) -> tuple[float, list[int]] | None:
     prefix = [0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -76,10 +94,12 @@ def _best_split(weights: Sequence[int], num_stages: int, combine: Any) -> tuple[
         still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
         placed = {}
         for stop in range(stage + 1, num_layers - still_needed + 1):
-            cost, start = min((combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop)
-            placed[stop] = (cost, [*best[start][1], stop])
+            costs = sorted((combine(cost, prefix[stop] - prefix[start]), start) for start, (cost, _) in best.items() if start < stop)
+            chosen = next(((cost, start) for cost, start in costs if fits is None or fits(stage, start, stop)), None)
+            if chosen is not None:
+                placed[stop] = (chosen[0], [*best[chosen[1]][1], stop])
         best = placed
-    return best[num_layers]
+    return best.get(num_layers)
 
 
 def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
@@ -88,20 +108,20 @@ def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> 
     From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for as long as that is
     better. The best of all where decoder layers weigh the same and the others are few; all splits would be too many to try.
     """
-    prefix = list(itertools.accumulate(weights, initial=0))
+    prefix = list(accumulate(weights, initial=0))
 
     def judge(bounds: Sequence[int]) -> tuple[list[int], list[int]]:
-        chunks = [prefix[stop] - prefix[start] for start, stop in itertools.pairwise(bounds)]
+        chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
         return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(chunks, reverse=True)
 
-    best = balance(weights, num_stages * num_chunks)
+    best = _balance_within(weights, num_stages * num_chunks, None)
     while True:
         moved = [
             [*best[: first + 1], *(bound + step for bound in best[first + 1 : last + 1]), *best[last + 1 :]]
-            for first, last in itertools.combinations(range(num_stages * num_chunks), 2)
+            for first, last in combinations(range(num_stages * num_chunks), 2)
             for step in (-1, 1)
         ]
-        better = min((bounds for bounds in moved if all(start < stop for start, stop in itertools.pairwise(bounds))), key=judge, default=best)
+        better = min((bounds for bounds in moved if all(start < stop for start, stop in pairwise(bounds))), key=judge, default=best)
         if judge(better) >= judge(best):
             return best
         best = better

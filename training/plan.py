@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
+from transformers import PretrainedConfig
+
+from models.architecture import Layer
 from training.config import Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
 from training.hardware import GB, GIB, Machine
 from training.layout import Layout
-from training.plan_cost import POSITION_BYTES, LayerCost
+from training.partition import Fits
+from training.plan_cost import POSITION_BYTES, LayerCost, count_layers
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
+from training.precision import DTYPES
 from training.recompute import build_recompute
+from training.trainable import build_adapter
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,14 @@ class Plan:
         return self.missing_memory <= 0 and self.missing_host_memory <= 0
 
 
+def count_costs(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], layout: Layout) -> list[LayerCost]:
+    """What `compute_plan` takes. Moves what the layers share to the meta device."""
+    return count_layers(
+        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
+        build_adapter(config, layers), config.freeze,
+    )  # fmt: skip
+
+
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine) -> Plan:
     """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
     tokens_per_sample = rows_per_sample(config) * config.max_seq_length
@@ -118,7 +133,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
         tokens_per_step=tokens_per_step,
         mfu=compute_model_flops(costs, config.max_seq_length) * tokens_per_step / step_seconds / peak,
         host_bytes=compute_host_bytes([stage.memory.host for stage in stages], layout, hardware.cards_per_node),
-        memory_limit=hardware.memory * hardware.usable_memory * GIB,
+        memory_limit=hardware.usable_bytes,
         host_limit=hardware.host_memory * GIB,
         has_estimates=any(cost.is_estimated for cost in costs),
     )
@@ -129,15 +144,8 @@ def _plan_stage(
     config: RunConfig, hardware: Machine,
 ) -> StagePlan:  # fmt: skip
     layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
-    num_parameters = _distinct(layers, "num_parameters")
+    memory = _compute_stage_memory(layers, stage_id, layout, vocab_size, config, hardware)
     recompute = build_recompute(config)
-    state = compute_state(
-        num_parameters, _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
-        config.optimizer.name, hardware.device,
-    )  # fmt: skip
-    memory = compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, recompute, tokens, vocab_size, state, config.precision
-    )
     forward = sum(layer.forward_flops for layer in layers)
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
     # loss, once, or, where it is no sum over tokens, again in the backward pass.
@@ -153,9 +161,33 @@ def _plan_stage(
         rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
         seconds = forward / rate, backward / rate
     return StagePlan(
-        stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, num_parameters, forward, backward, memory,
+        stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, _distinct(layers, "num_parameters"), forward, backward, memory,
         forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens,
     )  # fmt: skip
+
+
+def _compute_stage_memory(
+    layers: Sequence[LayerCost], stage_id: int, layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine
+) -> Memory:
+    state = compute_state(
+        _distinct(layers, "num_parameters"), _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
+        config.optimizer.name, hardware.device,
+    )  # fmt: skip
+    tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
+    return compute_memory(
+        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens, vocab_size, state, config.precision
+    )
+
+
+def build_fits(costs: Sequence[LayerCost], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine) -> Fits:
+    """Tells of a stage whether a card holds it; for `training.partition`. costs: as for `compute_plan`."""
+
+    @cache
+    def fits(stage_id: int, start: int, stop: int) -> bool:
+        memory = _compute_stage_memory(costs[start:stop], stage_id, layout, vocab_size, config, hardware)
+        return memory.peak <= hardware.usable_bytes
+
+    return fits
 
 
 def _distinct(layers: Sequence[LayerCost], count: str) -> int:

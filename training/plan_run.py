@@ -12,20 +12,18 @@ from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
 from training.checks import check_config, check_model_fields
-from training.config import NOT_GIVEN, RunConfig, rows_per_sample, to_typed
+from training.config import NOT_GIVEN, RunConfig, to_typed
 from training.hardware import Machine, complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
-from training.plan import Plan, compute_plan
-from training.plan_cost import count_layers
+from training.plan import Plan, build_fits, compute_plan, count_costs
 from training.plan_report import render_plan
 from training.plan_search import render_search, search_plans
-from training.precision import DTYPES
 from training.ranks import ALONE, exit_on_user_error
 from training.rehearsal import rehearse
 from training.run_folder import RunFolder
 from training.timeline import foresee
-from training.trainable import build_adapter, check_freeze
+from training.trainable import check_freeze
 
 
 def run_plan(composed: Any) -> None:
@@ -98,12 +96,10 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
 def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
     """The plan of exactly this config on complete `hardware`."""
     layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
     check_freeze(config, layers)
-    costs = count_layers(
-        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze,
-    )  # fmt: skip
+    costs = count_costs(config, architecture, layers, layout)
+    fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
         costs, hardware = rehearse(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)

@@ -13,15 +13,13 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer
-from training.config import CheckpointMode, Offload, RunConfig, rows_per_sample
+from training.config import CheckpointMode, Offload, RunConfig
 from training.hardware import GIB, Machine
 from training.layout import Layout, build_layout
-from training.partition import compute_bounds
-from training.plan import Plan, compute_plan
-from training.plan_cost import LayerCost, count_layers
+from training.partition import balance, compute_bounds, compute_work
+from training.plan import Plan, build_fits, compute_plan, count_costs
+from training.plan_cost import LayerCost
 from training.plan_report import largest_kind, render_rows, render_seconds
-from training.precision import DTYPES
-from training.trainable import build_adapter
 
 # (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of any size, so the
 # size with the least memory is taken. Where two are equally fast, the first is.
@@ -51,33 +49,35 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     world_size = config.world_size
     assert world_size is not None
     candidates = []
-    adapter = build_adapter(config, layers)
     costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
+    work = [compute_work(layer) for layer in layers]
     total = _global_batch_size(config, world_size, len(layers))
     for num_stages, micro_batch_size in _list_layouts(world_size, len(layers), total):
-        if micro_batch_size not in costs:
-            costs[micro_batch_size] = count_layers(
-                layers,
-                architecture,
-                micro_batch_size * rows_per_sample(config),
-                config.max_seq_length,
-                DTYPES[config.precision],
-                adapter,
-                config.freeze,
-            )
         dp_size = world_size // num_stages
         layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
+        if micro_batch_size not in costs:
+            costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
         bounds = compute_bounds(layers, num_stages, _method(config))
         for choices, offload in itertools.product(CHECKPOINTING, Offload):
             tried = []
             for mode, interval in choices:
                 keys = replace(config, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval, offload_optimizer=offload)
                 plan = compute_plan(costs[micro_batch_size], bounds, layout, architecture.vocab_size, keys, hardware)
+                if _may_fit_otherwise(plan, config):
+                    fits = build_fits(costs[micro_batch_size], layout, architecture.vocab_size, keys, hardware)
+                    other = balance(work, num_stages, fits) or bounds
+                    plan = compute_plan(costs[micro_batch_size], other, layout, architecture.vocab_size, keys, hardware)
                 tried.append(Candidate(_overrides(layout, mode, interval, offload), plan))
             candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
     if not candidates:
         raise UserError(f"global_batch_size={total} can be cut for no split of world_size={world_size}; give a multiple of a divisor of it")
     return sorted(candidates, key=_rank)
+
+
+def _may_fit_otherwise(plan: Plan, config: RunConfig) -> bool:
+    """Whether other stages have room for what the fullest one has too much of, and `balanced` may give it to them."""
+    total = sum(stage.memory.peak for stage in plan.stages)
+    return _method(config) == "balanced" and plan.missing_memory > 0 and total <= len(plan.stages) * plan.memory_limit
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:

@@ -132,6 +132,7 @@ def train_together(
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
+    plan = replace(plan, bounds=tell_all(lambda: plan.bounds, ranks))  # cards that are not alike may hold other layers
     horizon, start = tell_all(lambda: compute_horizon(config, plan, datasets), ranks)
     ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
 

@@ -73,7 +73,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = build_layers(source.config)
     layout = build_layout(config, world_size, len(layers), False)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, layout.num_chunks)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)

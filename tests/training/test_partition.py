@@ -44,6 +44,28 @@ def test_balance_is_the_best_of_all_cuts() -> None:
         assert (max(found), sum(w * w for w in found)) == best, (weights, num_stages, bounds)
 
 
+def test_balance_under_a_cap_is_the_best_of_all_cuts_that_fit() -> None:
+    """Earlier stages hold more micro-batches, so the same layers may fit on a later one only."""
+    generator = random.Random(1)
+    outcomes = set()
+    for _ in range(300):
+        weights = [generator.randint(0, 9) for _ in range(generator.randint(1, 8))]
+        sizes, num_stages, cap = [generator.randint(1, 9) for _ in weights], generator.randint(1, len(weights)), generator.randint(5, 60)
+
+        def fits(stage: int, start: int, stop: int) -> bool:
+            return sum(sizes[start:stop]) * (num_stages - stage) <= cap
+
+        every_cut = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), num_stages - 1))
+        fitting = [cut for cut in every_cut if all(fits(stage, *bounds) for stage, bounds in enumerate(itertools.pairwise(cut)))]
+        best = min(((max(s), sum(w * w for w in s)) for s in (stages(weights, cut) for cut in fitting)), default=None)
+        bounds = balance(weights, num_stages, fits)
+        found = None if bounds is None else stages(weights, bounds)
+        assert best == (None if found is None else (max(found), sum(w * w for w in found))), (weights, sizes, num_stages, cap)
+        assert bounds is None or bounds in fitting
+        outcomes.add((bounds is None, bounds == balance(weights, num_stages)))
+    assert outcomes == {(True, False), (False, True), (False, False)}  # none fits; the best fits; another one does
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_head_is_work_and_the_embedding_is_none(tied: bool) -> None:
     assert [compute_work(layer) for layer in build(tied)] == [0, *[DECODER_WORK] * DECODERS, 0, V * D]

@@ -16,7 +16,10 @@ from errors import UserError
 from models.architecture import build_layers
 from models.weights import parse_config
 from training.config import RunConfig, to_typed
+from training.expectation import find_fits
 from training.hardware import complete_hardware
+from training.layout import build_layout
+from training.partition import compute_bounds
 from training.plan import Plan
 from training.plan_run import build_plan, check_world_size, count_steps, load_architecture, plan_run
 
@@ -59,6 +62,30 @@ def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: 
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
     assert report.isascii() and (tmp_path / "schedule.png").is_file()
+
+
+def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
+    """A little less memory than the fullest stage needs: another split is found, the least slow of those that fit, and a run on such a
+    card takes the same. With far less memory, none fits, and the split is the balanced one again."""
+    given = ("world_size=8", "hardware=a100_80g", "micro_batch_size=2", "gradient_accumulation_steps=16", "activation_checkpoint_interval=0")
+    free = plan_of(build("llama_7b_pp4", *given))
+    bounds = [stage.first_layer for stage in free.stages]
+    missing = 1.5 * 2**30
+    tight = build("llama_7b_pp4", *given, f"hardware.memory={(free.fullest.memory.peak - missing) / 0.95 / 2**30}")
+    plan = plan_of(tight)
+    assert free.fits and plan.fits and plan.imbalance > free.imbalance
+    assert [stage.first_layer for stage in plan.stages] != bounds
+
+    architecture = load_architecture(tight)
+    layers = build_layers(architecture)
+    layout = build_layout(tight, 8, len(layers), has_accelerator=True)
+    fits = find_fits(tight, architecture, layout, "NVIDIA A100-SXM4-80GB", local_size=8)
+    assert compute_bounds(layers, 4, "balanced", fits)[:-1] == [stage.first_layer for stage in plan.stages]
+    assert find_fits(tight, architecture, layout, "cpu", local_size=8) is None  # a host's memory is not measured by what it has in all
+    assert find_fits(tight, architecture, layout, "Some other card", local_size=8) is None
+
+    hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
+    assert not hopeless.fits and [stage.first_layer for stage in hopeless.stages] == bounds
 
 
 def test_the_command_itself(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     assert tuple(used) == best.overrides
     again = build("world_size=8", "hardware=a100_40g", *used)
     architecture = load_architecture(again)
-    plan = build_plan(again, architecture, build_layers(architecture), again.hardware)
+    plan = build_plan(again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8))
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
 
 

@@ -12,6 +12,7 @@ from errors import UserError
 from training.checks import check_config
 from training.config import Device, load_hardware
 from training.expectation import Expectation, expect, find_machine
+from training.hardware import complete_hardware
 from training.layout import Layout
 from training.metrics import split_stages
 from training.stage_clock import RankTimes
@@ -49,7 +50,7 @@ def test_no_step_no_figures() -> None:
 
 def expectation(*overrides: str) -> Expectation:
     config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
-    return expect(config, ARCHITECTURE, [0, 3, 8], LAYOUT, config.hardware, Device.cuda)
+    return expect(config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), Device.cuda)
 
 
 class Clock:
@@ -108,7 +109,9 @@ def test_what_a_user_says_of_his_card_counts() -> None:
 
 def test_a_cpu_holds_what_is_offloaded_too() -> None:
     config = build_config("num_stages=2", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
-    on_card, on_host = (expect(config, ARCHITECTURE, [0, 3, 8], LAYOUT, config.hardware, device) for device in Device)
+    on_card, on_host = (
+        expect(config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
+    )
     assert on_card.peak_memory == [stage.memory.peak for stage in on_card.plan.stages]
     assert all(host > stage.memory.peak for host, stage in zip(on_host.peak_memory, on_host.plan.stages, strict=True))
 
