@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.pipeline import StageModule
-from training.plan_schedule import Unit, list_forward, list_units
-
-SENDS_IN_FLIGHT = 2  # on a link; with one a rank is never held up by even stages, with two an uneven moment does not hold it up either
+from training.plan_schedule import SENDS_IN_FLIGHT, Unit, list_forward, list_units
 
 
 class StartRecv(schedule.BufferOpInstruction):
@@ -103,12 +101,12 @@ class _Link:
         """The tensors are kept, and must not be written to, until they have been received."""
         while len(self._sent) >= SENDS_IN_FLIGHT:
             self._finish_oldest()
-        works = [dist.isend(tensor.detach(), self._peer, group=self._group) for tensor in tensors]
+        works = [_under_way(dist.isend(tensor.detach(), self._peer, group=self._group)) for tensor in tensors]
         self._sent.append((works, tensors))
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Fills the tensors by the time that what is returned has been waited for."""
-        return [dist.irecv(tensor, self._peer, group=self._group) for tensor in tensors]
+        return [_under_way(dist.irecv(tensor, self._peer, group=self._group)) for tensor in tensors]
 
     def finish(self) -> None:
         while self._sent:
@@ -120,6 +118,11 @@ class _Link:
             work.wait()
 
 
+def _under_way(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # for who is in the group
+    return work
+
+
 class InterleavedEngine(PipelineEngine):
     """Trains and evaluates a `StageModule` of several chunks.
 
@@ -127,6 +130,7 @@ class InterleavedEngine(PipelineEngine):
     pass ends with the loss.
     """
 
+    first_output_send: bool
     _chunk: int | None = None  # of the pass that is running
 
     def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> None:
@@ -202,7 +206,7 @@ class InterleavedEngine(PipelineEngine):
     def _exec_start_recv(self, buffer_id: int, is_forward: bool) -> None:
         if self._boundary is None:  # this rank's first pass
             self._boundary = [(tensor.shape, tensor.dtype) for tensor in self._recv_tensor_meta(self.prev_stage)]
-            self._grad_layer_buf = []  # which has just been allocated, and is not used here
+            self._grad_layer_buf.clear()  # which has just been allocated, and is not used here
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._boundary if is_forward or dtype.is_floating_point]
         if is_forward:
             self._hold("inputs", buffer_id, tuple(tensors))
@@ -249,7 +253,7 @@ class InterleavedEngine(PipelineEngine):
         for kind in kinds:
             self.pipe_buffers[kind][buffer_id] = None
 
-    _INSTRUCTION_MAP = {
+    _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,

@@ -46,10 +46,11 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
     kinds = (
         memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss, memory.buffers, memory.step, memory.peak,
     )  # fmt: skip
-    boundary = f"{plan.boundary_bytes[stage.stage_id] / 2**20:.1f} MiB" if stage.stage_id < len(plan.boundary_bytes) else "-"
+    sent = sum(plan.boundary_bytes[stage.stage_id :: plan.layout.num_stages])
+    boundary = f"{sent / 2**20:.1f} MiB" if sent else "-"
     return (
         str(stage.stage_id),
-        f"{stage.first_layer}-{stage.last_layer}",
+        stage.layers,
         render_count(stage.num_parameters),
         f"{stage.forward_flops / 1e9:.2f}+{stage.backward_flops / 1e9:.2f}",
         *(f"{size / GIB:.2f}" for size in kinds),
@@ -59,7 +60,7 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
 
 def render_step(plan: Plan, hardware: Machine) -> list[str]:
     return [
-        f"bubble {plan.bubble:.1%} = (P-1)/(M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
+        f"bubble {plan.bubble:.1%} = (P-1)/({'V ' * (plan.layout.num_chunks > 1)}M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
         f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
         f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, {plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+SENDS_IN_FLIGHT = 2  # of an interleaved rank, to another: with one, even stages never wait for it; with two, nor does an uneven moment
 
 
 class Unit(NamedTuple):
@@ -56,6 +59,17 @@ def list_units(stage_id: int, num_stages: int, num_micro_batches: int, num_chunk
         units += forward[ahead + number : ahead + number + 1]
         units.append(unit)
     return units
+
+
+@cache
+def list_in_flight(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> frozenset[tuple[int, ...]]:
+    """How many micro-batches each chunk of a rank holds for its backward pass: all combinations [V] that a forward pass ends with."""
+    held, found = [0] * num_chunks, set()
+    for unit in list_units(stage_id, num_stages, num_micro_batches, num_chunks):
+        held[unit.chunk // num_stages] += 1 if unit.is_forward else -1
+        if unit.is_forward:
+            found.add(tuple(held))
+    return frozenset(found)
 
 
 def simulate(

@@ -64,7 +64,7 @@ def layer(saved: int) -> LayerCost:
 def memory(stage_id: int, stages: int, micro_batches: int, interval: int, mode: CheckpointMode = CheckpointMode.grouped) -> Memory:
     nothing = State(0, 0, 0, 0, 0, 0)
     return compute_memory(
-        [layer(s) for s in (3000, 4000, 5000)], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16
+        [[layer(s) for s in (3000, 4000, 5000)]], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16
     )
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from training.plan_schedule import bubble_share, list_passes, list_transfers, simulate
+from training.plan_schedule import bubble_share, list_transfers, list_units, simulate
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
 
@@ -18,9 +18,10 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
         schedule = TrainSchedule(micro_batches, stages, stage_id)
         commands = [command for step in schedule.steps() for command in step if isinstance(command, (ForwardPass, BackwardPass))]
         kinds = [isinstance(command, ForwardPass) for command in commands]
-        assert [is_forward for _, is_forward in list_passes(stage_id, stages, micro_batches)] == kinds
+        units = list_units(stage_id, stages, micro_batches)
+        assert [unit.is_forward for unit in units] == kinds and {unit.chunk for unit in units} == {stage_id}
         for kind in (True, False):
-            assert [m for m, f in list_passes(stage_id, stages, micro_batches) if f is kind] == list(range(micro_batches))
+            assert [unit.micro_batch for unit in units if unit.is_forward is kind] == list(range(micro_batches))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
