@@ -73,15 +73,13 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
     micro_batch_size, accumulation = _batch_arithmetic(config, world_size // stages)
     if config.schedule is PipelineSchedule.interleaved:
         _check_interleaved(stages, config.virtual_stages_per_rank, accumulation, num_layers)
-        return Layout(world_size, stages, micro_batch_size, accumulation, config.virtual_stages_per_rank)
+        return Layout(world_size, stages, micro_batch_size, accumulation, num_chunks=config.virtual_stages_per_rank)
     return Layout(world_size, stages, micro_batch_size, accumulation)
 
 
 def _check_interleaved(stages: int, num_chunks: int, micro_batches: int, num_layers: int) -> None:
     if stages == 1:
         raise UserError("schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b")
-    if num_chunks < 2:
-        raise UserError(f"virtual_stages_per_rank={num_chunks}: at least 2; with one chunk of layers a rank it is schedule=1f1b")
     if stages * num_chunks > num_layers:
         raise UserError(
             f"num_stages={stages} x virtual_stages_per_rank={num_chunks} is {stages * num_chunks} chunks, and the model has {num_layers} layers; "
