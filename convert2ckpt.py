@@ -13,15 +13,13 @@ import re
 import signal
 import sys
 from pathlib import Path
-from types import TracebackType
-
-from tqdm import tqdm
 
 from errors import UserError, explain_refusal
 from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
 from models.folders import check_output_dir, has_tokenizer
 from models.special_tokens import SpecialTokens
 from models.weights import PipelineCheckpoint, open_weights
+from screen import progress
 
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -61,7 +59,7 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
     if not has_tokenizer(source.path):
         print(f"warning: {source.path} holds no tokenizer, so {args.output_dir} will hold none", file=sys.stderr)
-    with ProgressBar() as progress:
+    with progress("converting", unit="B") as told:
         if args.to_hf:
             export_hugging_face(
                 source,
@@ -72,7 +70,7 @@ def convert(args: argparse.Namespace) -> None:
                 overwrite=args.overwrite,
                 workers=args.workers,
                 verify=args.verify,
-                progress=progress,
+                progress=told.reach,
             )
         else:
             convert_to_pipeline(
@@ -85,7 +83,7 @@ def convert(args: argparse.Namespace) -> None:
                 overwrite=args.overwrite,
                 workers=args.workers,
                 verify=args.verify,
-                progress=progress,
+                progress=told.reach,
             )
     print(f"wrote {args.output_dir}")
 
@@ -125,21 +123,6 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in SIZE_UNITS or float(match[1]) * SIZE_UNITS[match[2]] < 1:
         raise UserError(f"--max_shard_size '{text}' is no size; write for instance 5GB or 500MB")
     return int(float(match[1]) * SIZE_UNITS[match[2]])
-
-
-class ProgressBar:
-    """A bar in bytes on stderr, shown on a terminal only."""
-
-    def __enter__(self) -> ProgressBar:
-        self._bar = tqdm(unit="B", unit_scale=True, disable=None)
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.close()
 
 
 if __name__ == "__main__":

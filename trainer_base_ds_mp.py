@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def run_composed(config: DictConfig) -> None:
 
         run_plan(config)
         return
-    with redirect_stdout(open(os.devnull, "w")):  # DeepSpeed reports its accelerator when it is imported, and keeps the stream
+    # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is for their developers
+    with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
         from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
 
     run(config)
@@ -57,7 +59,7 @@ def sweep() -> int:
     register_schema()
     with exit_on_user_error(ALONE):
         jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
-    return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus))
+    return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus, jobs[0].output_dir.parent.name))
 
 
 if __name__ == "__main__":

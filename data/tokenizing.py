@@ -11,13 +11,10 @@ any time, so memory does not grow with the data, and nothing is written twice.
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-
-from tqdm import tqdm
 
 from data.cache import lock_folder
 from data.disk import check_room, describe_bytes, estimate_size
@@ -28,6 +25,7 @@ from data.summary import BatchCounts, Summary, check_any_left
 from data.tokenized import TokenizedWriter, find_damage, load_summary
 from data.workers import map_in_order
 from errors import UserError
+from screen import progress
 
 # A batch of records ends at whichever comes first; a record may be a whole book.
 MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
@@ -61,20 +59,22 @@ def prepare_dataset(
                 if path.exists():
                     say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is made again")
                     shutil.rmtree(path)
-                _write_dataset(path, sources, key, encoding, num_proc, say)
+                _write_dataset(path, sources, key, encoding, num_proc, say, shown=log is not None)
                 origin = "tokenized into"
     say(f"{key}: {load_summary(path).describe()}; {origin} {path}")
     return path
 
 
-def _write_dataset(path: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, say: Callable[[str], None]) -> None:
+def _write_dataset(
+    path: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, say: Callable[[str], None], shown: bool
+) -> None:
     temporary = path.with_suffix(".tmp")
     # One that exists is of a process that was killed: the lock says that nobody else writes here.
     shutil.rmtree(temporary, ignore_errors=True)
     num_records = _announce(path.parent, sources, key, encoding, say)
     temporary.mkdir()
     try:
-        _tokenize_sources(temporary, sources, key, encoding, num_proc, num_records)
+        _tokenize_sources(temporary, sources, key, encoding, num_proc, num_records, shown)
         os.rename(temporary, path)
     except UserError as error:
         raise error from None  # without the stack trace of another process
@@ -100,14 +100,15 @@ def _announce(folder: Path, sources: list[list[str]], key: str, encoding: Encodi
     return estimate.num_records
 
 
-def _tokenize_sources(folder: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, num_records: int | None) -> None:
+def _tokenize_sources(
+    folder: Path, sources: list[list[str]], key: str, encoding: Encoding, num_proc: int, num_records: int | None, shown: bool
+) -> None:
     counts = BatchCounts()
-    bar = tqdm(desc=f"Tokenizing {key}", total=num_records, unit=" records", file=sys.__stderr__, disable=None)  # None: no bar in a log file
-    with TokenizedWriter(folder, len(sources)) as writer, bar:
+    with TokenizedWriter(folder, len(sources)) as writer, progress(f"tokenizing {key}", num_records, "records", shown) as told:
         for number, batch in _encode_sources(sources, encoding, num_proc):
             writer.append(batch.columns, number)
             counts.add(batch.counts)
-            bar.update(batch.counts.num_records)
+            told.advance(batch.counts.num_records)
         if counts.num_records == 0:
             files = ", ".join(source for group in sources for source in group)
             raise UserError(f"{key} holds no records ({files}); give a file that does")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import re
 import sysconfig
@@ -22,7 +23,9 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # transformers imports DeepSpeed when it saves, which otherwise warns that it found no GPU
 MODEL_CONFIG = Path(__file__).resolve().parent.parent / "conf" / "model" / "llama_tiny.yaml"
 EVAL_RECORDS = 200
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "pydoc_data"}
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     output_dir = parser.parse_args().output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # of a file that takes no time
 
     records = list(read_docstrings(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(0).shuffle(records)

@@ -16,6 +16,7 @@ from tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert2ckpt
+import screen
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,12 +141,7 @@ def test_a_signal_ends_it_and_cleans_up(number: int, code: int, tmp_path: Path, 
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        class Killer(convert2ckpt.ProgressBar):
-            def __call__(self, done: int, total: int) -> None:
-                if done:
-                    os.kill(os.getpid(), number)
-
-        convert2ckpt.ProgressBar = Killer
+        screen.Progress.reach = lambda self, done, total: os.kill(os.getpid(), number) if done else None
         sys.argv = ["convert2ckpt.py", "--model_name_or_path", str(tmp_path / "hf"), "--output_dir", str(tmp_path / "pipeline")]
         exit_code = 1
         try:

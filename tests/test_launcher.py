@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
+from distributed import free_port
+from launching import BIN, ROOT, Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
 from omegaconf import OmegaConf
 from tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.conversion import convert_to_pipeline
 from models.weights import open_weights
+from scripts.capture_screen import capture
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time", "mfu", "compute_time", "communication_time",
@@ -53,6 +55,9 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     assert "pp2 x dp1 = 2 ranks; global batch 8 = micro-batch 2 x accumulation 4 x dp 1" in ended.output
 
+    assert "\nmemory: " in ended.output and "\ndone: 3 steps\n" in ended.output and f"\nexported: {out}/hf" in ended.output
+    assert "FITS: stage" in (out / "plan.txt").read_text()
+
     lines = read_metrics(out)
     assert [list(line) for line in lines[:3]] == [FIELDS] * 3 and [line["step"] for line in lines] == [1, 2, 3, 3]
     assert list(lines[3]) == ["step", "eval_loss", "eval_tokens"]
@@ -70,6 +75,22 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
     with torch.no_grad():
         assert model(torch.tensor([tokenizer("def f")["input_ids"]])).logits.isfinite().all()
+
+
+@pytest.mark.full
+def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(root: Path, tmp_path: Path) -> None:
+    command = ["deepspeed", "-q", "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "trainer_base_ds_mp.py")]
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    shown = capture([*command, *arguments(root, tmp_path / "out", "eval_steps=2", f"data.cache_dir={tmp_path}/cache")], 80, tmp_path, environment)
+    assert shown.code == 0, shown.lines
+    firsts = [line.split()[0] for line in shown.lines if line and not line.startswith(" ")]
+    rule = "\u2500"
+    assert [first for first in firsts if not first.isdigit()] == [
+        "train_file:", "train_file:", "eval_file:", "eval_file:", 2 * rule, 80 * rule, "step", "step", "step", "measured", "stage", "step",
+        2 * rule, 80 * rule,
+    ]  # fmt: skip
+    assert not [line for line in shown.lines if len(line) > 80 and str(tmp_path) not in line and str(root) not in line]
+    assert "\x1b[A" not in shown.written and all(f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3"))
 
 
 def test_torchrun_gives_the_same_and_its_exit_code(root: Path, tmp_path: Path) -> None:

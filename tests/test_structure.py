@@ -90,6 +90,10 @@ def test_deepspeed_appears_in_few_files() -> None:
     assert {source for source in users_of("deepspeed") if not source.startswith(("benchmarks/", "scripts/"))} == DEEPSPEED_FILES
 
 
+def test_bars_are_drawn_in_one_place() -> None:
+    assert users_of("tqdm") == {"screen.py"}
+
+
 def test_hydra_ends_where_typed_objects_begin() -> None:
     assert {source for source in users_of(*CONFIGURATION) if not source.startswith(("benchmarks/", "scripts/"))} == CONFIGURATION_FILES
 

@@ -32,6 +32,7 @@ from models.folders import check_disk_space, exchange, sync_to_disk
 from models.safetensors_writer import TensorInfo, write_safetensors_to
 from models.torch_writer import save_torch
 from models.weights import layer_file
+from screen import progress
 from training import optimizer_state
 from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.manifest import FileRecord, HashedFile, write_manifest
@@ -42,6 +43,7 @@ from training.run_folder import write_atomically
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
+_SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
@@ -126,6 +128,7 @@ class CheckpointWriter:
         if self._asynchronous and fits:
             self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
             share = list(self._copies.values())
+        self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
         if not (self._asynchronous and fits):
@@ -133,10 +136,17 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError when the disk did not take it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            raise_together(self._error)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as told:
+            while thread.is_alive():
+                thread.join(_SECONDS_BETWEEN_LOOKS)
+                told.reach(self._written)
+        raise_together(self._error)
+
+    def _count(self, num_bytes: int) -> None:
+        self._written += num_bytes
 
     def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
@@ -165,7 +175,7 @@ class CheckpointWriter:
         try:
             error = find_nonfinite(share, state.step)
             if error is None:
-                records = write_share(folder, share, writes_engine_state=self._rank == 0)
+                records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
         told: list[Any] = [None] * self._world_size
@@ -196,9 +206,11 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
     return None
 
 
-def write_share(folder: Path, share: list[ShareFile], writes_engine_state: bool) -> dict[str, FileRecord]:
+def write_share(
+    folder: Path, share: list[ShareFile], writes_engine_state: bool, wrote: Callable[[int], None] = lambda count: None
+) -> dict[str, FileRecord]:
     """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
-    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file)) for file in share}
+    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file), wrote) for file in share}
     if writes_engine_state:
         records[ENGINE_STATE_NAME] = _write_file(folder / ENGINE_STATE_NAME, lambda stream: save_torch(ENGINE_STATE, stream))
     sync_to_disk(folder)
@@ -215,8 +227,8 @@ def _fill(stream: HashedFile, file: ShareFile) -> None:
     write_safetensors_to(stream, file.name, infos, read=lambda info: file.tensors[info.name].cpu())
 
 
-def _write_file(path: Path, fill: Callable[[HashedFile], Any]) -> FileRecord:
-    with HashedFile(path) as stream:
+def _write_file(path: Path, fill: Callable[[HashedFile], Any], wrote: Callable[[int], None] = lambda count: None) -> FileRecord:
+    with HashedFile(path, wrote) as stream:
         fill(stream)
         return stream.finish()
 

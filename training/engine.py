@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from screen import progress
 from training.config import OptimizerName, PadTo, RunConfig
 from training.deepspeed_config import build_deepspeed_config
 from training.interleaved import InterleavedEngine
@@ -88,8 +89,10 @@ def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_mi
     num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for output in run_forward(engine, micro_batches, num_micro_batches):
-        total += output.double()
+    with progress("evaluating", num_micro_batches, "micro-batches", shown=engine.global_rank == 0) as told:
+        followed = None if micro_batches is None else told.follow(micro_batches)
+        for output in run_forward(engine, followed, num_micro_batches):
+            total += output.double()
     dist.all_reduce(total)
     return total.item() / num_terms
 

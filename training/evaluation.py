@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from models.dpo import DPOLoss
 from training.checked_run import CheckedRun
+from training.checkpoint import step_of
 from training.config import RunConfig
 from training.engine import evaluate, initialize_engine
 from training.horizon import EvalSize
-from training.metrics import Record, describe_evaluation
+from training.metrics import Record, Reporter, describe_evaluation
 from training.own import build_run_loss
 from training.pipeline import StageModule
 from training.precision import DTYPES
@@ -31,8 +33,12 @@ def evaluate_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     ranks: Ranks,
+    reporters: Sequence[Reporter],
 ) -> None:
-    """Tells the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group."""
+    """Tells the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group.
+
+    reporters: they hear it too, as of the checkpoint's step; none on all ranks but the main one.
+    """
     loss = build_run_loss(config, plan.source.config)
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, num_chunks=plan.layout.num_chunks
@@ -49,6 +55,8 @@ def evaluate_checkpoint(
     result["eval_tokens"] = size.targets
     ranks.say(f"{plan.source.path} on {config.eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
-        folder.path.mkdir(parents=True, exist_ok=True)
         described = {"model": str(plan.source.path), "eval_file": config.eval_file, **result}
         write_atomically(folder.path / "evaluation.json", json.dumps(described, indent=2) + "\n")
+    for reporter in reporters:
+        reporter.report({"step": step_of(plan.resume_from) if plan.resume_from else 0, **result})
+        reporter.close()

@@ -32,6 +32,12 @@ class Expectation:
     peak_flops: float | None
     costs: Sequence[LayerCost]
     rows_per_step: int
+    hardware: Machine  # that of the plan
+
+    def count_parameters(self, trained: bool = False) -> int:
+        """Of the model and its adapter, or only those that are trained; what layers share counts once."""
+        owners = {cost.tied_key or index: cost for index, cost in enumerate(self.costs)}
+        return sum(cost.num_trainable if trained else cost.num_parameters for cost in owners.values())
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
         """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on average."""
@@ -67,6 +73,7 @@ def expect(
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs,
         rows_per_step=layout.global_batch_size * rows_per_sample(config),
+        hardware=assumed,
     )
 
 

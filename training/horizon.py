@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
+import screen
 from data.order import GlobalOrder
 from data.rows import count_rows
 from data.tokenized import load_summary
@@ -52,7 +52,7 @@ def compute_horizon(config: RunConfig, plan: CheckedRun, datasets: dict[str, Pat
     if plan.resume_from is not None:
         saved = read_state(plan.resume_from)
         for difference in check_resumable(saved, start, plan.resume_from, config.resume_allow_changes):
-            print(f"resume: {difference}", file=sys.__stderr__, flush=True)
+            screen.say(f"resume: {difference}")
         start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
     last_step = total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
     unfinished = not RunFolder(config.output_dir).export.exists()  # the run died between its last save and the end of the export

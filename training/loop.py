@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+import screen
 from errors import UserError
 from training.checkpoint import TrainerState
 from training.checkpoint_writer import CheckpointWriter
@@ -136,7 +136,7 @@ class TrainingLoop:
                 f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
             )
             if self.config.on_nonfinite is OnNonfinite.skip:
-                print(f"skipped {text}", file=sys.__stderr__, flush=True)
+                screen.say(f"skipped {text}")
             else:
                 error = UserError(
                     f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower learning_rate, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ class FileRecord:
 class HashedFile:
     """A file to write into, front to back; a context. `finish` flushes it to the disk and says what it holds."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
+        """wrote: hears of the bytes."""
+        self._path, self._wrote = path, wrote
         self._file = open(path, "wb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -53,6 +54,7 @@ class HashedFile:
         self._hash.update(data)
         written = self._file.write(data)
         self._size += written
+        self._wrote(written)
         return written
 
     def flush(self) -> None:

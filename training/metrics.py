@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from tqdm import tqdm
-
+from screen import Progress, is_terminal, say
 from training.run_folder import write_atomically
 
 Record = dict[str, Any]  # numbers; a list of them has a figure a stage
@@ -54,45 +53,38 @@ def _step_of(line: str) -> float:
 
 
 class ProgressBar:
-    """One bar on a terminal; plain lines elsewhere."""
+    """The run's bar on a terminal; plain lines elsewhere."""
 
-    def __init__(self, first_step: int, total_steps: int, stream: TextIO) -> None:
-        self._stream, self._total, self._last = stream, total_steps, first_step
-        self._bar = tqdm(initial=first_step, total=total_steps, unit="step", file=stream, dynamic_ncols=True) if stream.isatty() else None
+    def __init__(self, first_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._bar = Progress("step", total_steps, done=first_step, stays=True) if is_terminal() else None
 
     def advance(self, step: int) -> None:
         if self._bar is not None:
-            self._bar.update(step - self._last)
-        self._last = step
+            self._bar.reach(step)
 
     def report(self, record: Record) -> None:
         if "eval_loss" in record:
-            self._line(f"step {record['step']}: {describe_evaluation(record)}")
+            say(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
-            self._bar.set_postfix_str(f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s")
+            self._bar.note(f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s")
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
-            self._line(
+            say(
                 f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}grad_norm {record['grad_norm']:.3f}  "
                 f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
-    def _line(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
-
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.end()
 
 
 def split_stages(record: Record) -> Record:
-    """A list of the stages' figures as one figure each: `wait_time/stage_0`, ..."""
+    """A list of the stages' figures as one figure each, under the stage: `stage0/wait_time`, ..."""
     split: Record = {}
     for key, value in record.items():
-        split |= {f"{key}/stage_{s}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
+        split |= {f"stage{s}/{key}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
     return split
 
 

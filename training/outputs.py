@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from models.adapters import Adapter
 from models.conversion import export_hugging_face
 from models.weights import WeightSource, open_weights
+from screen import progress
 from training.checked_run import CheckedRun
 from training.checkpoint import remove_leftovers
 from training.config import RunConfig
@@ -38,4 +39,5 @@ def export(plan: CheckedRun, folder: RunFolder) -> None:
     if plan.adapter is not None:
         export_adapter(folder.checkpoints, plan.layers, folder.export)
     else:
-        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True)
+        with progress("exporting", unit="B") as told:
+            export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=told.reach)

@@ -16,6 +16,7 @@ from models.architecture import Layer
 from models.decoder import PipelineDecoderLayer
 from models.loss import Loss, build_loss
 from models.weights import WeightSource
+from screen import progress
 from training.config import CheckpointMode
 from training.partition import list_chunks
 from training.ranks import raise_together
@@ -117,8 +118,9 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        for index, _, module in self.local_layers():
-            self._load(module, index)
+        with progress("loading weights", self._local_stop - self._local_start, "layers", shown=self.global_rank == 0) as told:
+            for index, _, module in told.follow(self.local_layers()):
+                self._load(module, index)
 
     def _compile_layers(self) -> None:
         """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all layers of a kind, and

@@ -17,7 +17,7 @@ from training.timeline import Timeline, Work
 
 COLORS = {Work.forward: "#4c8eda", Work.backward: "#e0903c", Work.communication: "#4f9d69", Work.optimizer: "#8d83b8"}
 MICRO_BATCHES_SHOWN = 2  # times the stages, at each end
-SMALLEST_NUMBERED = 0.015  # of the shown time: a narrower pass has no room for its number
+DIGIT = 0.008  # of the shown time: a narrower pass has no room for a digit of its number
 
 
 def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> None:
@@ -25,7 +25,7 @@ def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> Non
     windows = choose_windows(timelines)
     num_stages = timelines[0].num_stages
     shown = [(timeline, window) for timeline, of_it in zip(timelines, windows, strict=True) for window in of_it]
-    figure = Figure(figsize=(12, 0.5 + len(shown) * (0.9 + 0.32 * num_stages)), layout="constrained")
+    figure = Figure(figsize=(10, 0.5 + len(shown) * (0.9 + 0.32 * num_stages)), layout="constrained")
     rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, (timeline, window) in zip(rows, shown, strict=True):
         _draw_window(axes, timeline, *window)
@@ -36,7 +36,7 @@ def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> Non
     handles.append(Patch(facecolor="white", edgecolor="gray", label="idle"))
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
     rows[-1].set_xlabel("seconds from the start of the step", loc="left")
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=140)
 
 
 def choose_windows(timelines: Sequence[Timeline]) -> list[list[tuple[float, float]]]:
@@ -56,7 +56,8 @@ def _draw_window(axes: Axes, timeline: Timeline, start: float, stop: float) -> N
             bars = [(span.start, span.stop - span.start) for span in visible if span.stage_id == stage_id and span.work is work]
             axes.broken_barh(bars, (stage_id - 0.45, 0.9), facecolors=color, edgecolor="white", linewidth=0.5)
     for span in visible:
-        if span.micro_batch is not None and span.stop - span.start > SMALLEST_NUMBERED * (stop - start) and start <= span.start and span.stop <= stop:
-            axes.text((span.start + span.stop) / 2, span.stage_id, str(span.micro_batch), ha="center", va="center", fontsize=7, color="white")
+        number = "" if span.micro_batch is None else str(span.micro_batch)
+        if span.stop - span.start > DIGIT * len(number) * (stop - start) and start <= span.start and span.stop <= stop:
+            axes.text((span.start + span.stop) / 2, span.stage_id, number, ha="center", va="center", fontsize=7.5, color="white")
     axes.set(xlim=(start, stop), ylim=(timeline.num_stages - 0.5, -0.5), yticks=range(timeline.num_stages), ylabel="stage")
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from training.config import CheckpointMode, Offload, RunConfig, rows_per_sample
 from training.hardware import GIB, Machine
@@ -13,8 +15,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None) -> str:
-    """Several lines, without a newline at the end."""
+def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None, width: int | None = None) -> str:
+    """Several lines, without a newline at the end. width: as of `render_rows`."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
@@ -23,7 +25,7 @@ def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: i
             f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
             f"({config.activation_checkpoint_mode.value})",
             "",
-            *render_table(plan),
+            *render_table(plan, width),
             "",
             *render_step(plan, hardware),
             *render_run(plan, total_steps),
@@ -33,12 +35,34 @@ def render_plan(plan: Plan, config: RunConfig, hardware: Machine, total_steps: i
     )
 
 
-def render_table(plan: Plan) -> list[str]:
+def list_figures(plan: Plan) -> dict[str, Any]:
+    """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
+    stages = {
+        f"stage{stage.stage_id}": {
+            "layers": f"{stage.first_layer}-{stage.last_layer}",
+            "parameters": stage.num_parameters,
+            "memory": {**asdict(stage.memory), "peak": stage.memory.peak},
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+        }
+        for stage in plan.stages
+    }
+    run = {
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "bubble": plan.idle,
+        "imbalance": plan.imbalance,
+    }
+    return {"layout": plan.layout.describe(), **run, **stages}
+
+
+def render_table(plan: Plan, width: int | None = None) -> list[str]:
     rows = [_row(stage, plan) for stage in plan.stages]
     notes = ["memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, when activations are gone"]
     if plan.has_estimates:
         notes.append("activations are estimated from matrix sizes where a layer chooses by its data (experts) and cannot be traced")
-    return [*render_rows(COLUMNS, rows), *notes]
+    return [*render_rows(COLUMNS, rows, width), *notes]
 
 
 def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
@@ -154,7 +178,20 @@ def render_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table with right-aligned columns."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by side as fit."""
+    lines = _align([header, *rows])
+    if width is None or len(lines[0]) <= width:
+        return lines
+    longest, cell = max(map(len, header)), max(len(cell) for row in rows for cell in row)
+    fitting = max(1, (width - longest) // (cell + 2))
+    turned = []
+    for first in range(0, len(rows), fitting):
+        shown = rows[first : first + fitting]
+        turned += [*([""] if first else []), *_align([(name.ljust(longest), *cells) for name, *cells in zip(header, *shown, strict=True)])]
+    return turned
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.weights import load_config, parse_config
+from screen import fit, measure_width
 from training.checks import check_config, check_model_fields
 from training.config import NOT_GIVEN, RunConfig, to_typed
 from training.hardware import Machine, complete_hardware
@@ -28,23 +30,24 @@ from training.trainable import check_freeze
 
 def run_plan(composed: Any) -> None:
     """Prints the plan of a composed config. A UserError ends the process with one line."""
+    width = measure_width(sys.stdout)
     with exit_on_user_error(ALONE):
-        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir"))):
-            print(text, flush=True)
+        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir")), width):
+            print(fit(text, width), flush=True)
 
 
-def plan_run(config: RunConfig) -> Iterator[str]:
-    """What is printed, each text as soon as it is known. Raises UserError."""
+def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
+    """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises UserError."""
     check_config(config, has_accelerator=True)
     world_size = check_world_size(config)
     architecture = load_architecture(config)
     layers = build_layers(architecture)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if config.plan == "search":
-        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware)
+        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
         return
     plan = build_plan(config, architecture, layers, hardware)
-    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size))
+    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size), width)
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 

@@ -129,8 +129,8 @@ def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Off
     )
 
 
-def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: Machine) -> str:
-    """The best layouts and the overrides of the first.
+def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: Machine, width: int | None = None) -> str:
+    """The best layouts and the overrides of the first. width: as of `render_rows`.
 
     Raises UserError when none fits, with what the nearest one misses.
     """
@@ -143,7 +143,7 @@ def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: 
         [
             f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; the fastest, as predicted:",
             "",
-            *render_rows(header, rows),
+            *render_rows(header, rows, width),
             "",
             f"use: {' '.join(fitting[0].overrides)}",
         ]

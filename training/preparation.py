@@ -109,5 +109,10 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
 
 
+def list_entries(config: RunConfig, key: str) -> list[str]:
+    """The files, globs and hub names of `train_file` or `eval_file`."""
+    return _parse_files(config, key).entries
+
+
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:
     return parse_files(getattr(config, key), key, MixtureUnit(config.data.mixture_by.value))

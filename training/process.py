@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+import screen
 from training.ranks import Ranks
 
 
@@ -62,13 +64,44 @@ def choose_interface() -> None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def send_noise_to_log(file: Path) -> None:
-    """What libraries print goes to this rank's log file; stderr stays for us and for errors."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout = open(file, "a", buffering=1)
-    handler = logging.StreamHandler(sys.stdout)
-    for name in (None, "DeepSpeed", "transformers", "datasets"):
-        logging.getLogger(name).handlers = [handler]
-    for name in ("DeepSpeed", "transformers", "datasets"):
-        logging.getLogger(name).propagate = False
+_OWN_HANDLERS = ("DeepSpeed", "transformers", "datasets")  # loggers that do not leave it to the root
+
+
+def hold_noise() -> None:
+    """From now on nothing that libraries log is to be seen, until `send_noise_to_log` says where it goes."""
+    held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    for name in (None, *_OWN_HANDLERS):
+        logging.getLogger(name).handlers = [held] if name is None else []
+        logging.getLogger(name).propagate = True
     logging.captureWarnings(True)
+
+
+def send_noise_to_log(file: Path, ranks: Ranks) -> None:
+    """All that libraries print, held noise included, goes to this rank's log file. Their warnings are also said to the person, each once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    screen.keep_for_person(file)
+    sys.stdout = open(file, "a", buffering=1)
+    root = logging.getLogger()
+    held, root.handlers = root.handlers, [logging.StreamHandler(sys.stdout)]
+    if ranks.is_main:
+        root.addHandler(_Teller(file))
+    for handler in held:
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            for record in handler.buffer:
+                root.handle(record)
+
+
+class _Teller(logging.Handler):
+    """Says a library's warnings, without a stack trace and each text once. Those about code that will change are for developers."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._log, self._said = log, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        source, text = record.name.partition(".")[0], record.getMessage().strip().partition("\n")[0]
+        if record.name == "py.warnings":  # "FILE:LINE: CATEGORY: TEXT"
+            source, _, text = text.partition(": ")[2].partition(": ")
+        if text not in self._said and source not in ("DeprecationWarning", "FutureWarning"):
+            self._said.add(text)
+            screen.say(f"warning ({source}): {text}; more in {self._log}")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import screen
 from errors import UserError, explain_refusal
 
 SECONDS_TO_LET_ANOTHER_SPEAK = 10
@@ -34,7 +35,7 @@ class Ranks:
     def say(self, text: str) -> None:
         """Tells the person at the screen, once: on the main rank alone."""
         if self.is_main:
-            print(text, file=sys.__stderr__, flush=True)
+            screen.say(text)
 
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
@@ -98,7 +99,7 @@ def exit_on_user_error(ranks: Ranks, speaks: bool = True, log: Path | None = Non
         if speaks:
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
             text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if told is None else _words(told)
-            print(f"\nerror{where}: {text}\n", file=sys.__stderr__, flush=True)
+            screen.say_last(f"\nerror{where}: {text}\n")
         sys.exit(1)
 
 

@@ -28,6 +28,7 @@ from models.adapters import adapter_off
 from models.architecture import choose_attention
 from models.dpo import RowScore
 from models.weights import WeightSource
+from screen import progress
 from training.config import RunConfig
 from training.engine import run_forward
 from training.pipeline import StageModule
@@ -95,12 +96,12 @@ def _score(engine: Any, path: Path, options: LoaderOptions, reference: WeightSou
     found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
     loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config)
     try:
-        for number in range(len(loader)):
-            if 10 * number // len(loader) > 10 * (number - 1) // len(loader):
-                ranks.say(f"{what}: {number / len(loader):.0%}")
-            batches, rows = loader.chunk(number)
-            for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
-                found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+        with progress(what, len(dataset), "answers", shown=ranks.is_main) as told:
+            for number in range(len(loader)):
+                batches, rows = loader.chunk(number)
+                for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
+                    found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+                told.advance(sum(map(len, rows)))
     finally:
         engine.module.loss_fn = loss
     dist.all_reduce(found)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+import screen
 
 STOP_NAME, SAVE_NAME = "STOP", "SAVE"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -119,4 +120,4 @@ def _wake(signum: int, frame: object) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.__stderr__, flush=True)
+    screen.say_last(text)  # either way no further step is shown

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from errors import UserError
+from screen import progress
 from training.checkpoint import STATE_NAME, TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
 from training.manifest import MANIFEST_NAME, find_wrong_content, find_wrong_size, read_manifest
 from training.ranks import raise_together
@@ -84,7 +85,9 @@ def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
     if records is None:
         return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
     by_size = sorted(records, key=lambda name: (records[name].size, name))  # so that shares are about equal
-    return find_wrong_content(step_dir, by_size[rank::world_size])
+    share = by_size[rank::world_size]
+    with progress(f"checking {step_dir.name}", len(share), "files", shown=rank == 0) as told:
+        return find_wrong_content(step_dir, told.follow(share))
 
 
 def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import deepspeed
@@ -16,6 +15,7 @@ from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from screen import show_panel
 from training.checked_run import CheckedRun, check_run, open_source, take_up
 from training.checkpoint import load_checkpoint
 from training.checks import check_config
@@ -23,7 +23,7 @@ from training.config import Device, Init, RunConfig, to_typed
 from training.engine import initialize_engine
 from training.environment import describe_environment
 from training.evaluation import evaluate_checkpoint
-from training.expectation import expect, find_machine
+from training.expectation import Expectation, expect, find_machine
 from training.hardware import Machine
 from training.horizon import compute_horizon, measure_evaluation
 from training.inspection import print_inspection
@@ -32,10 +32,12 @@ from training.loop import TrainingLoop
 from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.own import build_run_loss
+from training.panels import Totals, describe_end, describe_evaluation_run, describe_start
 from training.pipeline import StageModule
+from training.plan_report import list_figures, render_plan
 from training.precision import DTYPES
 from training.preparation import load_tokenizer, tokenize
-from training.process import choose_interface, current_device, describe_device, has_accelerator, send_noise_to_log, take_device
+from training.process import choose_interface, current_device, describe_device, has_accelerator, hold_noise, send_noise_to_log, take_device
 from training.ranks import Ranks, exit_on_user_error, read_ranks
 from training.reference import prepare_reference
 from training.requests import exit_code
@@ -54,6 +56,7 @@ PREPARATION_TIMEOUT = timedelta(hours=12)
 def run(composed: DictConfig) -> None:
     """Checks everything that can be known, then trains. A UserError ends the process with one line."""
     ranks = read_ranks()
+    hold_noise()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
         if config.evaluate_only:
@@ -64,10 +67,10 @@ def run(composed: DictConfig) -> None:
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"
-    send_noise_to_log(log)
+    send_noise_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
         signum = evaluate_only(config, plan, folder, ranks) if config.evaluate_only else train(config, plan, folder, ranks)
-    dist.destroy_process_group()
+        dist.destroy_process_group()
     if signum:
         sys.exit(exit_code(signum))
 
@@ -107,7 +110,14 @@ def evaluate_only(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks:
         if plan.resumable is not None:
             plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
         size = tell_all(lambda: measure_evaluation(config, datasets["eval_file"]), ranks)
-        evaluate_checkpoint(config, plan, datasets, size, tokenizer, folder, ranks)
+        hosts = gather_hosts()
+        reporters: list[Reporter] = []
+        if ranks.is_main:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            facts = describe_evaluation_run(config, plan, size.rows, datasets, hosts)
+            show_panel(f"{folder.path.name}: evaluating on {ranks.world_size} ranks", facts)
+            reporters = build_loggers(config.logger, folder.path, describe_run(config, hosts), first_step=None)
+        evaluate_checkpoint(config, plan, datasets, size, tokenizer, folder, ranks, reporters)
     return 0
 
 
@@ -134,11 +144,12 @@ def train_together(
         plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
     plan = replace(plan, bounds=tell_all(lambda: plan.bounds, ranks))  # cards that are not alike may hold other layers
     horizon, start = tell_all(lambda: compute_horizon(config, plan, datasets), ranks)
-    ranks.say(f"{plan.layout.describe()}\nlayers a stage: {_sizes(plan.bounds)}; steps {start.step} to {horizon.last_step} of {horizon.total_steps}")
-
     hosts = gather_hosts()
-    if len(set(hosts)) > 1:
-        ranks.say(f"hosts: {plan.layout.describe_placement(hosts)}")
+    expectation = None
+    if ranks.is_main:
+        expectation = foresee_run(config, plan, machine, ranks)
+        facts = describe_start(config, plan, horizon, start, datasets, expectation, hosts)
+        show_panel(f"{folder.path.name}: training on {ranks.world_size} ranks", facts)
 
     memory = MemoryPeak(current_device())
     module = StageModule(
@@ -156,16 +167,22 @@ def train_together(
         load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
     reporters: list[Reporter] = []
-    if ranks.is_main:
+    totals = Totals(start)
+    if expectation is not None:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
-        assert sys.__stderr__ is not None
-        reporters = [MetricsFile(folder.metrics, start.step), ProgressBar(start.step, horizon.last_step, sys.__stderr__)]
-        facts = {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
-        reporters += build_loggers(config.logger, folder.path, facts, start.step)
+        known = describe_run(config, hosts)
+        if machine is not None:  # else the plan's times are another machine's
+            text = render_plan(expectation.plan, config, expectation.hardware, horizon.total_steps)
+            folder.plan.write_text(text + "\n")
+            known |= {"plan": list_figures(expectation.plan), "plan_table": text}
+        reporters = [totals, MetricsFile(folder.metrics, start.step), *build_loggers(config.logger, folder.path, known, start.step)]
+        reporters.append(ProgressBar(start.step, horizon.last_step))
 
-    telemetry = build_telemetry(engine, memory, config, plan, machine, ranks)
+    clock = StageClock(engine, memory)
+    clock.attach()
+    telemetry = Telemetry(clock, plan.layout, expectation)
     loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused)
     with watchdog.watching(module):
         state = loop.run()
@@ -173,27 +190,28 @@ def train_together(
         reporter.close()
     if summary := telemetry.summarize():
         ranks.say(summary)
-    if loop.signum:
-        ranks.say(f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest")
-    elif ranks.is_main:
-        export(plan, folder)
-        folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-        exported = "Hugging Face model" if plan.adapter is None else "peft adapter"
-        ranks.say(f"done: {state.step} steps; checkpoint in {folder.checkpoints}, {exported} in {folder.export}")
+    if ranks.is_main:
+        if loop.signum:
+            title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest"
+        else:
+            export(plan, folder)
+            folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
+            title = f"done: {state.step} steps"
+        show_panel(title, describe_end(totals, plan, folder, state.step, loop.last_eval, finished=not loop.signum))
     return loop.signum
 
 
-def build_telemetry(engine: Any, memory: MemoryPeak, config: RunConfig, plan: CheckedRun, machine: Machine | None, ranks: Ranks) -> Telemetry:
-    """Measures every step from now on; the main rank knows what to expect of them. machine: None when no file describes it."""
-    clock = StageClock(engine, memory)
-    clock.attach()
-    expectation = None
-    if ranks.is_main:
-        if machine is None:
-            ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
-        device = Device.cuda if has_accelerator() else Device.cpu
-        expectation = expect(config, plan.source.config, plan.bounds, plan.layout, machine, device)
-    return Telemetry(clock, plan.layout, expectation)
+def foresee_run(config: RunConfig, plan: CheckedRun, machine: Machine | None, ranks: Ranks) -> Expectation:
+    """What to expect of the run. machine: None when no file describes it."""
+    if machine is None:
+        ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
+    device = Device.cuda if has_accelerator() else Device.cpu
+    return expect(config, plan.source.config, plan.bounds, plan.layout, machine, device)
+
+
+def describe_run(config: RunConfig, hosts: list[str]) -> dict[str, Any]:
+    """For a logger, and whoever looks at the run later."""
+    return {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
 
 
 def tell_all(compute: Callable[[], T], ranks: Ranks) -> T:
@@ -208,7 +226,3 @@ def gather_hosts() -> list[str]:
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return hosts
-
-
-def _sizes(bounds: list[int]) -> list[int]:
-    return [stop - start for start, stop in pairwise(bounds)]

@@ -19,6 +19,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.export = self.path / "hf"
+        self.plan = self.path / "plan.txt"
         self.completed = self.path / "completed.json"
         self._lock: TextIO | None = None
 

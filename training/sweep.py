@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -115,12 +116,13 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
     return 0 if all(job.read_completed() is not None for job in jobs) else 1
 
 
-def build_launch(trainer: Path, num_gpus: int) -> Launch:
-    """Starts the trainer through DeepSpeed's launcher."""
+def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
+    """Starts the trainer through DeepSpeed's launcher, which says nothing but errors. group: what Weights & Biases puts the runs under."""
+    environment = {"WANDB_RUN_GROUP": group, **os.environ}
 
     def launch(arguments: Sequence[str]) -> int:
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_gpus), "--master_port", str(find_free_port())]
-        process = subprocess.Popen([*launcher, str(trainer), *arguments])
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", str(num_gpus), "--master_port", str(find_free_port())]
+        process = subprocess.Popen([*launcher, str(trainer), *arguments], env=environment)
         try:
             return process.wait()
         except KeyboardInterrupt:

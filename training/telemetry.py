@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from screen import measure_width, stream
 from training.expectation import Expectation
 from training.hardware import GIB
 from training.layout import Layout
@@ -172,4 +173,4 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Exp
     figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")
     figures.append(f"imbalance {mean([m.imbalance for m, _ in reported]):.1%} ({plan.imbalance:.1%})")
     header = ("stage", "layers", "computing", "communicating", "waiting", "peak GiB", "predicted")
-    return "\n".join([f"measured over {total} steps:", *render_rows(header, rows), ", ".join(figures)])
+    return "\n".join([f"measured over {total} steps:", *render_rows(header, rows, measure_width(stream())), ", ".join(figures)])

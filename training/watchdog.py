@@ -28,6 +28,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+import screen
 from training.ranks import SECONDS_TO_LET_ANOTHER_SPEAK, Ranks, is_lost_peer
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +173,7 @@ class Watchdog:
         return f"rank {rank} has not answered for {self._named_timeout}: it is stopped or stuck, or its host is gone"
 
     def _tell(self, text: str) -> None:
-        print(f"\nerror: {text}; go on with resume=latest\n", file=sys.__stderr__, flush=True)
+        screen.say_last(f"\nerror: {text}; go on with resume=latest\n")
 
 
 def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:

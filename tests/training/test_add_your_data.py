@@ -35,14 +35,14 @@ def blocks(language: str) -> list[str]:
 
 
 def test_own_records_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    code, command = blocks("python")[0], blocks("bash")[2]
+    code, command = blocks("python")[0], blocks("bash")[1]
     (tmp_path / "my_data.py").write_text(code)
     (tmp_path / "quiz.txt").write_text("Legs of a spider?\neight\nLegs of a bee?\nsix\nAnd a snake?\n\n")
     save_llama(tmp_path / "model", num_hidden_layers=1)
     save_tokenizer(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     overrides = [argument for argument in shlex.split(command) if "=" in argument]
-    assert len(overrides) == 3
+    assert len(overrides) == 5
     config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
     inspect_data(config, Ranks(0, 1, 0, 1))
     told = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_own_records_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in told
 
 
-@pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("bash")[1].splitlines()])
+@pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
 def test_mixtures_are_read(override: str) -> None:
     files = parse_files(build_config(override).train_file, "train_file", MixtureUnit.SAMPLES)
     assert len(files.entries) == 2 and files.mixture is not None and files.mixture.shares in ((3, 1), (2, 0.5))
@@ -68,9 +68,9 @@ def train_there(folder: Path, case: Case) -> dict[str, Any]:
 
 def test_own_collator_and_loss(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
     """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens hidden."""
-    (tmp_path / "my_losses.py").write_text(blocks("python")[1])  # a module of another name: the workers have met my_data
+    (tmp_path / "my_losses.py").write_text(blocks("python")[1])
     (tmp_path / "data.jsonl").write_text(save_records(tmp_path / "records.jsonl", 8).read_text())
-    overrides = [argument.replace("my_data", "my_losses") for argument in shlex.split(blocks("bash")[3]) if "_target_" in argument]
+    overrides = [argument for argument in shlex.split(blocks("bash")[2]) if "_target_" in argument]
     assert len(overrides) == 2
     model = save_llama(tmp_path / "model", num_hidden_layers=2)
     save_tokenizer(tmp_path / "model")

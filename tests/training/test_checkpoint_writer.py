@@ -96,8 +96,8 @@ def test_a_disk_that_is_full_is_survived(writer: CheckpointWriter, tmp_path: Pat
     save(writer, 2)
 
     class OnFullDisk(manifest.HashedFile):
-        def __init__(self, path: Path) -> None:
-            super().__init__(path)
+        def __init__(self, path: Path, *given: object) -> None:
+            super().__init__(path, *given)
             if path.name == name:
                 self._file = open("/dev/full", "wb")
 

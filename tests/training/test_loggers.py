@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,16 @@ from training.config import LoggerConfig, LoggerName, WandbMode
 from training.environment import describe_environment
 from training.loggers import build_loggers
 
-FACTS = {"config": {"learning_rate": 0.5, "data": {"name": "sft"}}, "environment": {"python": "3"}}
-RECORDS = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}, {"step": 2, "eval_loss": 2.0}]
+FACTS = {
+    "config": {"learning_rate": 0.5, "data": {"name": "sft"}},
+    "environment": {"python": "3"},
+    "plan": {"stage0": {"parameters": 7}},
+    "plan_table": "stage  layers\n    0     0-3",
+}
+RECORDS = [{"step": 1, "loss": 2.5, "wait_time": [0.5, 0.25]}, {"step": 2, "loss": 2.25}, {"step": 2, "eval_loss": 2.0}]
 
 
-def log(config: LoggerConfig, folder: Path, records: list[dict[str, float]], first_step: int = 0) -> None:
+def log(config: LoggerConfig, folder: Path, records: list[dict[str, Any]], first_step: int | None = 0) -> None:
     (logger,) = build_loggers(config, folder, FACTS, first_step)
     for record in records:
         logger.report(record)
@@ -61,7 +67,7 @@ def read_offline_run(folder: Path) -> tuple[str, dict[str, object], list[dict[st
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         if record.HasField("history"):
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            history.append({key: value for key, value in items.items() if key in ("loss", "eval_loss", "_step")})
+            history.append({key: value for key, value in items.items() if key in ("loss", "eval_loss", "_step") or key.startswith("stage")})
     return run_id, config, history
 
 
@@ -72,11 +78,13 @@ def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_goes_o
     config = LoggerConfig(name=LoggerName.wandb, mode=WandbMode.offline)
     log(config, tmp_path, RECORDS)
     log(config, tmp_path, [{"step": 3, "loss": 2.0}], first_step=2)
-    first, second = map(read_offline_run, sorted((tmp_path / "wandb").glob("offline-run-*")))
-    assert first[1]["config"] == FACTS["config"] and first[1]["environment"] == FACTS["environment"]
-    assert first[2] == [{"_step": 1, "loss": 2.5}, {"_step": 2, "loss": 2.25, "eval_loss": 2.0}]
-    assert second[2] == [{"_step": 3, "loss": 2.0}]
-    assert first[0] == second[0] == (tmp_path / "wandb_run_id").read_text()
+    log(config, tmp_path, [{"step": 3, "eval_loss": 1.5}], first_step=None)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime)
+    first, second, evaluation = map(read_offline_run, folders)
+    assert {name: first[1][name] for name in FACTS} == FACTS
+    assert first[2] == [{"_step": 1, "loss": 2.5, "stage0/wait_time": 0.5, "stage1/wait_time": 0.25}, {"_step": 2, "loss": 2.25, "eval_loss": 2.0}]
+    assert second[2] == [{"_step": 3, "loss": 2.0}] and evaluation[2] == [{"_step": 3, "eval_loss": 1.5}]
+    assert first[0] == second[0] == (tmp_path / "wandb_run_id").read_text() != evaluation[0]
 
 
 def test_tensorboard_holds_config_and_curves_and_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
@@ -88,7 +96,9 @@ def test_tensorboard_holds_config_and_curves_and_forgets_what_a_resumed_run_does
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.0), (3, 0.5)]
+    assert [event.value for event in events.Scalars("stage1/wait_time")] == [0.25]
     assert b'"learning_rate": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"\n    0     0-3\n" in events.Tensors("plan_table/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_the_environment_names_versions_source_and_hosts() -> None:

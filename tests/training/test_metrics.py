@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import screen
 from training.metrics import MetricsFile, ProgressBar, perplexity
 
 RECORD = {
@@ -62,9 +63,10 @@ def test_a_run_from_the_start_keeps_nothing_of_one_that_saved_no_checkpoint(tmp_
     assert read(path) == []
 
 
-def test_without_a_terminal_the_bar_is_lines() -> None:
+def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    bar = ProgressBar(2, 123, stream)
+    monkeypatch.setattr(screen, "stream", lambda: stream)
+    bar = ProgressBar(2, 123)
     bar.advance(3)
     bar.report(RECORD)
     bar.report({"step": 3, "eval_loss": math.log(50), "eval_tokens": 10})
@@ -77,7 +79,8 @@ def test_without_a_terminal_the_bar_is_lines() -> None:
 def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
-    bar = ProgressBar(2, 123, stream)
+    monkeypatch.setattr(screen, "stream", lambda: stream)
+    bar = ProgressBar(2, 123)
     bar.advance(3)
     bar.report(RECORD)
     bar.report({"step": 3, "eval_loss": 1.0, "eval_tokens": 10})

@@ -21,6 +21,7 @@ from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan
+from training.plan_report import render_rows
 from training.plan_run import build_plan, check_world_size, count_steps, load_architecture, plan_run
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
@@ -62,6 +63,16 @@ def test_every_shipped_config_fits_the_cards_that_it_names(name: str, tmp_path: 
     assert "\nFITS: " in report and "whole run: " in report
     assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
     assert report.isascii() and (tmp_path / "schedule.png").is_file()
+
+
+def test_a_table_wider_than_the_terminal_is_turned() -> None:
+    header, rows = ("stage", "memory", "x"), [("0", "10.00", "-"), ("1", "9.00", "-"), ("2", "8.00", "y")]
+    assert render_rows(header, rows, 16) == render_rows(header, rows) and render_rows(header, rows)[0] == "stage  memory  x"
+    assert render_rows(header, rows, 15) == [
+        "stage       0", "memory  10.00", "x           -", "",
+        "stage      1", "memory  9.00", "x          -", "",
+        "stage      2", "memory  8.00", "x          y",
+    ]  # fmt: skip
 
 
 def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:

@@ -86,8 +86,14 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     assert (found["eval_loss"], found["eval_tokens"]) == (trained["eval_loss"], trained["eval_tokens"])
     assert sorted(out.rglob("*")) == sorted([*before, out / "evaluation.json"])  # and nothing else
 
-    other = run("other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf")
-    assert json.loads((other / "evaluation.json").read_text())["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    other = run("other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf", "logger=tensorboard")
+    found = json.loads((other / "evaluation.json").read_text())
+    assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
+
+    events = EventAccumulator(str(other / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval_loss")] == [(0, pytest.approx(found["eval_loss"], rel=1e-6))]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
     assert record["mfu"] == pytest.approx(25.6 * per_token)
     assert record["predicted_bubble"] == expected.plan.idle and record["predicted_imbalance"] == expected.plan.imbalance
     assert record["predicted_peak_memory"] == [stage.memory.peak for stage in expected.plan.stages]
-    assert split_stages(record)["wait_time/stage_1"] == 2.375
+    assert split_stages(record)["stage1/wait_time"] == 2.375
     telemetry.describe(telemetry.gather(), tokens_per_second=51.2)
     lines = telemetry.summarize().splitlines()
     assert lines[0] == "measured over 2 steps:"  # the first report warms up

@@ -1,0 +1,316 @@
+"""Every command on a page works. Cheaply, of all of them: the command line is understood, as by the real command. In full: it is run.
+
+What stands in a ```bash block is a command; other languages are not. Words in front of a block, in an HTML comment that no reader sees:
+
+    <!-- needs: GPUs -->                         its commands are understood here, and not run
+    <!-- changes the machine: why -->            the same
+    <!-- writes: NAME -->                        no command: this block, of another language, is the content of a file
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from configs import CONF
+from distributed import free_port
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from launching import BIN
+
+from errors import UserError
+from training.checks import check_config
+from training.command_line import asks_for_sweep, check_command_line, clean_arguments
+from training.config import Init, register_schema, to_typed
+from training.plan_run import check_world_size
+from training.sweep import plan_sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS = {"GPUs", "two hosts", "slurm"}
+NO_COMMANDS = {"", "text", "python", "yaml", "json"}
+BLOCK = re.compile(r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "llama_tiny_pp2"
+OF_THE_SHELL = {
+    "cat",
+    "do",
+    "done",
+    "until",
+    "cp",
+    "export",
+    "head",
+    "kill",
+    "ls",
+    "mkdir",
+    "pip",
+    "python3",
+    "pre-commit",
+    "sleep",
+    "tail",
+    "tensorboard",
+    "touch",
+    "wait",
+    "wandb",
+    ".",
+}
+LAUNCHER_OPTIONS = {  # of each the number of words
+    "deepspeed": {"--num_gpus": 1, "--num_nodes": 1, "--hostfile": 1, "--no_ssh": 0, "--node_rank": 1, "--master_addr": 1, "--master_port": 1, "--log_level": 1},
+    "torchrun": {"--nnodes": 1, "--node_rank": 1, "--nproc_per_node": 1, "--master_addr": 1, "--master_port": 1},
+    "sbatch": {"--nodes": 1, "--gpus-per-node": 1},
+}  # fmt: skip
+FILE_KEYS = ("model_name_or_path", "tokenizer_name_or_path", "train_file", "eval_file", "resume")
+FILE_OPTIONS = ("--model_name_or_path", "--prompt_file")
+
+
+@dataclass(frozen=True)
+class Block:
+    """line: of the fence, for messages. words: kind -> rest, of the comments in front, such as "needs" -> "GPUs"."""
+
+    page: Path
+    line: int
+    language: str
+    body: str
+    words: dict[str, str]
+
+    @property
+    def place(self) -> str:
+        return f"{name_page(self.page)}:{self.line}"
+
+    @property
+    def runs_here(self) -> bool:
+        return not {"needs", "changes the machine"} & self.words.keys()
+
+    def commands(self) -> list[list[str]]:
+        """The words of each command; `a | b`, `a && b` and `a &` are commands of their own."""
+        commands: list[list[str]] = [[]]
+        for line in self.body.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+            lexer.whitespace_split = True
+            for word in lexer:
+                commands.append([]) if set(word) <= set("|&;") else commands[-1].append(word)
+            commands.append([])
+        return [command for command in commands if command]
+
+
+def name_page(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read_blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        words = dict((part.strip() for part in comment.partition(":")[::2]) for comment in re.findall(r"<!--(.*?)-->", match["front"]))
+        found.append(Block(page, text.count("\n", 0, match.start("language")) + 1, match["language"], match["body"], words))
+    assert len(found) == len(re.findall("^```", text, re.MULTILINE)) / 2, page
+    return found
+
+
+BLOCKS = {page: read_blocks(page) for page in PAGES}
+COMMANDS = [block for blocks in BLOCKS.values() for block in blocks if block.language == "bash"]
+
+
+def test_marks_are_known() -> None:
+    for block in [block for blocks in BLOCKS.values() for block in blocks]:
+        assert block.language in NO_COMMANDS | {"bash"}, block.place
+        allowed = {"needs", "changes the machine"} if block.language == "bash" else {"writes"}
+        assert block.words.keys() <= allowed and all(block.words.values()), f"{block.place}: {block.words}"
+        assert block.words.get("needs", "GPUs") in NEEDS, block.place
+    assert len(COMMANDS) > 30 and sum(block.runs_here for block in COMMANDS) > len(COMMANDS) / 2
+
+
+class Understood(Exception):
+    """A parser has taken its arguments."""
+
+
+def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts a script of ours up to where it has read its command line."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *given: Sequence[str]) -> None:
+        parse(self, *given)
+        raise Understood
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        patch.setattr("signal.signal", lambda *_: None)  # pytest keeps its handlers
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        with pytest.raises(Understood):
+            runpy.run_path(str(script), run_name="__main__")
+
+
+def take_overrides(arguments: Sequence[str], folder: Path) -> str:
+    """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder: where it is typed."""
+    arguments = clean_arguments([TRAINER, *arguments])[1:]
+    register_schema()
+    if asks_for_sweep(arguments):
+        jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
+        assert len(jobs) > 1
+        return str(jobs[0].output_dir.parent)
+    check_command_line(arguments, folder / "conf", DEFAULT_CONFIG)
+    options = get_args_parser().parse_args(arguments)
+    if options.help or options.cfg:
+        return ""
+    overrides = [*options.overrides, *([f"hydra.searchpath=[file://{folder / options.config_dir}]"] if options.config_dir else [])]
+    with initialize_config_dir(str(folder / "conf"), version_base="1.3"):
+        composed = compose(options.config_name or DEFAULT_CONFIG, overrides)
+    unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random, "output_dir": False}
+    config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
+    check_config(config, has_accelerator=True)
+    if config.plan:
+        check_world_size(config)
+    return config.output_dir
+
+
+def read_launcher(command: Sequence[str]) -> list[str]:
+    """The words after the launcher's own: the script and its arguments."""
+    known, position = LAUNCHER_OPTIONS[command[0]], 1
+    while command[position].startswith("--"):
+        name, _, value = command[position].partition("=")
+        position += 1 if value else 1 + known[name]
+    return list(command[position:])
+
+
+def list_files(words: Sequence[str]) -> Iterator[str]:
+    """What a command reads."""
+    for key, value in (word.split("=", 1) for word in words if re.match(r"\w+=", word)):
+        if key in FILE_KEYS and value not in ("latest", "null") and not value.startswith(("[", "{", "hf:")):
+            yield value
+    for before, word in pairwise(words):
+        if before in FILE_OPTIONS:
+            yield word
+
+
+class Reader:
+    """Reads the commands of one page in order, and knows which files those before have made."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        shutil.copytree(CONF, folder / "conf")
+        self.made = {"outputs/demo"}  # by `make demo`, which each page may take for granted
+
+    def write(self, block: Block) -> None:
+        file = self.folder / block.words["writes"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.body)
+        self.made.add(block.words["writes"])
+
+    def take(self, command: list[str], checks_files: bool) -> None:
+        while command and re.fullmatch(r"\w+=\S*", command[0]):  # VARIABLE=value before a command
+            command = command[1:]
+        if checks_files:
+            for file in list_files(command):
+                ships = not file.startswith("outputs/") and (ROOT / file).exists()
+                assert ships or any(Path(file).is_relative_to(made) for made in self.made), f"{file} is made by no command before"
+        match command:
+            case [launcher, *_] if launcher in LAUNCHER_OPTIONS:
+                script, *arguments = read_launcher(command)
+                assert script in (TRAINER, "scripts/slurm.sh"), script
+                self.made.add(take_overrides(arguments, self.folder))
+            case ["python", script, *arguments] if script == TRAINER:
+                self.made.add(take_overrides(arguments, self.folder))
+            case ["python", "-m", "pytest", *arguments]:
+                assert all((ROOT / argument).exists() for argument in arguments if argument.startswith("tests"))
+            case ["python", script, *arguments]:
+                take_arguments(ROOT / script, arguments, self.monkeypatch)
+                self.made |= {after for before, after in pairwise(arguments) if before in ("--output_dir", "--output")}
+                if script == "scripts/supervise.py":
+                    self.take(arguments[arguments.index("--") + 1 :], checks_files)
+            case ["make", target]:
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            case ["git", "clone", *_] | ["cd", *_]:
+                pass
+            case [word, *_]:
+                assert word in OF_THE_SHELL
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_command_lines_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(tmp_path, monkeypatch)
+    for block in BLOCKS[page]:
+        if "writes" in block.words:
+            reader.write(block)
+        for command in block.commands() if block.language == "bash" else ():
+            try:
+                reader.take(command, checks_files=block.runs_here)
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{block.place}: {' '.join(command)}: {error}") from error
+
+
+@pytest.mark.parametrize("command", [
+    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "learning_rte=1"],
+    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "keep_last=0"],
+    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "train_file=nowhere.jsonl"],
+    ["deepspeed", "--gpus", "2", TRAINER],
+    ["python", TRAINER, "-cn", "llama_65b_pp8", "plan=true", "world_size=3"],
+    ["python", "convert2ckpt.py", "--model_name", "x"],
+    ["python", "scripts/generate.py", "--model_name_or_path", "outputs/demo/hf", "--promt", "x"],
+    ["make", "tests"],
+    ["pytohn", "x.py"],
+])  # fmt: skip
+def test_a_wrong_command_line_is_not(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, UserError, SystemExit, KeyError)):
+        Reader(tmp_path, monkeypatch).take(command, checks_files=True)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def copy_project(folder: Path) -> Path:
+    """The files of the project as a stranger gets them, and `make` finds its environment there already."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for name in (".installed", "activate"):
+        (folder / ".venv" / "bin" / name).touch()
+    return folder
+
+
+def run_commands(body: str, folder: Path) -> None:
+    """As typed, but for the port: several launches may run on this machine."""
+    body = re.sub(r"\bdeepspeed (?=-|trainer)", lambda _: f"deepspeed --master_port {free_port()} ", body)
+    launched = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", body], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=1800, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{body}\n{ended.stdout[-4000:]}"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with what `make demo` makes."""
+    folder = copy_project(tmp_path_factory.mktemp("demo"))
+    run_commands("make demo", folder)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "bash" and b.runs_here for b in BLOCKS[page])], ids=name_page)
+def test_commands_run(page: Path, demo: Path, tmp_path: Path) -> None:
+    """Those that need nothing that is not here, in their order, one page after the other in a copy of its own."""
+    folder = shutil.copytree(demo, tmp_path / "project", symlinks=True)
+    for block in BLOCKS[page]:
+        if "writes" in block.words:
+            (folder / block.words["writes"]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.words["writes"]).write_text(block.body)
+        elif block.language == "bash" and block.runs_here:
+            run_commands(block.body, folder)
