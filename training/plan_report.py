@@ -39,7 +39,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
     """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
     stages = {
         f"stage{stage.stage_id}": {
-            "layers": f"{stage.first_layer}-{stage.last_layer}",
+            "layers": stage.layers,
             "parameters": stage.num_parameters,
             "memory": {**asdict(stage.memory), "peak": stage.memory.peak},
             "forward_seconds": stage.forward_seconds,

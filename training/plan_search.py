@@ -119,13 +119,13 @@ def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> I
 def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> tuple[str, ...]:
     return (
         f"num_stages={layout.num_stages}",
-        f"schedule={'interleaved' if layout.num_chunks > 1 else '1f1b'}",
         f"micro_batch_size={layout.micro_batch_size}",
         "gradient_accumulation_steps=null",
         f"global_batch_size={layout.global_batch_size}",
         f"activation_checkpoint_interval={interval}",
         f"activation_checkpoint_mode={mode.value}",
         f"offload_optimizer={offload.value}",
+        f"schedule={'interleaved' if layout.num_chunks > 1 else '1f1b'}",
     )
 
 
