@@ -90,6 +90,12 @@ class InterleavedSchedule(schedule.PipeSchedule):
         return [schedule.SendGrad(self._buffer(unit))] if unit.chunk > 0 else []
 
 
+def wait_for(works: Sequence[dist.Work]) -> None:
+    """All waiting for other ranks is done here; by this the watchdog tells a rank that waits from one that is stuck."""
+    for work in works:
+        work.wait()
+
+
 class _Link:
     """One-way traffic with one other rank."""
 
@@ -100,7 +106,7 @@ class _Link:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors are kept, and must not be written to, until they have been received."""
         while len(self._sent) >= SENDS_IN_FLIGHT:
-            self._finish_oldest()
+            wait_for(self._sent.popleft()[0])
         works = [_under_way(dist.isend(tensor.detach(), self._peer, group=self._group)) for tensor in tensors]
         self._sent.append((works, tensors))
 
@@ -110,12 +116,7 @@ class _Link:
 
     def finish(self) -> None:
         while self._sent:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        works, _ = self._sent.popleft()
-        for work in works:
-            work.wait()
+            wait_for(self._sent.popleft()[0])
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:
@@ -159,8 +160,7 @@ class InterleavedEngine(PipelineEngine):
                     out.send([torch.zeros(1, device=self.device)])
                     out.finish()
                 elif (stage + step) % self.num_stages == self.stage_id:
-                    for work in into.receive([torch.zeros(1, device=self.device)]):
-                        work.wait()
+                    wait_for(into.receive([torch.zeros(1, device=self.device)]))
 
     def is_last_stage(self) -> bool:
         return super().is_last_stage() and self._chunk in (None, len(self.module.chunks) - 1)
@@ -216,16 +216,12 @@ class InterleavedEngine(PipelineEngine):
             self._arriving = self._gradients_in.receive(tensors)
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        self._finish_recv()
+        wait_for(self._arriving)
         for tensor in self.pipe_buffers["inputs"][buffer_id]:
             tensor.requires_grad = tensor.is_floating_point()
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self._finish_recv()
-
-    def _finish_recv(self) -> None:
-        for work in self._arriving:
-            work.wait()
+        wait_for(self._arriving)
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         outputs = self.pipe_buffers["outputs"][buffer_id]
