@@ -107,8 +107,8 @@ class _Link:
         """The tensors are kept, and must not be written to, until they have been received."""
         while len(self._sent) >= SENDS_IN_FLIGHT:
             wait_for(self._sent.popleft()[0])
-        works = [_under_way(dist.isend(tensor.detach(), self._peer, group=self._group)) for tensor in tensors]
-        self._sent.append((works, tensors))
+        kept = [tensor.detach() for tensor in tensors]  # not the graph that made them
+        self._sent.append(([_under_way(dist.isend(tensor, self._peer, group=self._group)) for tensor in kept], kept))
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Fills the tensors by the time that what is returned has been waited for."""

@@ -43,7 +43,8 @@ class Layout:
         """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank."""
         stages = {host: sorted({self.stage_id(rank) for rank in range(self.world_size) if hosts[rank] == host}) for host in dict.fromkeys(hosts)}
         text = "; ".join(f"{host}: stage {_ranges(on_host)}" for host, on_host in stages.items())
-        pairs = [(rank, rank + self.dp_size) for rank in range(self.world_size - self.dp_size)]
+        last = self.world_size if self.num_chunks > 1 else self.world_size - self.dp_size  # chunks lead from the last stage to the first
+        pairs = [(rank, (rank + self.dp_size) % self.world_size) for rank in range(last)]
         crossing = sum(hosts[first] != hosts[second] for first, second in pairs)
         apart = sum(len({hosts[rank] for rank in range(self.world_size) if self.stage_id(rank) == stage}) > 1 for stage in range(self.num_stages))
         return f"{text}; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages cross hosts"

@@ -161,6 +161,13 @@ def in_turn(case: Case) -> Case:
 
 
 @pytest.mark.full
+def test_in_bf16_the_first_step_is_bit_for_bit_that_of_1f1b(workers, root: Path) -> None:
+    case = build_case(root, True, "pp2", "precision=bf16", CHECKPOINTED)
+    interleaved, plain = (merge(workers(2).run(train_case, one)) for one in (case, in_turn(case)))
+    assert interleaved["losses"][0] == plain["losses"][0] and interleaved["norms"][0] == pytest.approx(plain["norms"][0], rel=BOUND)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", [(), ("adapter=lora", "adapter.r=4")], ids=["full", "lora"])
 def test_preferences_with_a_reference(workers, root: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """The reference is computed by a forward pass of the same pipeline, over any number of micro-batches."""

@@ -51,6 +51,8 @@ def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
     assert four_by_two.describe_placement(["a", "b"] * 4) == (
         "a: stage 0-3; b: stage 0-3; 0 of 6 stage boundaries and the replicas of 4 of 4 stages cross hosts"
     )
+    interleaved = Layout(world_size=4, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=4, num_chunks=2)
+    assert interleaved.describe_placement(["a", "a", "b", "b"]).endswith("2 of 4 stage boundaries and the replicas of 0 of 4 stages cross hosts")
 
 
 TWO = ("micro_batch_size=2", "global_batch_size=8")
