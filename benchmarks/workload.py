@@ -66,19 +66,21 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
     import torch.distributed as dist
 
     from models.architecture import build_layers
+    from models.tensor_parallel import cut_layers
     from training.engine import initialize_engine
     from training.layout import build_layout
     from training.partition import compute_bounds
-    from training.pipeline import StageModule
+    from training.pipeline import StageModule, join_tensor_parallel
     from training.precision import DTYPES
     from training.trainable import build_adapter
 
-    layers = build_layers(architecture)
+    layers = cut_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
     layout = build_layout(config, dist.get_world_size(), len(layers), True)
     bounds = compute_bounds(layers, config.num_stages, config.partition_method)
     dtype = DTYPES[config.precision]
     source = source or RandomWeights(architecture, dtype)
-    module = StageModule(layers, bounds, source, dtype, config.activation_checkpoint_interval, build_adapter(config, layers))
+    parallel = join_tensor_parallel(layout, dist.get_rank())
+    module = StageModule(layers, bounds, source, dtype, config.activation_checkpoint_interval, build_adapter(config, layers), parallel=parallel)
     return initialize_engine(module, config, layout), layout, bounds
 
 

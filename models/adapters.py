@@ -21,7 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Layer
+from models.cuts import ALONE, TensorParallel
 from models.tensor_files import load_json, open_safetensors
+from models.tensor_parallel import cut_adapter, list_cuts
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -81,8 +83,8 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     in_4bit: bool = False
 
-    def attach(self, module: nn.Module, index: int, layer: Layer) -> None:
-        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules.
+    def attach(self, module: nn.Module, index: int, layer: Layer, parallel: TensorParallel = ALONE) -> None:
+        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules; cut as those are.
 
         Raises UserError for start weights that do not fit.
         """
@@ -91,19 +93,31 @@ class Adapter:
             return
         if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
             quantize_projections(module)
+        self._inject_random(module, index)
+        is_meta = next(module.parameters()).is_meta
+        tensors = {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)} if self.tensors else None
+        if parallel.size > 1:
+            for projection in _list_adapted(module):
+                cut_adapter(projection, parallel)
+            if tensors is None and not is_meta:  # drawn whole: so they are the same however they are cut
+                whole = layer.build_on_meta().to_empty(device="cpu")  # pages that nobody touches are no memory
+                self._inject_random(whole, index)
+                tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
+            cuts = list_cuts(module)
+            tensors = tensors and {name: cuts[name].take(t, parallel) if t is not None and name in cuts else t for name, t in tensors.items()}
+        if tensors:
+            fill_adapter(module, tensors)
+
+    def _inject_random(self, module: nn.Module, index: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
             _inject(self.config, module)
-        if self.tensors:
-            fill_adapter(module, {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)})
 
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
     """The layers compute as if there were no adapter on them."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapted = [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
+    adapted = _list_adapted(module)
     for child in adapted:
         child.enable_adapters(False)
     try:
@@ -111,6 +125,13 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     finally:
         for child in adapted:
             child.enable_adapters(True)
+
+
+def _list_adapted(module: nn.Module) -> list[Any]:
+    """peft's modules around the projections that have adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
 
 
 def quantize_projections(module: nn.Module) -> None:

@@ -10,6 +10,8 @@ also say, where its family differs from most:
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
     ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
+    tensor_parallel_plan(config)     how tensor parallelism cuts a decoder layer: the name of a part -> its Style, or Fused
+                                     without: it cannot be cut
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
 
@@ -26,6 +28,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +64,27 @@ class Piece:
     index: tuple[int | slice, ...] = ()
 
 
+class Style(Enum):
+    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and `models/tensor_parallel.py`."""
+
+    COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
+    ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
+    SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, in a block that is cut behind it: the gradients are summed
+    EXPERTS = "experts"  # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
+    NORM = "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
+    VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each cut by itself."""
+
+    sizes: tuple[int, ...]
+
+
+Styles = Mapping[str, Style | Fused]
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of the pipeline.
@@ -69,6 +93,7 @@ class Layer:
     tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
     pieces: of a tensor that Hugging Face keeps in several.
+    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty without it.
     """
 
     hf_prefix: str
@@ -77,6 +102,7 @@ class Layer:
     tied_key: str | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    styles: Styles = field(default_factory=dict)
 
     @property
     def owns_weights(self) -> bool:
@@ -132,6 +158,19 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
             f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned {config.max_position_embeddings} positions; "
             f"give at most max_seq_length={config.max_position_embeddings}"
         )
+
+
+def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
+    """How a decoder layer is cut. Raises UserError for a family that cannot be, with the reason."""
+    family = _load_architecture(config)
+    plan = getattr(family, "tensor_parallel_plan", None)
+    if plan is None:
+        raise refuse_cut(config, "its file in models/ has no plan for it")
+    return plan(config)
+
+
+def refuse_cut(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; give tensor_parallel_size=1 and more num_stages")
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:

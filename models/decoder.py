@@ -106,6 +106,9 @@ class PipelineDecoderLayer(nn.Module):
         hidden_states, position_ids = inputs
         return super().forward(hidden_states, **self.context(hidden_states, position_ids, self.attention_type)), position_ids
 
+    def share_heads(self, rank: int, size: int) -> None:
+        """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks how many heads it has."""
+
 
 class PipelineNorm(nn.Module):
     """Mixin before a final norm of `transformers`, built as `norm(hidden_size, eps)`."""

@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from models.architecture import Layer, Piece
+from models.architecture import Layer, Piece, Style, Styles
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
 
 
@@ -26,6 +26,23 @@ class DecoderLayer(PipelineDecoderLayer, DeepseekV3DecoderLayer):
 
 class FinalNorm(PipelineNorm, DeepseekV3RMSNorm):
     pass
+
+
+def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
+    """Heads are cut behind the compressed queries, keys and values, which each rank has whole; the router too. Dense layers have the MLP's
+    parts, the others the experts'."""
+    whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    attention = {"q_proj": Style.COLUMN, "q_b_proj": Style.COLUMN, "kv_b_proj": Style.COLUMN, "o_proj": Style.ROW} | dict.fromkeys(
+        whole, Style.SUMMED
+    )
+    mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
+    return {
+        **{f"self_attn.{name}": style for name, style in attention.items()},
+        **{f"mlp.{name}": style for name, style in mlp.items()},
+        "mlp.experts": Style.EXPERTS,
+        "mlp.gate": Style.SUMMED,
+        **{f"mlp.shared_experts.{name}": style for name, style in mlp.items()},
+    }
 
 
 def build_layers(config: DeepseekV3Config) -> list[Layer]:

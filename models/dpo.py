@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.loss import get_softcap, sequence_log_probabilities
+from models.cuts import ALONE, TensorParallel
+from models.loss import get_softcap, sequence_log_probabilities, share_vocabulary
 
 METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
@@ -33,8 +34,15 @@ class LossType(StrEnum):
 class DPOLoss:
     """The loss of the last stage. It also adds up the rewards of all pairs that it has seen, until `take_totals` takes them."""
 
-    def __init__(self, config: PretrainedConfig, beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-        self._softcap = get_softcap(config)
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        beta: float,
+        label_smoothing: float = 0.0,
+        loss_type: LossType = LossType.SIGMOID,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
+        self._softcap, self._sharing = get_softcap(config), share_vocabulary(config, parallel)
         self._beta, self._label_smoothing, self._loss_type = beta, label_smoothing, loss_type
         self._totals: torch.Tensor | None = None
 
@@ -45,7 +53,7 @@ class DPOLoss:
         Returns the sum of the pairs' losses over the denominator, fp32 at least.
         """
         labels, reference, loss_denominator = targets
-        policy, num_targets = sequence_log_probabilities(outputs, labels, self._softcap)  # [2 B]
+        policy, num_targets = sequence_log_probabilities(outputs, labels, self._softcap, self._sharing)  # [2 B]
         is_pair = num_targets[::2] > 0  # [B]
         log_ratios = policy - reference
         if self._loss_type is LossType.IPO:
@@ -74,8 +82,8 @@ class DPOLoss:
 class RowScore:
     """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: labels, and what is not needed."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        self._softcap = get_softcap(config)
+    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> None:
+        self._softcap, self._sharing = get_softcap(config), share_vocabulary(config, parallel)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return sequence_log_probabilities(outputs, targets[0], self._softcap)[0]
+        return sequence_log_probabilities(outputs, targets[0], self._softcap, self._sharing)[0]

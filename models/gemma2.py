@@ -11,8 +11,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma
 
 from models.architecture import Layer
 from models.decoder import Activations, DecoderContext, Embedding, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.tensor_parallel import read_published_plan
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+tensor_parallel_plan = read_published_plan
 
 
 class ScaledEmbedding(Embedding):

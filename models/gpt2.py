@@ -5,12 +5,14 @@ The position table is a layer of its own behind the token embedding: a tied head
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from models.architecture import Layer
+from models.architecture import Fused, Layer, Style, Styles
 from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 
 LEARNED_POSITIONS = True
@@ -40,7 +42,15 @@ class MaskOnly(DecoderContext):
 
 
 class DecoderLayer(PipelineDecoderLayer, GPT2Block):
-    pass
+    def share_heads(self, rank: int, size: int) -> None:
+        attention: Any = self.attn
+        attention.num_heads //= size
+        attention.split_size //= size
+
+
+def tensor_parallel_plan(config: GPT2Config) -> Styles:
+    width = config.hidden_size
+    return {"attn.c_attn": Fused((width, width, width)), "attn.c_proj": Style.ROW, "mlp.c_fc": Style.COLUMN, "mlp.c_proj": Style.ROW}
 
 
 def build_layers(config: GPT2Config) -> list[Layer]:

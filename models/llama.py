@@ -7,6 +7,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.tensor_parallel import read_published_plan
+
+tensor_parallel_plan = read_published_plan
 
 
 class DecoderLayer(PipelineDecoderLayer, LlamaDecoderLayer):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import MptConfig
-from transformers.models.mpt.modeling_mpt import MptBlock, build_mpt_alibi_tensor
+from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock, build_mpt_alibi_tensor
 
 from errors import UserError
-from models.architecture import Layer
+from models.architecture import Fused, Layer, Style, Styles
 from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 
 ATTENTION_IMPLEMENTATIONS = ("eager",)
@@ -28,10 +28,11 @@ class AlibiContext(DecoderContext):
 
     def __init__(self, config: MptConfig) -> None:
         super().__init__(config, nn.Identity())
+        self.heads = slice(None)  # those of this rank
 
     def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         bias = build_mpt_alibi_tensor(self.config.n_heads, hidden_states.shape[1], device=hidden_states.device)
-        return {"position_bias": bias}  # [heads, 1, T]
+        return {"position_bias": bias[self.heads]}  # [heads, 1, T]
 
     def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor:
         mask = super()._mask(hidden_states, position_ids, attention_type)
@@ -40,6 +41,12 @@ class AlibiContext(DecoderContext):
 
 
 class DecoderLayer(PipelineDecoderLayer, MptBlock):
+    def share_heads(self, rank: int, size: int) -> None:
+        attention, context = self.attn, self.context
+        assert isinstance(attention, MptAttention) and isinstance(context, AlibiContext)
+        attention.n_heads //= size
+        context.heads = slice(rank * attention.n_heads, (rank + 1) * attention.n_heads)
+
     def forward(self, inputs: Activations) -> Activations:
         (hidden_states, _attention_weights), position_ids = super().forward(inputs)
         return hidden_states, position_ids
@@ -48,6 +55,11 @@ class DecoderLayer(PipelineDecoderLayer, MptBlock):
 class FinalNorm(FinalLayerNorm):
     def __init__(self, config: MptConfig) -> None:
         super().__init__(config, bias=False)
+
+
+def tensor_parallel_plan(config: MptConfig) -> Styles:
+    width = config.hidden_size
+    return {"attn.Wqkv": Fused((width, width, width)), "attn.out_proj": Style.ROW, "ffn.up_proj": Style.COLUMN, "ffn.down_proj": Style.ROW}
 
 
 def build_layers(config: MptConfig) -> list[Layer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer, Olmo2RMSNorm, Olmo2RotaryEmbedding
 
-from models.architecture import Layer
+from models.architecture import Layer, Style, Styles
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
 
 
@@ -15,6 +15,17 @@ class DecoderLayer(PipelineDecoderLayer, Olmo2DecoderLayer):
 
 class FinalNorm(PipelineNorm, Olmo2RMSNorm):
     pass
+
+
+def tensor_parallel_plan(config: Olmo2Config) -> Styles:
+    """transformers gathers queries and keys for their norms, which run over all heads; here the norms are cut too."""
+    attention = {"q_proj": Style.COLUMN, "k_proj": Style.COLUMN, "v_proj": Style.COLUMN, "q_norm": Style.NORM, "k_norm": Style.NORM}
+    mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
+    return {
+        **{f"self_attn.{name}": style for name, style in attention.items()},
+        "self_attn.o_proj": Style.ROW,
+        **{f"mlp.{name}": style for name, style in mlp.items()},
+    }
 
 
 def build_layers(config: Olmo2Config) -> list[Layer]:

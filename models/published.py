@@ -18,7 +18,9 @@ from errors import UserError
 from models.architecture import Layer
 from models.decoder import DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.loss import build_loss
+from models.tensor_parallel import read_published_plan
 
+tensor_parallel_plan = read_published_plan
 BOUND = 1e-5  # of a relative difference, in fp32
 # A small model keeps the config's other fields. Those that it does not have are left away.
 _SMALL: dict[str, Any] = {

@@ -7,6 +7,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.tensor_parallel import read_published_plan
+
+tensor_parallel_plan = read_published_plan
 
 
 class DecoderLayer(PipelineDecoderLayer, Qwen3DecoderLayer):

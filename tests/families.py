@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from models.architecture import ARCHITECTURES
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -31,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": _WINDOW, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 24,
     },
     "phi3": {"sliding_window": _WINDOW, "rope_parameters": _ROPE_LONG},
-    "mpt": {"d_model": 48, "n_heads": 3, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
+    "mpt": {"d_model": 48, "n_heads": 6, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
     "gpt2": {"n_positions": 256, "n_embd": 48, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "scale_attn_by_inverse_layer_idx": True},
     "olmo2": {},
@@ -43,6 +46,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
+
+
+def is_cut(model_type: str) -> bool:
+    """Whether the family's file says how tensor parallelism cuts its layers."""
+    return hasattr(import_module(ARCHITECTURES[model_type]), "tensor_parallel_plan")
 
 
 def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:

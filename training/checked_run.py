@@ -12,6 +12,7 @@ from errors import UserError
 from models.adapters import Adapter
 from models.architecture import Layer, build_layers, check_length, choose_attention
 from models.random_weights import RandomWeights
+from models.tensor_parallel import cut_layers
 from models.weights import WeightSource, open_weights, parse_config
 from training.checks import check_config, check_deepspeed_version, check_model_fields
 from training.config import AdapterName, AttnImplementation, Init, RunConfig, Task, get_task
@@ -60,7 +61,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     check_model_fields(config.model, source.config, str(source.path))
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     check_length(source.config, config.max_seq_length)
-    layers = build_layers(source.config)
+    layers = cut_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)

@@ -53,6 +53,7 @@ class ShareFile:
 
     name: str
     tensors: dict[str, torch.Tensor]
+    is_copy: bool = False  # they are not the engine's own
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +61,32 @@ class ShareFile:
 
     def copy(self, before: ShareFile | None) -> ShareFile:
         """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs more than the copying."""
+        if self.is_copy:
+            return self
         there = {} if before is None else before.tensors
         copies = {}
         for name, tensor in self.tensors.items():
             same = name in there and (there[name].shape, there[name].dtype) == (tensor.shape, tensor.dtype)
             copies[name] = there[name].copy_(tensor) if same else tensor.to("cpu", copy=True)
-        return ShareFile(self.name, copies)
+        return ShareFile(self.name, copies, is_copy=True)
 
 
 def plan_share(engine: PipelineEngine) -> list[ShareFile]:
-    """The files that this rank writes, with the engine's own tensors."""
-    module, grid = engine.module, engine.grid
+    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put them together, one
+    after the other, in the host's memory of the one that writes it."""
+    module, grid, parallel = engine.module, engine.grid, engine.module.parallel
     stage_id, dp_rank, dp_size = grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()
-    files = [
-        ShareFile(layer_file(Path(), index).name, module.saved_tensors(layer_module))
-        for index, _, layer_module in module.local_layers()
-        if module.owns(index) and index % dp_size == dp_rank
-    ]
+    files = []
+    for index, _, layer_module in module.local_layers():
+        if not module.owns(index) or index % dp_size != dp_rank:
+            continue
+        name, writer = layer_file(Path(), index).name, index // dp_size % parallel.size
+        if parallel.size == 1:
+            files.append(ShareFile(name, module.saved_tensors(layer_module)))
+        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
+            files.append(ShareFile(name, tensors, is_copy=True))
     if state := optimizer_state.collect_state(module, engine.optimizer):
-        files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank), state))
+        files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))
     return files
 
 

@@ -77,6 +77,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
     _check_task(config)
     if config.precision is Precision.fp16 and not has_accelerator:
         raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
+    if config.tensor_parallel_size > 1:
+        _check_tensor_parallel(config)
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
     if config.init is Init.random:
@@ -87,6 +89,21 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError("evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are; give one")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
+
+
+def _check_tensor_parallel(config: RunConfig) -> None:
+    """Raises UserError for what tensor parallelism does not carry."""
+    refused = {
+        "precision=fp16": config.precision is Precision.fp16,
+        "compile=true": config.compile,
+        "loss={_target_: ...}": config.loss is not None,
+        "adapter.lora_dropout": config.adapter.lora_dropout > 0,
+        "adapter.use_dora=true": config.adapter.use_dora,
+        "adapter.load_in_4bit=true": config.adapter.load_in_4bit,
+    }
+    for key, is_given in refused.items():
+        if is_given:
+            raise UserError(f"tensor_parallel_size={config.tensor_parallel_size} does not go together with {key}; give tensor_parallel_size=1")
 
 
 def _check_task(config: RunConfig) -> None:

@@ -241,6 +241,7 @@ class RunConfig:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     num_stages: int = MISSING
+    tensor_parallel_size: int = MISSING
     partition_method: Any = MISSING
     schedule: PipelineSchedule = MISSING
     virtual_stages_per_rank: int = MISSING

@@ -30,6 +30,8 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
         "bf16": {"enabled": config.precision is Precision.bf16},
         "fp16": {"enabled": config.precision is Precision.fp16},
     }
+    if layout.tensor_parallel_size > 1:  # each rank of a group sends the whole hidden states to its counterpart in the next stage
+        built["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if not trains:
         built["zero_optimization"] = {"stage": 0}
     elif config.offload_optimizer is Offload.none:

@@ -56,7 +56,8 @@ def train_step(engine: PipelineEngine, micro_batches: Iterator[Any], config: Run
     learning_rate = learning_rate_at(step, total_steps, config)
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-    torch.manual_seed(hash((config.seed, step, engine.global_rank)) % 2**63)
+    # The ranks that share layers drop the same places of what all of them hold.
+    torch.manual_seed(hash((config.seed, step, engine.global_rank // config.tensor_parallel_size)) % 2**63)
     if config.data.pad_to is PadTo.longest:
         engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
     loss = engine.train_batch(micro_batches)
@@ -92,7 +93,8 @@ def evaluate(engine: PipelineEngine, micro_batches: Iterator[Any] | None, num_mi
     with progress("evaluating", num_micro_batches, "micro-batches", shown=engine.global_rank == 0) as told:
         followed = None if micro_batches is None else told.follow(micro_batches)
         for output in run_forward(engine, followed, num_micro_batches):
-            total += output.double()
+            if engine.module.reports_loss:
+                total += output.double()
     dist.all_reduce(total)
     return total.item() / num_terms
 

@@ -16,7 +16,7 @@ from training.engine import evaluate, initialize_engine
 from training.horizon import EvalSize
 from training.metrics import Record, Reporter, describe_evaluation
 from training.own import build_run_loss
-from training.pipeline import StageModule
+from training.pipeline import StageModule, join_tensor_parallel
 from training.precision import DTYPES
 from training.preferences import Rewards
 from training.ranks import Ranks
@@ -39,10 +39,12 @@ def evaluate_checkpoint(
 
     reporters: they hear it too, as of the checkpoint's step; none on all ranks but the main one.
     """
-    loss = build_run_loss(config, plan.source.config)
+    parallel = join_tensor_parallel(plan.layout, ranks.rank)
+    loss = build_run_loss(config, plan.source.config, parallel)
     module = StageModule(
-        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, num_chunks=plan.layout.num_chunks
-    )
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, parallel=parallel,
+        num_chunks=plan.layout.num_chunks,
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout, trains=False)
     reference = {}
     if plan.reference is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from models.architecture import build_layers, choose_attention
+from models.tensor_parallel import cut_layers
 from training.config import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.hardware import Machine, complete_hardware
 from training.layout import Layout
@@ -37,7 +38,7 @@ class Expectation:
     def count_parameters(self, trained: bool = False) -> int:
         """Of the model and its adapter, or only those that are trained; what layers share counts once."""
         owners = {cost.tied_key or index: cost for index, cost in enumerate(self.costs)}
-        return sum(cost.num_trainable if trained else cost.num_parameters for cost in owners.values())
+        return sum(cost.total_trainable if trained else cost.total_parameters for cost in owners.values())
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
         """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on average."""
@@ -91,4 +92,4 @@ def find_fits(config: RunConfig, architecture: PretrainedConfig, layout: Layout,
 def _count_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
     architecture = copy.deepcopy(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)  # a resumed run's does not say
-    return count_costs(config, architecture, build_layers(architecture), layout)
+    return count_costs(config, architecture, cut_layers(architecture, build_layers(architecture), layout.tensor_parallel_size), layout)

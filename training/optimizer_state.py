@@ -6,7 +6,13 @@ flattened parameter. Saved is each fragment under the parameter's Hugging Face n
 
     exp_avg/model.layers.3.mlp.up_proj.weight@4096      fp32 [number of elements]
 
-so a rank of any layout, the same one included, takes what overlaps with its own fragments. Weight decay groups need not match either: they
+so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a rank has a part of
+the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`, in each `stride` elements of the whole
+those from `first` on (columns 40 to 79 of a matrix with 80 columns),
+
+    exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
+
+Weight decay groups need not match either: they
 follow from the parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's are
 saved and both read them.
 
@@ -26,6 +32,7 @@ import torch
 from safetensors import safe_open
 
 from errors import UserError
+from models.cuts import Place, TensorParallel
 from training.pipeline import StageModule
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
@@ -40,19 +47,26 @@ class Fragment:
     """What this rank's optimizer holds of a parameter."""
 
     name: str  # the parameter's, in Hugging Face's naming
-    owned: bool  # this stage has the layer that owns the weights; False for the other end of a tie
+    owned: bool  # this rank saves it; False for the other end of a tie, and for what ranks have in common
+    place: Place | None  # of the parameter in the whole one, where it is a part
     start: int  # the first element, in the flattened parameter
     states: dict[str, torch.Tensor]  # kind -> view of the partition, fp32 [number of elements]
 
+    @property
+    def label(self) -> str:
+        """The name in a file, without the kind."""
+        return f"{self.name}{_render_place(self.place)}@{self.start}"
 
-def file_name(stage_id: int, dp_rank: int) -> str:
-    return f"optimizer-stage_{stage_id:02d}-dp_{dp_rank:02d}.safetensors"
+
+def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
+    shared = f"-tp_{parallel.rank:02d}" if parallel.size > 1 else ""
+    return f"optimizer-stage_{stage_id:02d}-dp_{dp_rank:02d}{shared}.safetensors"
 
 
 def collect_state(module: StageModule, optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here is trained."""
     tensors = {
-        f"{kind}/{fragment.name}@{fragment.start}": tensor
+        f"{kind}/{fragment.label}": tensor
         for fragment in _list_fragments(module, optimizer)
         if fragment.owned
         for kind, tensor in fragment.states.items()
@@ -92,17 +106,17 @@ def load_state(module: StageModule, optimizer: Any, step_dir: Path, with_moments
 
 def _list_fragments(module: StageModule, optimizer: Any) -> Iterator[Fragment]:
     partitions = _partitions(optimizer)
-    for name, parameter, owned in module.named_hf_parameters():
+    for name, parameter, owned, place in module.named_hf_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:  # frozen, or all of it is in other ranks' partitions
             continue
         flat = partitions[mapping.param_group_index]
-        place = mapping.hp_fragment_address
-        states = {WEIGHT: flat.detach().narrow(0, place.start, place.numel)}
+        address = mapping.hp_fragment_address
+        states = {WEIGHT: flat.detach().narrow(0, address.start, address.numel)}
         for kind, value in optimizer.optimizer.state.get(flat, {}).items():
             if torch.is_tensor(value) and value.shape == flat.shape:
-                states[kind] = value.narrow(0, place.start, place.numel)
-        yield Fragment(name, owned, mapping.lp_fragment_address.start, states)
+                states[kind] = value.narrow(0, address.start, address.numel)
+        yield Fragment(name, owned, place, mapping.lp_fragment_address.start, states)
 
 
 def _partitions(optimizer: Any) -> list[torch.Tensor]:
@@ -136,7 +150,7 @@ def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
     for file in files:
         with safe_open(file, framework="pt") as saved:
             for key in saved.keys():
-                kind, name, _ = _parse(key)
+                kind, name, _, _ = _parse(key)
                 if kind == SCALAR:
                     scalars[name] = saved.get_tensor(key).item()
                 else:
@@ -148,20 +162,54 @@ def _read_overlaps(file: Path, wanted: dict[tuple[str, str], Fragment], missing:
     """Copies what `file` has of the wanted fragments, and counts it off."""
     with safe_open(file, framework="pt") as saved:
         for key in saved.keys():
-            kind, name, start = _parse(key)
+            kind, name, place, start = _parse(key)
             fragment = wanted.get((kind, name))
             if fragment is None:
                 continue
-            piece, target = saved.get_slice(key), fragment.states[kind]
-            low = max(start, fragment.start)
-            high = min(start + piece.get_shape()[0], fragment.start + target.numel())
-            if low < high:
-                target[low - fragment.start : high - fragment.start].copy_(piece[low - start : high - start])
-                missing[kind, name] -= high - low
+            piece, target = saved.get_tensor(key), fragment.states[kind]  # mapped: what is not copied is not read
+            here, there = (place, start, piece.numel()), (fragment.place, fragment.start, target.numel())
+            for low, to, length in _list_overlaps(here, there):
+                target[to : to + length].copy_(piece[low : low + length])
+                missing[kind, name] -= length
 
 
-def _parse(key: str) -> tuple[str, str, int]:
-    """(kind, name, start) of a key in a file."""
+Run = tuple[Place | None, int, int]  # where a parameter lies in the whole one; the first element of a run in the flattened parameter, and how many
+
+
+def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
+    """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length) of each run of them."""
+    one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
+    mine, its = next(one, None), next(other, None)
+    while mine is not None and its is not None:
+        start, stop = max(mine[1], its[1]), min(mine[1] + mine[2], its[1] + its[2])
+        if start < stop:
+            yield mine[0] + start - mine[1], its[0] + start - its[1], stop - start
+        if mine[1] + mine[2] <= its[1] + its[2]:
+            mine = next(one, None)
+        else:
+            its = next(other, None)
+
+
+def _list_runs(place: Place | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
+    """(first in the fragment, first in the whole, length); of parts cut in the same way, the flattened part stands for the whole."""
+    if place is None or is_same:
+        yield 0, start, count
+        return
+    for low, whole, length in place.list_runs(start, start + count):
+        yield low - start, whole, length
+
+
+def _render_place(place: Place | None) -> str:
+    return "" if place is None else f"[{place.stride}:" + ",".join(f"{first}+{length}" for first, length in place.runs) + "]"
+
+
+def _parse(key: str) -> tuple[str, str, Place | None, int]:
+    """(kind, name, place, start) of a key in a file."""
     kind, _, rest = key.partition("/")
-    name, _, start = rest.rpartition("@")
-    return kind, name, int(start)
+    label, _, start = rest.rpartition("@")
+    name, _, described = label.partition("[")
+    if not described:
+        return kind, name, None, int(start)
+    stride, _, runs = described.removesuffix("]").partition(":")
+    pairs = (run.split("+") for run in runs.split(","))
+    return kind, name, Place(int(stride), tuple((int(first), int(length)) for first, length in pairs)), int(start)

@@ -12,6 +12,7 @@ from data.collator import Checked, Collator, PadRight
 from data.sample import Encoder
 from data.targets import TARGET, build_target
 from errors import UserError
+from models.cuts import ALONE, TensorParallel
 from models.loss import Loss
 from training.config import DataConfig, RunConfig, Task, get_task
 from training.preferences import build_dpo_loss
@@ -35,13 +36,13 @@ def build_collator(data: DataConfig) -> Collator:
     return Checked(_build(data.collator, "data.collator", "my_data.MyCollator", fits, need), f"data.collator {data.collator[TARGET]}")
 
 
-def build_run_loss(config: RunConfig, model_config: PretrainedConfig) -> Loss | None:
-    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy.
+def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss | None:
+    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy. parallel: who shares the head.
 
     Raises UserError for what is no loss.
     """
     if config.loss is None:
-        return build_dpo_loss(config, model_config)
+        return build_dpo_loss(config, model_config, parallel)
     if get_task(config) is Task.dpo:
         raise UserError("loss and task=dpo: each is a loss; give one of them")
     return _build(config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)")

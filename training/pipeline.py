@@ -7,17 +7,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.architecture import Layer
+from models.cuts import ALONE, Place, TensorParallel
 from models.decoder import PipelineDecoderLayer
 from models.loss import Loss, build_loss
+from models.tensor_parallel import cut_module, list_cuts, mark_parameters
 from models.weights import WeightSource
 from screen import progress
 from training.config import CheckpointMode
+from training.layout import Layout
 from training.partition import list_chunks
 from training.ranks import raise_together
 from training.recompute import Recompute
@@ -32,6 +37,20 @@ def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
         else LayerSpec(layer.module_class, *layer.args)
         for layer in layers
     ]
+
+
+def build_topology(num_stages: int, tensor_parallel_size: int) -> PipeModelDataParallelTopology:
+    """The ranks as `training.layout.Layout` has them. Needs an initialised process group."""
+    return PipeModelDataParallelTopology(num_stages, tensor_parallel_size, dist.get_world_size() // (num_stages * tensor_parallel_size))
+
+
+def join_tensor_parallel(layout: Layout, rank: int) -> TensorParallel:
+    """This rank among those that share its layers, with a process group of them. All ranks call it."""
+    size = layout.tensor_parallel_size
+    if size == 1:
+        return ALONE
+    groups = [dist.new_group(ranks) for ranks in layout.list_tensor_parallel_groups()]
+    return TensorParallel(layout.tp_rank(rank), size, groups[rank // size])
 
 
 class StageModule(PipelineModule):
@@ -57,20 +76,23 @@ class StageModule(PipelineModule):
         loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,
+        parallel: TensorParallel = ALONE,
         num_chunks: int = 1,
     ) -> None:
         """bounds, num_chunks: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
         names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
-        itself. Needs an initialised process group.
+        itself. parallel: the ranks that share the layers, which `models.tensor_parallel.cut_layers` has described. Needs an initialised
+        process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
         self._layers, self._source, self._dtype, self.adapter, self._freeze = list(layers), source, dtype, adapter, list(freeze)
+        self.parallel = parallel
         self._recompute, self._compiles = Recompute(activation_checkpoint_interval, checkpoint_mode), compiles
         super().__init__(
             layers=build_layer_specs(layers),
-            num_stages=(len(bounds) - 1) // num_chunks,
-            loss_fn=loss or build_loss(source.config),
+            topology=build_topology(num_stages=(len(bounds) - 1) // num_chunks, tensor_parallel_size=parallel.size),
+            loss_fn=loss or build_loss(source.config, parallel),
             partition_method=list(bounds),
             activation_checkpoint_interval=self._recompute.group_size,
             activation_checkpoint_func=self._recompute.build_function(),
@@ -138,7 +160,11 @@ class StageModule(PipelineModule):
         device = get_accelerator().device_name(self.local_rank)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
+        if self.parallel.size > 1 and not shapes and not any(p.model_parallel for p in trained):
+            shapes = [(1,)]  # of what ranks have in common only the first counts it for the norm; the others must have something too
         self.placeholders = torch.nn.ParameterList(torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
+        for placeholder in self.placeholders:
+            placeholder.model_parallel = True
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]
@@ -153,13 +179,24 @@ class StageModule(PipelineModule):
 
     def _load(self, module: torch.nn.Module, index: int) -> None:
         device = get_accelerator().device_name(self.local_rank)
-        tensors = self._source.read_layer(index, self._layers[index])
+        cut_module(module, self._layers[index].styles, self.parallel)
+        tensors = self._read(self._source, index, module)
         kept = self._layers[index].buffer_names()
         copies = {name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True) for name, tensor in tensors.items()}
         module.load_state_dict(copies, strict=True, assign=True)
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
-        choose_trained(module, index, self._layers[index], self.adapter, self._freeze)
+        choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
+        if self.parallel.size > 1:
+            mark_parameters(module, self.parallel)
+
+    def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not read."""
+        cuts = list_cuts(module)
+        return {
+            name: cuts[name].take(tensor, self.parallel) if name in cuts else tensor
+            for name, tensor in source.read_layer(index, self._layers[index]).items()
+        }
 
     def copy_weights(self, source: WeightSource) -> None:
         """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own stays. All ranks call it.
@@ -168,8 +205,8 @@ class StageModule(PipelineModule):
         """
         mistake = None
         try:
-            for index, layer, module in self.local_layers():
-                tensors = source.read_layer(index, layer)
+            for index, _, module in self.local_layers():
+                tensors = self._read(source, index, module)
                 for name, held in module.state_dict().items():
                     held.copy_(tensors[name])
         except UserError as error:
@@ -179,6 +216,10 @@ class StageModule(PipelineModule):
     def forward(self, forward_input: Any) -> Any:
         """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
         outputs = super().forward(forward_input)
+        if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
+            # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
+            for placeholder in self.placeholders:
+                outputs = (outputs[0] + 0 * placeholder.sum(), *outputs[1:])
         if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
             return (outputs[0].requires_grad_(), *outputs[1:])
         return outputs
@@ -193,6 +234,17 @@ class StageModule(PipelineModule):
         state = layer_module.state_dict()
         return {name: state[name].detach() for name in names}
 
+    def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:
+        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on the others, which
+        call it too."""
+        cuts = list_cuts(layer_module)
+        gathered = {}
+        for name, tensor in self.saved_tensors(layer_module).items():
+            whole = cuts[name].gather(tensor, self.parallel) if name in cuts else tensor
+            if writer == self.parallel.rank:
+                gathered[name] = whole.to("cpu", copy=True)
+        return gathered if writer == self.parallel.rank else None
+
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
         """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
         seen: set[int] = set()
@@ -206,11 +258,14 @@ class StageModule(PipelineModule):
         """False for a layer of another stage whose weights this stage shares."""
         return index in self._functions
 
-    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
-        """Hugging Face name, parameter, and whether this stage owns it; those of `local_layers`."""
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool, Place | None]]:
+        """Hugging Face name, parameter, whether it is this rank's to save, and where it lies in the whole one of which it is a part; those
+        of `local_layers`."""
         for index, layer, module in self.local_layers():
+            cuts = list_cuts(module)
             for name, parameter in module.named_parameters():
-                yield layer.hf_prefix + name, parameter, self.owns(index)
+                place = cuts[name].place(parameter.shape, self.parallel) if name in cuts else None
+                yield layer.hf_prefix + name, parameter, self.owns(index) and (place is not None or self.parallel.rank == 0), place
 
     @property
     def has_first_layer(self) -> bool:
@@ -219,3 +274,8 @@ class StageModule(PipelineModule):
     @property
     def has_loss(self) -> bool:
         return self.chunks[-1].stop == len(self._layers)
+
+    @property
+    def reports_loss(self) -> bool:
+        """The ranks that share the last stage's layers have the same loss; the first of them speaks for all."""
+        return self.has_loss and self.parallel.rank == 0

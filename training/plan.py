@@ -35,6 +35,7 @@ class ChunkPlan:
     backward_flops: float  # of a token, with what is recomputed
     forward_seconds: float  # of a micro-batch
     backward_seconds: float
+    sum_seconds: float  # those of them in which the ranks that share layers sum activations
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class StagePlan:
     @property
     def backward_seconds(self) -> float:
         return sum(chunk.backward_seconds for chunk in self.chunks)
+
+    @property
+    def sum_seconds(self) -> float:
+        return sum(chunk.sum_seconds for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -122,10 +127,10 @@ class Plan:
 
 
 def count_costs(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], layout: Layout) -> list[LayerCost]:
-    """What `compute_plan` takes. Moves what the layers share to the meta device."""
+    """What `compute_plan` takes. layers: as `cut_layers` makes them for the layout. Moves what the layers share to the meta device."""
     return count_layers(
         layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze,
+        build_adapter(config, layers), config.freeze, layout.tensor_parallel_size,
     )  # fmt: skip
 
 
@@ -133,7 +138,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
     """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
     tokens_per_sample = rows_per_sample(config) * config.max_seq_length
     tokens = layout.micro_batch_size * tokens_per_sample
-    chunks = [_plan_chunk(costs, start, stop, tokens, config, hardware) for start, stop in pairwise(bounds)]
+    chunks = [_plan_chunk(costs, start, stop, layout, tokens, config, hardware) for start, stop in pairwise(bounds)]
     held = [[costs[chunk.start : chunk.stop] for chunk in list_chunks(bounds, layout.num_stages, stage)] for stage in range(layout.num_stages)]
     stages = [
         StagePlan(
@@ -175,7 +180,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
     )
 
 
-def _plan_chunk(costs: Sequence[LayerCost], start: int, stop: int, tokens: int, config: RunConfig, hardware: Machine) -> ChunkPlan:
+def _plan_chunk(costs: Sequence[LayerCost], start: int, stop: int, layout: Layout, tokens: int, config: RunConfig, hardware: Machine) -> ChunkPlan:
     layers = costs[start:stop]
     recompute = build_recompute(config)
     forward = sum(layer.forward_flops for layer in layers)
@@ -192,7 +197,13 @@ def _plan_chunk(costs: Sequence[LayerCost], start: int, stop: int, tokens: int, 
     else:
         rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
         seconds = forward / rate, backward / rate
-    return ChunkPlan(start, stop - 1, forward, backward, forward_seconds=seconds[0] * tokens, backward_seconds=seconds[1] * tokens)
+    one_sum = compute_sum_seconds(layers[0].output_bytes, layout, hardware)
+    remade = sum(layers[i].forward_sums for g in recompute.list_groups(len(layers)) if g.is_recomputed for i in range(g.start, min(g.stop, in_loss)))
+    sums = one_sum * sum(layer.forward_sums for layer in layers), one_sum * (sum(layer.backward_sums for layer in layers) + remade)
+    return ChunkPlan(
+        start, stop - 1, forward, backward,
+        forward_seconds=seconds[0] * tokens + sums[0], backward_seconds=seconds[1] * tokens + sums[1], sum_seconds=sum(sums),
+    )  # fmt: skip
 
 
 def _compute_stage_memory(
@@ -204,8 +215,9 @@ def _compute_stage_memory(
     )  # fmt: skip
     tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
     return compute_memory(
-        chunks, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens, vocab_size, state, config.precision
-    )
+        chunks, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens,
+        -(-vocab_size // layout.tensor_parallel_size), state, config.precision,
+    )  # fmt: skip
 
 
 def build_fits(costs: Sequence[LayerCost], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine) -> Fits:
@@ -242,9 +254,17 @@ def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
 
 def _bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
     """GB/s from `stage_id` to the next stage, or from the last to the first, of the replica whose path is slowest."""
-    starts = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
-    crosses = any(_spans_nodes((rank, (rank + layout.dp_size) % layout.world_size), hardware.cards_per_node) for rank in starts)
+    starts = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage)
+    crosses = any(_spans_nodes((rank, (rank + layout.ranks_a_stage) % layout.world_size), hardware.cards_per_node) for rank in starts)
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+
+
+def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float:
+    """All-reduce of `nbytes` over the slowest tensor-parallel group, on a ring."""
+    size = layout.tensor_parallel_size
+    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.list_tensor_parallel_groups())
+    bandwidth = hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+    return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
 
 
 def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: Machine) -> float:
@@ -253,7 +273,7 @@ def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, pr
     Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
     sent, taken back, and out.
     """
-    ranks = range(stage_id * layout.dp_size, (stage_id + 1) * layout.dp_size)
+    ranks = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage, layout.tensor_parallel_size)
     bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     share = (layout.dp_size - 1) / layout.dp_size
     copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]

@@ -22,6 +22,8 @@ from transformers import PretrainedConfig
 
 from models.adapters import Adapter
 from models.architecture import Layer
+from models.cuts import TensorParallel
+from models.tensor_parallel import count_sums, cut_module, list_cuts
 from training.recompute import is_kept
 from training.trainable import choose_trained
 
@@ -30,14 +32,16 @@ POSITION_BYTES = 8  # position_ids are int64
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer of the pipeline, for one micro-batch shape and dtype.
+    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has of it.
 
-    num_active: parameters that take part in a token's computation; fewer than num_parameters where experts are chosen.
+    num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where experts are chosen.
     forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean number of keys.
     frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
-    attention_width: heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
+    attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
     saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
     kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
+    total_parameters, total_trainable: of the whole layer.
+    forward_sums, backward_sums: of hidden states, over the ranks that share the layer (`models/tensor_parallel.py`).
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
     pass_seconds: of a token, forward and backward, where the layer was timed (`training/rehearsal.py`).
     """
@@ -57,6 +61,10 @@ class LayerCost:
     kept_bytes: int = 0
     remade_bytes: int = 0
     pass_seconds: tuple[float, float] | None = None
+    forward_sums: int = 0
+    backward_sums: int = 0
+    total_parameters: int = 0
+    total_trainable: int = 0
 
 
 def count_layers(
@@ -67,40 +75,46 @@ def count_layers(
     dtype: torch.dtype,
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
+    tensor_parallel_size: int = 1,
 ) -> list[LayerCost]:
     """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is trained are counted
-    once. adapter, freeze: as in training."""
+    once. layers: as `cut_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in training."""
     known: dict[Any, LayerCost] = {}
     costs = []
+    parallel = TensorParallel(size=tensor_parallel_size)
     for index, layer in enumerate(layers):
         module = layer.build_on_meta().to(dtype)
-        choose_trained(module, index, layer, adapter, freeze)
+        cut_module(module, layer.styles, parallel)
+        choose_trained(module, index, layer, adapter, freeze, parallel)
         kind = (
             layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config),
             tuple((p.shape, p.requires_grad) for p in module.parameters()),
         )  # fmt: skip
         if kind not in known:
-            known[kind] = _count_layer(layer, module, config, micro_batch_size, seq_length, dtype, is_first=index == 0)
+            known[kind] = _count_layer(layer, module, config, micro_batch_size, seq_length, dtype, parallel.size, is_first=index == 0)
         costs.append(known[kind])
     return costs
 
 
 def _count_layer(
-    layer: Layer, module: nn.Module, config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype, is_first: bool
+    layer: Layer, module: nn.Module, config: PretrainedConfig, micro_batch_size: int, seq_length: int, dtype: torch.dtype, size: int, is_first: bool
 ) -> LayerCost:
+    """size: of the group that shares it."""
     parameters = dict(module.named_parameters())
     active = {name: parameter.numel() * _active_share(name, config) for name, parameter in parameters.items()}
     multiplied = list(_multiplied(layer, module, config))
-    width = _attention_width(module, config)
+    width, cuts = _attention_width(module, config), list_cuts(module)
+    wholes = {name: cuts[name].length / parameter.shape[cuts[name].dim] for name, parameter in parameters.items() if name in cuts}
+    forward_sums, backward_sums = count_sums(layer)
     keys = mean_keys(seq_length, _window(module, config))
     saved, is_estimated = _count_saved(layer, module, config, micro_batch_size, seq_length, dtype, is_first)
     return LayerCost(
         name=layer.module_class.__name__,
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
-        num_active=round(sum(active.values())),
+        num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
         largest_trainable=max((p.numel() for p in parameters.values() if p.requires_grad), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width,
+        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / size,
         frozen_flops=2 * sum(active[name] for name in multiplied if not parameters[name].requires_grad),
         attention_width=width,
         saved_bytes=saved.saved,
@@ -109,6 +123,10 @@ def _count_layer(
         output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
+        total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
+        total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items() if p.requires_grad)),
+        forward_sums=forward_sums,
+        backward_sums=backward_sums,
     )
 
 
@@ -124,7 +142,7 @@ def _multiplied(layer: Layer, module: nn.Module, config: PretrainedConfig) -> It
         for name, parameter in child.named_parameters(prefix, recurse=False):
             if parameter.ndim < 2:
                 continue
-            looked_up = isinstance(child, nn.Embedding) and (layer.owns_weights or parameter.shape[0] != config.vocab_size)
+            looked_up = isinstance(child, nn.Embedding) and layer.owns_weights
             if not looked_up:
                 yield name
 

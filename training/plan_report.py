@@ -87,11 +87,21 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         f"bubble {plan.bubble:.1%} = (P-1)/({'V ' * (plan.layout.num_chunks > 1)}M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
         f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
         f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
+        *_render_sums(plan),
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, {plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
         f"MFU {plan.mfu:.1%}; while computing, a card is assumed to reach {hardware.efficiency:.0%} of its peak",
         f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
         f"of {plan.host_limit / GIB:,.0f}",
     ]
+
+
+def _render_sums(plan: Plan) -> list[str]:
+    size = plan.layout.tensor_parallel_size
+    return [f"the {size} ranks that share layers sum activations for {_share_of_sums(plan):.1%} of a step"] if size > 1 else []
+
+
+def _share_of_sums(plan: Plan) -> float:
+    return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
 
 
 def render_run(plan: Plan, total_steps: int | None) -> list[str]:
@@ -157,6 +167,7 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size) or fewer num_stages lessen it": waiting - uneven,
         f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
         f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,
+        f"the ranks that share layers sum activations for {_share_of_sums(plan):.0%} of a step; a smaller tensor_parallel_size lessens it": _share_of_sums(plan),
         f"replicas exchange gradients for {plan.reduce_seconds / step:.0%} of a step; a larger global_batch_size lessens it": plan.reduce_seconds / step,
     }  # fmt: skip
     return f"what limits speed: {max(losses, key=lambda words: losses[words])}"

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer, build_layers, check_length, choose_attention
+from models.tensor_parallel import cut_layers
 from models.weights import load_config, parse_config
 from screen import fit, measure_width
 from training.checks import check_config, check_model_fields
@@ -41,7 +42,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     check_config(config, has_accelerator=True)
     world_size = check_world_size(config)
     architecture = load_architecture(config)
-    layers = build_layers(architecture)
+    layers = cut_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if config.plan == "search":
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
@@ -69,10 +70,13 @@ def check_world_size(config: RunConfig) -> int:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
     if config.world_size < 1:
         raise UserError(f"world_size={config.world_size}: at least 1")
-    if config.plan is True and config.num_stages >= 1 and config.world_size % config.num_stages:
-        above = -(-config.world_size // config.num_stages) * config.num_stages
-        nearest = f"{above - config.num_stages} or {above}" if above > config.num_stages else f"{above}"
-        raise UserError(f"world_size={config.world_size} is no multiple of num_stages={config.num_stages}; the nearest is {nearest}")
+    width = config.tensor_parallel_size
+    replica = width * (config.num_stages if config.plan is True else 1)
+    if min(width, config.num_stages) >= 1 and config.world_size % replica:
+        above = -(-config.world_size // replica) * replica
+        nearest = f"{above - replica} or {above}" if above > replica else f"{above}"
+        keys = [f"num_stages={config.num_stages}"] * (config.plan is True) + [f"tensor_parallel_size={width}"] * (width > 1)
+        raise UserError(f"world_size={config.world_size} is no multiple of {' x '.join(keys)}; the nearest is {nearest}")
     return config.world_size
 
 
@@ -104,6 +108,10 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
+        if layout.tensor_parallel_size > 1:
+            raise UserError(
+                f"hardware={config.hardware.name} times whole layers; with tensor_parallel_size={layout.tensor_parallel_size} choose another hardware"
+            )
         costs, hardware = rehearse(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 

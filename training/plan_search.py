@@ -1,6 +1,7 @@
 """`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing, best first.
 
-The global batch stays what the config says, so each found layout trains the same run. With schedule=interleaved both schedules are tried.
+The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too. With
+schedule=interleaved both schedules are tried.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
     work = [compute_work(layer) for layer in layers]
     total = _global_batch_size(config, world_size, len(layers))
-    for num_stages, micro_batch_size in _list_layouts(world_size, len(layers), total):
-        dp_size = world_size // num_stages
-        layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size))
+    width = config.tensor_parallel_size
+    for num_stages, micro_batch_size in _list_layouts(world_size // width, len(layers), total):
+        dp_size = world_size // (num_stages * width)
+        layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size), width)
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
         scheduled = [layout, *_interleave(layout, config, len(layers))]
@@ -105,7 +107,10 @@ def _method(config: RunConfig) -> str:
 
 
 def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> Iterator[tuple[int, int]]:
-    """(num_stages, micro_batch_size) that divide the ranks and the global batch; micro-batches in powers of two."""
+    """(num_stages, micro_batch_size) that divide the ranks and the global batch; micro-batches in powers of two.
+
+    world_size: in groups that share layers.
+    """
     for num_stages in range(1, min(world_size, num_layers) + 1):
         dp_size = world_size // num_stages
         if world_size % num_stages or global_batch_size % dp_size:

@@ -6,15 +6,16 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from models.cuts import TensorParallel
 from models.dpo import METRICS, DPOLoss, LossType
 from training.config import RunConfig, Task, get_task
 
 
-def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig) -> DPOLoss | None:
+def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> DPOLoss | None:
     """None for another task."""
     if get_task(config) is not Task.dpo:
         return None
-    return DPOLoss(model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value))
+    return DPOLoss(model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value), parallel)
 
 
 def describe_loss(config: RunConfig) -> dict[str, str]:

@@ -94,13 +94,14 @@ def _score(engine: Any, path: Path, options: LoaderOptions, reference: WeightSou
     dataset = TokenizedDataset(path, False, False)
     loader = ScoringLoader(path, per_sample, _CHUNK * engine.num_stages)
     found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
-    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config)
+    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config, engine.module.parallel)
     try:
         with progress(what, len(dataset), "answers", shown=ranks.is_main) as told:
             for number in range(len(loader)):
                 batches, rows = loader.chunk(number)
                 for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
-                    found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+                    if engine.module.reports_loss:
+                        found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
                 told.advance(sum(map(len, rows)))
     finally:
         engine.module.loss_fn = loss

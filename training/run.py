@@ -33,7 +33,7 @@ from training.metrics import MetricsFile, ProgressBar, Reporter
 from training.outputs import export, prepare_folder
 from training.own import build_run_loss
 from training.panels import Totals, describe_end, describe_evaluation_run, describe_start
-from training.pipeline import StageModule
+from training.pipeline import StageModule, join_tensor_parallel
 from training.plan_report import list_figures, render_plan
 from training.precision import DTYPES
 from training.preparation import load_tokenizer, tokenize
@@ -152,10 +152,11 @@ def train_together(
         show_panel(f"{folder.path.name}: training on {ranks.world_size} ranks", facts)
 
     memory = MemoryPeak(current_device())
+    parallel = join_tensor_parallel(plan.layout, ranks.rank)
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
-        loss=build_run_loss(config, plan.source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
-        num_chunks=plan.layout.num_chunks,
+        loss=build_run_loss(config, plan.source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        parallel=parallel, num_chunks=plan.layout.num_chunks,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}

@@ -65,7 +65,7 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
 
 def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
     """The mean over the replicas of each stage. values: of each rank."""
-    return [sum(v for rank, v in enumerate(values) if layout.stage_id(rank) == s) / layout.dp_size for s in range(layout.num_stages)]
+    return [sum(v for rank, v in enumerate(values) if layout.stage_id(rank) == s) / layout.ranks_a_stage for s in range(layout.num_stages)]
 
 
 def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
@@ -75,8 +75,8 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     quicker one tells how long the transfer takes.
     """
     seconds = [0.0] * len(ranks)
-    for rank in range(len(ranks) - layout.dp_size):
-        after = rank + layout.dp_size
+    for rank in range(len(ranks) - layout.ranks_a_stage):
+        after = rank + layout.ranks_a_stage
         forward = min(ranks[rank].send_activation, ranks[after].recv_activation)
         backward = min(ranks[rank].recv_grad, ranks[after].send_grad)
         seconds[rank] += forward + backward
@@ -113,7 +113,7 @@ class Telemetry:
             return
         from training.plan_picture import draw_timelines  # matplotlib is slow to import, and few runs draw
 
-        measured = arrange(of_ranks[:: self._layout.dp_size], self._layout.num_chunks)
+        measured = arrange(of_ranks[:: self._layout.ranks_a_stage], self._layout.num_chunks)
         draw_timelines([foresee(self._expectation.plan), measured], f"step {step}, {self._layout.describe()}", folder / f"step_{step}.png")
 
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:

@@ -24,6 +24,7 @@ from models.adapters import (
     to_peft_name,
 )  # fmt: skip
 from models.architecture import Layer
+from models.cuts import ALONE, TensorParallel
 from models.folders import copy_tokenizer_files, staged_folder
 from models.weights import PipelineCheckpoint
 from training.config import AdapterName, RunConfig
@@ -69,10 +70,12 @@ def check_4bit(layers: Sequence[Layer]) -> None:
                 raise UserError(f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which cannot be quantized")
 
 
-def choose_trained(module: nn.Module, index: int, layer: Layer, adapter: Adapter | None, freeze: Sequence[str]) -> None:
+def choose_trained(
+    module: nn.Module, index: int, layer: Layer, adapter: Adapter | None, freeze: Sequence[str], parallel: TensorParallel = ALONE
+) -> None:
     """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all but what `freeze` names."""
     if adapter is not None:
-        adapter.attach(module, index, layer)
+        adapter.attach(module, index, layer, parallel)
     for name, parameter in module.named_parameters():
         if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
             parameter.requires_grad_(False)

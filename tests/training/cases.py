@@ -16,6 +16,7 @@ from data.order import GlobalOrder
 from data.rows import count_rows
 from data.tokenized import TokenizedDataset
 from models.architecture import build_layers, choose_attention
+from models.tensor_parallel import cut_layers, list_cuts
 from models.weights import open_weights
 from training.config import RunConfig, Task, get_task, register_schema
 from training.horizon import Horizon
@@ -58,7 +59,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
 
     from training.engine import initialize_engine
     from training.own import build_run_loss
-    from training.pipeline import StageModule
+    from training.pipeline import StageModule, join_tensor_parallel
     from training.precision import DTYPES
     from training.preparation import load_tokenizer, tokenize
     from training.ranks import Ranks
@@ -71,16 +72,17 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     ranks = Ranks(rank, world_size, rank, world_size)
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
-    layers = build_layers(source.config)
+    layers = cut_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
     layout = build_layout(config, world_size, len(layers), False)
+    parallel = join_tensor_parallel(layout, rank)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(
         layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
-        loss=build_run_loss(config, source.config), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
-        num_chunks=layout.num_chunks,
+        loss=build_run_loss(config, source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        parallel=parallel, num_chunks=layout.num_chunks,
     )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
@@ -92,13 +94,15 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
 
 
 def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Hugging Face name -> weight, of the layers this stage owns."""
+    """Hugging Face name -> weight, whole, of the layers this stage owns."""
     module = engine.module
     weights = {}
     for index, layer, layer_module in module.local_layers():
         if module.owns(index):
+            cuts = list_cuts(layer_module)
             for name, tensor in layer_module.state_dict().items():
-                weights[layer.hf_prefix + name] = tensor.detach().float().cpu().clone()
+                whole = cuts[name].gather(tensor.detach(), module.parallel) if name in cuts else tensor
+                weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
     return weights
 
 

@@ -23,13 +23,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 import torch  # noqa: E402
 from cases import Case, build_engine, merge, relative_difference, train_case, train_oracle, worst_difference  # noqa: E402
 from distributed import WorkerGroup  # noqa: E402
-from families import FAMILIES, save_family  # noqa: E402
+from families import FAMILIES, is_cut, save_family  # noqa: E402
 from test_lora import make_adapter, to_peft_weights  # noqa: E402
 from tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-LAYOUTS = {"pp1": 1, "pp2": 2, "pp4": 4}
+LAYOUTS = {  # stages, ranks, tensor_parallel_size
+    "pp1": (1, 1, 1), "pp2": (2, 2, 1), "pp4": (4, 4, 1), "tp2": (1, 2, 2), "tp2xpp2": (2, 4, 2), "tp2xdp2": (1, 4, 2),
+}  # fmt: skip
 BOUND = 1e-5
 NUM_SAMPLES = 22
 LARGE = 2.0**20  # next to it the weights of a tiny model vanish
@@ -38,7 +40,7 @@ COLUMNS = ("logits", "gradients", "5 steps", "5 steps, checkpointed", "packed gr
 
 
 def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Logits [B, T, V] of the pipeline, on the rank that has the loss."""
+    """Logits [B, T, V] of the pipeline, on the ranks that have the loss; with tensor parallelism, those of the rank's tokens."""
     engine, *_ = build_engine(case)
     position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     batch = ((input_ids, position_ids), (input_ids, torch.tensor(1.0)))
@@ -83,9 +85,9 @@ class Table:
         ]
 
     def case(self, folder: Path, layout: str, *overrides: str, steps: int) -> Case:
-        num_stages = LAYOUTS[layout]
-        given = (f"tokenizer_name_or_path={self.root}/tokenizer", *overrides)
-        return Case(folder, self.records, self.root, num_stages, num_stages, steps, given)
+        num_stages, world_size, width = LAYOUTS[layout]
+        given = (f"tokenizer_name_or_path={self.root}/tokenizer", f"tensor_parallel_size={width}", *overrides)
+        return Case(folder, self.records, self.root, num_stages, world_size, steps, given)
 
     def run_packed(self, case: Callable[..., Case], gradient: tuple[str, ...]) -> dict[str, Any]:
         """One step on all samples, packed. How many rows they make is known once they are tokenized."""
@@ -94,7 +96,9 @@ class Table:
 
     def compare_logits(self, case: Case, folder: Path) -> float:
         input_ids = torch.randint(3, VOCAB_SIZE, (3, 40), generator=torch.Generator().manual_seed(1))
-        logits = next(result for result in self.run(case, logits_on_rank, input_ids) if result is not None)
+        width = case.config().tensor_parallel_size
+        found = [result for result in self.run(case, logits_on_rank, input_ids) if result is not None]
+        logits = torch.cat(found[:width], dim=-1)
         with torch.no_grad():
             return relative_difference(logits, AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids, use_cache=False).logits)
 
@@ -149,7 +153,7 @@ def main() -> None:
         table = Table(Path(root))
         for family in arguments.families:
             for tied in (False, True):
-                for layout in arguments.layouts:
+                for layout in (name for name in arguments.layouts if LAYOUTS[name][2] == 1 or is_cut(family)):
                     figures = table.measure(family, tied, layout)
                     worst = max(worst, *figures)
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |")
@@ -168,6 +172,8 @@ def render_page(lines: list[str], worst: float) -> str:
 Made by `make parity`: tiny random models of every family with every feature of the family switched on (`tests/families.py`), through real
 pipeline stages, against the plain Hugging Face model in one process. A figure is the relative difference max|a - b| / max|b| of the worst
 tensor, in fp32; worst of all: {worst:.1e}.
+
+tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas.
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.

@@ -25,6 +25,7 @@ from data.tokenized import TokenizedDataset
 NUM_PAIRS = 21  # no multiple of any batch
 DPO = ("data=preference", "task=dpo", "dpo.beta=0.3")
 SMOOTHED, IPO = "dpo.label_smoothing=0.2", "dpo.loss_type=ipo"
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
 
@@ -39,7 +40,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = LAYOUTS[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    if layout in TENSOR_PARALLEL:
+        overrides = ("tensor_parallel_size=2", *overrides)
     if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
         overrides = ("learning_rate=0.02", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, overrides=(*DPO, "micro_batch_size=1", *overrides))
@@ -137,6 +140,8 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
     [
         ("pp2", False, (SMOOTHED, CLIPPED)),
         ("pp2xdp2", True, (IPO, CHECKPOINTED)),
+        pytest.param("tp2", False, (SMOOTHED, CLIPPED), marks=pytest.mark.full),
+        pytest.param("tp2xpp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in LAYOUTS
@@ -156,7 +161,7 @@ def test_five_sgd_steps_equal_the_paper(
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
 
 
-@pytest.mark.parametrize("layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))])
+@pytest.mark.parametrize("layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2", "tp2xpp2"))])
 def test_with_an_adapter_the_reference_is_the_model_without_it(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
 ) -> None:

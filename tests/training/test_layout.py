@@ -43,6 +43,25 @@ def test_ranks_lie_as_deepspeed_lays_them() -> None:
         assert (layout.stage_id(rank), layout.dp_rank(rank)) == (coordinate.pipe, coordinate.data)
 
 
+def test_ranks_that_share_layers_are_neighbours() -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = build("num_stages=2", "tensor_parallel_size=3", "micro_batch_size=1", "gradient_accumulation_steps=1", world_size=12)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=2)
+    for rank in range(12):
+        coordinate = topology.get_coord(rank)
+        assert (layout.stage_id(rank), layout.dp_rank(rank), layout.tp_rank(rank)) == (coordinate.pipe, coordinate.data, coordinate.model)
+    assert layout.list_tensor_parallel_groups() == topology.get_axis_comm_lists("model")
+    assert layout.global_batch_size == 2 and layout.describe().startswith("tp3 x pp2 x dp2 = 12 ranks")
+
+
+def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
+    layout = Layout(world_size=8, num_stages=2, micro_batch_size=1, gradient_accumulation_steps=1, tensor_parallel_size=4)
+    assert "warning" not in layout.describe_placement(["a"] * 4 + ["b"] * 4)
+    text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
+    assert "warning: 1 tensor-parallel groups cross hosts, the first of ranks 0-3" in text and "four times a micro-batch" in text
+
+
 def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
     four_by_two = Layout(world_size=8, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=1)
     assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
@@ -63,6 +82,11 @@ MISTAKES = {
         ("num_stages=2", *TWO), {"world_size": 3},
         "num_stages=2 does not divide the number of started ranks, 3; start it with `deepspeed --num_gpus 4 trainer_base_ds_mp.py ...` "
         "(without GPUs the launcher starts one rank unless --num_gpus says how many processes)",
+    ),
+    "no rank a layer": (("tensor_parallel_size=0", *TWO), {}, "tensor_parallel_size=0: at least 1"),
+    "stages of several ranks do not divide": (
+        ("num_stages=2", "tensor_parallel_size=2", *TWO), {"world_size": 6},
+        "tensor_parallel_size=2 x num_stages=2 = 4 does not divide the number of started ranks, 6; start it with `deepspeed --num_gpus 8",
     ),
     "stages do not divide, with GPUs": (
         ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",

@@ -29,8 +29,8 @@ FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", ""),
 REST = [(family, layout, "") for family in sorted(FAMILIES) for layout in ("pp1", "pp2", "pp4") if (family, layout, "") not in FAST]
 
 
-def make_adapter(folder: Path, model_folder: Path, **options: object) -> PeftModel:
-    """A peft folder with random matrices, both of them, so that every one of them has a gradient."""
+def make_adapter(folder: Path, model_folder: Path, target_modules: list[str] | None = None, **options: object) -> PeftModel:
+    """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules: all projections by default."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     targets = {
@@ -39,7 +39,7 @@ def make_adapter(folder: Path, model_folder: Path, **options: object) -> PeftMod
         if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not model.get_output_embeddings()
     }
     config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=sorted(targets), init_lora_weights=False, task_type="CAUSAL_LM",
+        r=4, lora_alpha=6, target_modules=target_modules or sorted(targets), init_lora_weights=False, task_type="CAUSAL_LM",
         fan_in_fan_out=model.config.model_type == "gpt2", **options,
     )  # fmt: skip
     adapted = get_peft_model(model, config)

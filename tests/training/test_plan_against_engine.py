@@ -18,6 +18,7 @@ from tiny import save_llama, save_records, save_tokenizer
 
 from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers, choose_attention
+from models.tensor_parallel import cut_layers
 from models.weights import open_weights
 from training.config import Device
 from training.hardware import Machine
@@ -81,6 +82,10 @@ def train_counted(case: Case) -> int:
         (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=interleaved")),
         pytest.param(2, ("precision=bf16", "activation_checkpoint_interval=1", "schedule=interleaved"), marks=pytest.mark.full),
         pytest.param(2, ("precision=fp32", "activation_checkpoint_interval=0", "schedule=interleaved"), marks=pytest.mark.full),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2")),
+        pytest.param(2, ("precision=bf16", "activation_checkpoint_interval=0", "tensor_parallel_size=2"), marks=pytest.mark.full),
+        pytest.param(2, ("precision=fp32", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full),
+        pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )
@@ -89,17 +94,18 @@ def test_predicted_and_real_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("training.plan_memory.BUCKET", BUCKET)
+    width = 2 if "tensor_parallel_size=2" in overrides else 1
     case = Case(
-        root / "hf", root / "train.jsonl", tmp_path, num_stages, 2,
+        root / "hf", root / "train.jsonl", tmp_path, num_stages, 2 * width,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
     config, architecture = case.config(), open_weights(str(root / "hf")).config
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
-    layers = build_layers(architecture)
-    layout = build_layout(config, 2, len(layers), False)
-    costs = count_layers(layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision])
+    layers = cut_layers(architecture, build_layers(architecture), width)
+    layout = build_layout(config, 2 * width, len(layers), False)
+    costs = count_layers(layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision], tensor_parallel_size=width)
     bounds = compute_bounds(layers, num_stages, config.partition_method, num_chunks=layout.num_chunks)
     plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, CARD)
-    for rank, real in enumerate(workers(2).run(train_counted, case)):
+    for rank, real in enumerate(workers(2 * width).run(train_counted, case)):
         memory = plan.stages[layout.stage_id(rank)].memory
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)

@@ -16,12 +16,17 @@ from tiny import save_llama, save_records, save_tokenizer
 from training.optimizer_state import FILE_PATTERN
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
-LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-2")
+ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
+EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TENSOR_PARALLEL.keys()]
+# At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of the noise in A's gradient.
+LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
 KINDS = {"untied": (False, ()), "tied": (True, ()), "lora": (False, LORA), "tied lora": (True, LORA)}  # model, overrides
 FEW = [("pp2", "pp1xdp2", "tied"), ("pp2xdp2", "pp1", "untied"), ("pp1", "pp4", "tied"), ("pp2xdp2", "pp1", "tied lora"), ("pp1", "pp2", "lora")]
+FEW += [("tp2", "pp2", "untied")]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +47,9 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
     def start(name: str, layout: str, tied: bool, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
-            num_stages, world_size = LAYOUTS[layout]
+            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
             defaults = (
+                f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
                 f"output_dir={root / name}", "optimizer=adamw", "learning_rate=1e-3", "weight_decay=0.1", "max_grad_norm=1.0",
                 "lr_scheduler_type=cosine", "warmup_ratio=0.2", "logging_steps=1",
             )  # fmt: skip

@@ -1,0 +1,312 @@
+"""Tensor parallelism (1909.08053): the layers of a stage cut over several ranks, which compute each micro-batch together.
+
+The modules of `transformers` stay, cut in place. A projection that is cut by its outputs (COLUMN) is followed, behind whatever works head by
+head or neuron by neuron, by one that is cut by its inputs (ROW), and two functions around such a block make it one again:
+
+    in front of the block    forward: nothing              backward: the sum of the ranks' gradients
+    behind its last product  forward: the sum of outputs   backward: nothing
+
+Embedding and head are cut by their tokens; the loss sums what the ranks have of its softmax (`models/loss.py`), so nothing ever holds all
+logits. Sizes that do not divide are cut unevenly, the first ranks having one more; nothing is padded. Heads must divide: the views of
+`transformers` work in whole ones, with as many of keys and values. What of a module is cut is described once, by a `Cut` (`models/cuts.py`), and the
+readers of weights, checkpoints and the optimizer's state go by that.
+
+Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient once a projection
+instead of once a block and are no `nn.Linear`, so peft does not see them; the latter's parameters cannot lie in ZeRO's flat buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from errors import UserError
+from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan, refuse_cut
+from models.cuts import Cut, TensorParallel, sum_backward, sum_forward, sum_over_ranks
+from models.decoder import Embedding, LMHead, PipelineDecoderLayer
+
+
+def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
+    """The layers, each with what `tensor_parallel_size=size` cuts of it.
+
+    Raises UserError for a family that cannot be cut, or heads that do not divide.
+    """
+    if size == 1:
+        return list(layers)
+    plan = get_tensor_parallel_plan(config)
+    _check_heads(config, size)
+    return [replace(layer, styles=_choose_styles(config, layer, plan)) for layer in layers]
+
+
+def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styles:
+    """What the plan says of this layer's parts; they may differ from layer to layer."""
+    if issubclass(layer.module_class, (Embedding, LMHead)):
+        return {"": Style.VOCABULARY}
+    if not issubclass(layer.module_class, PipelineDecoderLayer):
+        return {}
+    module = layer.build_on_meta()
+    parts = {name for name, _ in module.named_modules()}
+    styles = {name: style for name, style in plan.items() if name in parts}
+    for name, _ in module.named_parameters():  # in a block each rank sees a part of what follows, so the gradient of anything else would be one too
+        if any(name.startswith(f"{block}.") for block in _list_blocks(styles)) and not any(name.startswith(f"{part}.") for part in styles):
+            raise refuse_cut(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
+    return styles
+
+
+def _check_heads(config: PretrainedConfig, size: int) -> None:
+    counts = {key: getattr(config, key) for key in ("num_attention_heads", "num_key_value_heads") if getattr(config, key, None)}
+    common = math.gcd(*counts.values())
+    if common % size:
+        named = " and ".join(f"{count} {key.removeprefix('num_').replace('_', ' ')}" for key, count in counts.items())
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}")
+
+
+def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
+    """What `transformers` says of a decoder layer in `base_model_tp_plan`. Raises UserError where that is nothing, or no `Style`."""
+    published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    prefix, known = "layers.*.", {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
+    plan = {name.removeprefix(prefix): style for name, style in published.items() if name.startswith(prefix)}
+    if not plan:
+        raise refuse_cut(config, "transformers publishes no plan for it")
+    if strange := {name: style for name, style in plan.items() if style not in known}:
+        name = min(strange)
+        raise refuse_cut(config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not carried")
+    return {name: Style(style) for name, style in plan.items()}
+
+
+def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
+    """Cuts a layer's module, built on the meta device, to what this rank has of it, and puts the communication around its blocks."""
+    for name, style in styles.items():
+        part = module.get_submodule(name)
+        if style is Style.VOCABULARY:
+            _cut_vocabulary(part, parallel)
+        elif style is Style.SUMMED:
+            part.sums_gradients = True  # type: ignore[assignment]  # an attribute beside tensors and modules
+        elif style is Style.EXPERTS:
+            _cut_experts(part, parallel)
+        elif style is Style.NORM:
+            module.set_submodule(name, SharedNorm(part, parallel))
+        else:
+            module.set_submodule(name, _cut_projection(part, style, parallel))
+    for name in _list_blocks(styles):
+        block = module.get_submodule(name)
+        randomness = OwnRandomness(parallel.rank) if _drops_attention(block) else None
+        block.register_forward_pre_hook(_Entrance(parallel, randomness), with_kwargs=True)
+        for part in block.modules():
+            if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
+                part.randomness = randomness
+    if styles and isinstance(module, PipelineDecoderLayer):
+        module.share_heads(parallel.rank, parallel.size)
+
+
+def count_sums(layer: Layer) -> tuple[int, int]:
+    """Sums of hidden states over the ranks in a forward and in a backward pass: as `cut_module` and the loss have them."""
+    styles = list(layer.styles.values())
+    if Style.VOCABULARY in styles:
+        is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
+        return (1, 0) if is_lookup else (0, 1)
+    return styles.count(Style.ROW) + styles.count(Style.EXPERTS), len(_list_blocks(layer.styles))
+
+
+def _list_blocks(styles: Styles) -> set[str]:
+    """What stands around projections that are cut by their outputs: attention, the MLP; the outermost where one is in another."""
+    first = {name for name, style in styles.items() if style in (Style.COLUMN, Style.EXPERTS) or isinstance(style, Fused)}
+    blocks = {name.rpartition(".")[0] for name in first}
+    return {block for block in blocks if not any(block.startswith(f"{other}.") for other in blocks)}
+
+
+class OwnRandomness:
+    """Random numbers of this rank's own from a block's entrance to its last projection, for dropout in what it alone has: its heads. Before and
+    behind, all ranks draw the same. What is recomputed draws the same again: all of it follows from the state in front of the block."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before: list[tuple[Any, torch.Tensor]] = []
+
+    def begin(self, device: torch.device) -> None:
+        seed = int(torch.randint(2**62, ()))
+        sources = [torch] + ([torch.get_device_module(device)] if device.type not in ("cpu", "meta") else [])
+        self._before = [(source, source.get_rng_state()) for source in sources]
+        torch.manual_seed(seed + self._rank)
+
+    def end(self) -> None:
+        for source, state in self._before:
+            source.set_rng_state(state)
+        self._before = []
+
+
+def _drops_attention(block: nn.Module) -> bool:
+    values = (getattr(block, name, 0.0) for name in ("attention_dropout", "attn_dropout", "attn_dropout_p"))  # as transformers names it
+    return any(getattr(value, "p", value) for value in values)
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
+
+    parallel: TensorParallel
+    randomness: OwnRandomness | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
+        outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class RowParallelConv1D(Conv1D):
+    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
+
+    parallel: TensorParallel
+    randomness: OwnRandomness | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
+        return sum_forward(inputs @ self.weight, self.parallel) + self.bias
+
+
+class SharedNorm(nn.Module):
+    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
+
+    def __init__(self, norm: Any, parallel: TensorParallel) -> None:
+        super().__init__()
+        weight = norm.weight
+        cut = Cut(0, (len(weight),))
+        self.weight, self.cuts = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
+        self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = inputs.to(torch.float32)
+        squares = values.pow(2).sum(-1, keepdim=True)
+        # Each rank's outputs depend on the squares of all, so the gradient of the sum is a sum over the ranks too.
+        variance = sum_backward(sum_forward(squares, self._parallel), self._parallel) / self._length
+        return (self.weight * (values * torch.rsqrt(variance + self._epsilon))).to(inputs.dtype)
+
+
+def _cut_projection(part: nn.Module, style: Style | Fused, parallel: TensorParallel) -> nn.Module:
+    assert isinstance(part, (nn.Linear, Conv1D))
+    is_conv = isinstance(part, Conv1D)
+    outputs, inputs = part.weight.shape[::-1] if is_conv else part.weight.shape
+    if style is Style.ROW:
+        cuts = {"weight": Cut(0 if is_conv else 1, (inputs,))}
+        inputs = cuts["weight"].width(parallel.rank, parallel.size)
+    else:
+        sizes = style.sizes if isinstance(style, Fused) else (outputs,)
+        cuts = {"weight": Cut(1 if is_conv else 0, sizes), "bias": Cut(0, sizes)}
+        outputs = cuts["bias"].width(parallel.rank, parallel.size)
+    with torch.device("meta"):
+        if is_conv:
+            cut: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
+        else:
+            cut = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
+    cut.to(part.weight.dtype)
+    cut.cuts, cut.parallel = cuts, parallel
+    return cut
+
+
+def _cut_experts(part: Any, parallel: TensorParallel) -> None:
+    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
+    length = part.down_proj.shape[2]
+    part.cuts = {"gate_up_proj": Cut(1, (length, length)), "down_proj": Cut(2, (length,))}
+    for name, cut in part.cuts.items():
+        setattr(part, name, nn.Parameter(cut.take(getattr(part, name).detach(), parallel)))
+    part.intermediate_dim = part.down_proj.shape[2]
+    part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+
+
+def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
+    """Of an embedding or a head, which may be the same module."""
+    weight = part.weight
+    assert isinstance(weight, torch.Tensor)
+    cut = Cut(0, (weight.shape[0],))
+    start, stop = cut.intervals(parallel.rank, parallel.size)[0]
+    part.weight = nn.Parameter(cut.take(weight.detach(), parallel))
+    part.cuts = {"weight": cut}  # type: ignore[assignment]
+    if not isinstance(part, nn.Embedding):
+        return
+    part.num_embeddings = stop - start
+    if part.padding_idx is not None:
+        part.padding_idx = part.padding_idx - start if start <= part.padding_idx < stop else None  # type: ignore[assignment]
+    lookup = _Lookup(start, stop, parallel)
+    part.register_forward_pre_hook(lookup.localize)
+    part.register_forward_hook(lookup.complete)
+
+
+class _Entrance:
+    """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
+
+    def __init__(self, parallel: TensorParallel, randomness: OwnRandomness | None) -> None:
+        self._parallel, self._randomness = parallel, randomness
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden_states = sum_backward(args[0] if args else kwargs["hidden_states"], self._parallel)
+        if self._randomness is not None and block.training:
+            self._randomness.begin(hidden_states.device)
+        return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+class _Lookup:
+    """The hooks around an embedding that has the tokens `start` to `stop`: others are looked up as its first, and count as zero."""
+
+    def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
+        self._start, self._stop, self._parallel = start, stop, parallel
+
+    def localize(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        input_ids, position_ids = args[0]
+        self._is_here = (input_ids >= self._start) & (input_ids < self._stop)
+        return (((input_ids - self._start) * self._is_here, position_ids),)
+
+    def complete(self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, position_ids = outputs
+        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids
+
+
+def cut_adapter(projection: Any, parallel: TensorParallel) -> None:
+    """Puts the communication around what peft has added to a projection that is cut; A and B as in LoRA (2106.09685), B A beside the weight.
+
+    Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
+    gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
+    """
+    cuts, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
+    if cuts and "weight" not in cuts:
+        raise UserError(
+            "tensor_parallel_size: adapters of experts are not cut; leave gate_proj, up_proj and down_proj out of adapter.target_modules, "
+            "or give tensor_parallel_size=1"
+        )
+    for name in first:
+        if not cuts:
+            if hasattr(projection.base_layer, "sums_gradients"):
+                first[name].sums_gradients = second[name].sums_gradients = True
+        elif isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
+            first[name].cuts = {"weight": Cut(1, cuts["weight"].sizes)}
+            first[name].register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+        else:
+            second[name].cuts = {"weight": Cut(0, cuts["weight"].sizes)}
+            first[name].sums_gradients = True
+
+
+def list_cuts(module: nn.Module) -> dict[str, Cut]:
+    """The tensors of a layer's module that are cut, by name."""
+    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "cuts"))
+    return {prefix + of: cut for prefix, part in parts for of, cut in part.cuts.items() if getattr(part, of) is not None}  # type: ignore[operator, union-attr]
+
+
+def mark_parameters(module: nn.Module, parallel: TensorParallel) -> None:
+    """Once the weights are there: tells DeepSpeed's norm which parameters are parts, and sums the gradients of those that only see parts."""
+    cuts = list_cuts(module)
+    for name, parameter in module.named_parameters():
+        parameter.model_parallel = name in cuts  # type: ignore[attr-defined]  # `is_model_parallel_parameter` of deepspeed/runtime/utils.py
+    for part in (part for part in module.modules() if hasattr(part, "sums_gradients")):
+        for parameter in part.parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))
