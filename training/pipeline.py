@@ -140,7 +140,7 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        with progress("loading weights", self._local_stop - self._local_start, "layers", shown=self.global_rank == 0) as told:
+        with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as told:
             for index, _, module in told.follow(self.local_layers()):
                 self._load(module, index)
 
