@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ def test_every_layout_equals_hugging_face(workers, root: Path, layout: str, tied
 @pytest.mark.parametrize("split", [(), ("partition_method=[1,2,1,2,1,1]",), ("partition_method=uniform",)], ids=["balanced", "list", "uniform"])
 def test_three_chunks_a_stage(workers, root: Path, split: tuple[str, ...]) -> None:
     compare(workers, build_case(root, True, "pp2", "virtual_stages_per_rank=3", CLIPPED, *split))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_chunks_whose_layers_ranks_share(workers, root: Path, tied: bool) -> None:
+    compare(workers, replace(build_case(root, tied, "pp2", "tensor_parallel_size=2", CHECKPOINTED, CLIPPED), world_size=4))
 
 
 @pytest.mark.full
