@@ -161,10 +161,11 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     step = plan.step_seconds
     waiting = plan.idle * plan.pipeline_seconds / step
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
+    also = "" if plan.layout.num_chunks > 1 else ", schedule=interleaved"
     recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(s.backward_flops + s.forward_flops for s in plan.stages)
     losses = {
         f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or activation_checkpoint_interval=0 saves it where activations fit": recomputed,
-        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size) or fewer num_stages lessen it": waiting - uneven,
+        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size){also} or fewer num_stages lessen it": waiting - uneven,
         f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
         f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,
         f"the ranks that share layers sum activations for {_share_of_sums(plan):.0%} of a step; a smaller tensor_parallel_size lessens it": _share_of_sums(plan),
