@@ -127,7 +127,7 @@ def _reaches_hub() -> bool:
 def parse_record(location: str, json_text: str) -> dict:
     """The record as a dict, or a `UserError` that names where it stands and what is wrong with it."""
     try:
-        record = json.loads(json_text)
+        record = json.loads(json_text.rstrip("\r\n"))  # else what is missing at the end is reported in column 1 of a line after it
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one whole object a line)"

@@ -92,7 +92,9 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
     """
     file = path / "config.json"
     if not file.is_file():
-        raise UserError(f"{path} holds no config.json; it is neither a Hugging Face folder nor a pipeline checkpoint")
+        below = " or ".join(sorted(str(found.parent) for found in path.glob("*/config.json")))
+        hint = f"; did you mean {below}?" if below else ""
+        raise UserError(f"{path} holds no config.json; it is neither a Hugging Face folder nor a pipeline checkpoint{hint}")
     fields = load_json(file)
     if "auto_map" in fields and not trust_remote_code:
         raise UserError(

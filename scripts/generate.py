@@ -2,7 +2,7 @@
 
     python scripts/generate.py --model_name_or_path outputs/demo/hf --prompt "What does json.loads do?"
     python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file prompts.jsonl --output answers.jsonl
-    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty line ends it
+    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty line or Ctrl-C ends it
 
 A prompt is put into the tokenizer's chat template where it has one, else into `--prompt_template`.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
@@ -107,10 +109,14 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     arguments = parser.parse_args()
+    disable_progress_bar()  # of tensors that have been read already
     try:
         generate(arguments)
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # leaves a chat, or an answer that has no end
+        print()
+        sys.exit(128 + signal.SIGINT)
 
 
 def generate(arguments: argparse.Namespace) -> None:

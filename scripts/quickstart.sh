@@ -5,7 +5,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 demo=outputs/demo
 
-run() { printf '\n$ %s\n' "$*" >&2; "$@"; }
+# Says the command so that it can be pasted, and runs it
+run() {
+    local word said=
+    for word; do [[ $word == *\ * ]] && said+=" \"$word\"" || said+=" $word"; done
+    printf '\n$%s\n' "$said" >&2
+    "$@"
+}
 
 run python scripts/make_demo.py --output_dir $demo
 run python convert2ckpt.py --model_name_or_path $demo/model --output_dir $demo/checkpoint --overwrite

@@ -43,7 +43,7 @@ def test_the_real_command_there_and_back(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     hf, pipeline, back = tmp_path / "hf", tmp_path / "pipeline", tmp_path / "back"
     save_llama(hf)
     save_tokenizer(hf)
@@ -69,7 +69,9 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "2",
         "--verify",
     ]
+    capsys.readouterr()
     assert run(monkeypatch, *to_hf) == 0
+    assert capsys.readouterr().out == f"wrote {back}; every tensor read back is the source's\n"
     assert run(monkeypatch, *to_hf) == 1
     assert run(monkeypatch, *to_hf, "--overwrite") == 0
 
@@ -94,6 +96,7 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         (["--model_name_or_path", "no/such: id", "--output_dir", pipeline], "exists; pass --overwrite"),  # before any download
         (["--model_name_or_path", pipeline, "--output_dir", out], "pass --to_hf"),
         (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
+        (["--model_name_or_path", tmp_path, "--output_dir", out], f"did you mean {hf} or {pipeline}?"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"], "--max_shard_size 'big'"),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--pad_token", "<p>"], "with --to_hf"),
         (["--model_name_or_path", hf, "--output_dir", out, "--workers", "0"], "--workers 0: at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_a_chat_keeps_its_turns(root: Path, monkeypatch: pytest.MonkeyPatch, cap
     second = expected(root, f"<s>user: def</s><s>assistant: {first}</s><s>user: class</s><s>assistant:")
     printed = capsys.readouterr().out
     assert first in printed and second in printed.removeprefix(first) and first != second
+
+
+def test_ctrl_c_leaves_a_chat_without_a_trace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def readline(self, size: int | None = -1) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(SystemExit) as left:
+        run(monkeypatch, "--model_name_or_path", str(root / "hf"))
+    assert left.value.code == 130
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
         save_histogram(path, plan, key, histogram)
         print(f"\n=== {key} ===\n{describe_dataset(path, plan)}\nhistogram of lengths: {histogram}")
         for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
-            counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets, {len(rows.pieces(row)):,} documents"
+            num_documents = len(rows.pieces(row))
+            documents = f", {num_documents:,} documents" if num_documents > 1 else ""
+            counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
             print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
 
 

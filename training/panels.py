@@ -38,7 +38,7 @@ def describe_start(
         facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, horizon.evaluation.rows)}; {when}"
     facts |= describe_layout(plan, hosts)
     epochs = horizon.total_steps * plan.layout.global_batch_size / horizon.num_samples
-    facts["steps"] = f"{start.step} to {horizon.last_step} of {horizon.total_steps}, {epochs:.3g} epochs"
+    facts["steps"] = f"{start.step} to {horizon.last_step} of {horizon.total_steps}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {plan.source.config._attn_implementation}"
     facts["memory"] = _describe_memory(expectation)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"

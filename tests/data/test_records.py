@@ -101,6 +101,8 @@ def test_text_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:
 def test_malformed_json_names_line_reason_and_column(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^a.jsonl:3: not valid JSON: Expecting ',' delimiter, column 10; mend"):
         parse_record("a.jsonl:3", '{"a": 1  "b": 2}')
+    with pytest.raises(UserError, match="^a.jsonl:4: not valid JSON: Expecting value, column 7; mend"):
+        parse_record("a.jsonl:4", '{"a": \r\n')
     array = write(tmp_path / "a.json", '[{"a": 1},\n{"a": }]')
     with pytest.raises(UserError, match=f"^{array}:2: not valid JSON: Expecting value, column 7; mend the file"):
         list(read_records(array))
