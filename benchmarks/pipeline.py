@@ -6,12 +6,13 @@
 Two processes, each pinned to one core with one thread, take turns in every round at runners of the same layers, micro-batches and AdamW:
 
     ours            this trainer's stages, loader and step
+    ours-interleaved  the same with schedule=interleaved, two chunks a process
     copies          each process alone with the whole model, no pipeline and no engine; their rates are summed
     bare            the same specs in a plain DeepSpeed `PipelineModule`, fed from a list, with our split
     bare-default    the same with the split that DeepSpeed makes by default (`parameters`)
     torch           `torch.distributed.pipelining`, 1F1B, with our split
     torch-default   the same with as many layers on either stage; it has no split of its own, and this is the usual one
-    interleaved     the same in four chunks, two a process, interleaved 1F1B, balanced as we would
+    interleaved     the same in four chunks, two a process, interleaved 1F1B, with our split
     dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, balanced over what a process holds
     trainer         the `Trainer` of transformers in one process on both cores
 
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from benchmarks import peers
 from benchmarks.workload import build_llama, compose_run, run_ranks
 
 NUM_STAGES = 2
-RUNNERS = ("ours", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "dualpipev", "trainer")
+RUNNERS = ("ours", "ours-interleaved", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "dualpipev", "trainer")
 # With the default vocabulary the head is as much work as one decoder layer, so that two stages can be given the same: what is measured
 # is the pipeline, and not how well ten layers happen to divide by two.
 MODEL = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -131,29 +133,33 @@ def build_runners(folder: Path, arguments: argparse.Namespace, trainer: Connecti
     layers = build_layers(source.config)
     bounds = compute_bounds(layers, NUM_STAGES, config.partition_method)
     shared = peers.Work(config, source, layers, build_layout(config, NUM_STAGES, len(layers), False), bounds)
+    in_chunks = compute_bounds(layers, NUM_STAGES, config.partition_method, num_chunks=2)
+    interleaved = replace(shared, layout=replace(shared.layout, num_chunks=2), bounds=in_chunks)
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
+        "ours-interleaved": lambda: build_ours(interleaved),
         "copies": lambda: peers.build_copies(shared),
         "bare": lambda: peers.build_bare(shared, bounds),
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
         "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
-        "interleaved": lambda: peers.build_torch(shared, split_chunks(layers, lambda chunk: chunk % NUM_STAGES)),
-        "dualpipev": lambda: peers.build_dualpipev(shared, split_chunks(layers, lambda chunk: min(chunk, 2 * NUM_STAGES - 1 - chunk))),
+        "interleaved": lambda: peers.build_torch(shared, in_chunks),
+        "dualpipev": lambda: peers.build_dualpipev(shared, split_folded(layers)),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }
     return {name: builders[name]() for name in arguments.runners}
 
 
-def split_chunks(layers: list[Any], process_of: Callable[[int], int]) -> list[int]:
-    """Bounds of two chunks a process, such that the process with the most work has the least; then the largest chunk, by trying all."""
+def split_folded(layers: list[Any]) -> list[int]:
+    """Bounds of two chunks a process, the first and the last, the second and the last but one, ..., such that the process with the most
+    work has the least; then the largest chunk. By trying all."""
     from training.partition import compute_work
 
     work, num_chunks = [compute_work(layer) for layer in layers], 2 * NUM_STAGES
 
     def judge(bounds: tuple[int, ...]) -> tuple[int, int]:
         chunks = [sum(work[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        processes = [sum(chunk for i, chunk in enumerate(chunks) if process_of(i) == process) for process in range(NUM_STAGES)]
+        processes = [chunks[process] + chunks[-1 - process] for process in range(NUM_STAGES)]
         return max(processes), max(chunks)
 
     inner = itertools.combinations(range(1, len(layers)), num_chunks - 1)
@@ -172,7 +178,7 @@ def build_ours(shared: peers.Work) -> Callable[[], object]:
     config, ranks, horizon_steps = shared.config, read_ranks(), 10**5
     tokenizer = load_tokenizer(config, shared.source)
     datasets = tokenize(config, tokenizer)
-    module = StageModule(shared.layers, shared.bounds, shared.source, shared.dtype, 0)
+    module = StageModule(shared.layers, shared.bounds, shared.source, shared.dtype, 0, num_chunks=shared.layout.num_chunks)
     engine = initialize_engine(module, config, shared.layout)
     horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)
     loader, _ = build_loaders(config, shared.layout, datasets, horizon, module, tokenizer, ranks)

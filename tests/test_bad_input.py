@@ -98,6 +98,16 @@ KEYS = {
         ("partition_method=[5,0]",),
         "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each",
     ),
+    "no such schedule": (("schedule=zigzag",), "schedule=zigzag: must be one of 1f1b, interleaved"),
+    "one virtual stage": (("virtual_stages_per_rank=1",), "virtual_stages_per_rank=1: at least 2"),
+    "too few layers to interleave": (
+        ("schedule=interleaved", "virtual_stages_per_rank=3"),
+        "num_stages=2 x virtual_stages_per_rank=3 is 6 chunks, and the model has 5 layers",
+    ),
+    "too few micro-batches to interleave": (
+        ("schedule=interleaved", "global_batch_size=2"),
+        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; gradient_accumulation_steps=1 is none, the nearest is 2",
+    ),
     "no such checkpointing": (("activation_checkpoint_mode=some",), "activation_checkpoint_mode=some: must be one of grouped, every, selective"),
     "a step to draw beyond the end": (("profile_step=9", "max_steps=3"), "profile_step=9: the run has 3 steps; give one of them, or null"),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),

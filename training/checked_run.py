@@ -71,7 +71,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     fits = None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
     return CheckedRun(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
 

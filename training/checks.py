@@ -60,6 +60,8 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError(f"activation_checkpoint_mode={mode.value} recomputes nothing with activation_checkpoint_interval=0; give 1 or more")
     if mode is CheckpointMode.selective and config.compile:
         raise UserError("activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false, or another mode")
+    if config.virtual_stages_per_rank < 2:
+        raise UserError(f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; with one chunk of layers a rank it is schedule=1f1b")
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
     betas, eps = config.optimizer.betas, config.optimizer.eps

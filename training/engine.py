@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from screen import progress
 from training.config import OptimizerName, PadTo, RunConfig
 from training.deepspeed_config import build_deepspeed_config
+from training.interleaved import InterleavedEngine
 from training.layout import Layout
 from training.pipeline import StageModule
 from training.schedule import learning_rate_at
@@ -25,8 +26,10 @@ deepspeed.ops.__compatible_ops__ = {}
 
 def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> PipelineEngine:
     """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters, or without one when it only evaluates."""
-    optimizer = build_optimizer(module, config) if trains else None
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=build_deepspeed_config(config, layout, trains))
+    optimizer, settings = build_optimizer(module, config) if trains else None, build_deepspeed_config(config, layout, trains)
+    if layout.num_chunks > 1:
+        return InterleavedEngine(module, optimizer, settings)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     return engine
 
 

@@ -41,7 +41,10 @@ def evaluate_checkpoint(
     """
     parallel = join_tensor_parallel(plan.layout, ranks.rank)
     loss = build_run_loss(config, plan.source.config, parallel)
-    module = StageModule(plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, parallel=parallel)
+    module = StageModule(
+        plan.layers, plan.bounds, plan.source, DTYPES[config.precision], 0, loss=loss, compiles=config.compile, parallel=parallel,
+        num_chunks=plan.layout.num_chunks,
+    )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout, trains=False)
     reference = {}
     if plan.reference is not None:

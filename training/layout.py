@@ -10,18 +10,22 @@ import math
 from dataclasses import dataclass
 
 from errors import UserError
-from training.config import RunConfig
+from training.config import PipelineSchedule, RunConfig
 
 
 @dataclass(frozen=True)
 class Layout:
-    """world_size = tensor_parallel_size * num_stages * dp_size; global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size."""
+    """world_size = tensor_parallel_size * num_stages * dp_size; global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
+
+    num_chunks: of layers, that a rank holds; more than one under schedule=interleaved.
+    """
 
     world_size: int
     num_stages: int
     micro_batch_size: int
     gradient_accumulation_steps: int
     tensor_parallel_size: int = 1
+    num_chunks: int = 1
 
     @property
     def ranks_a_stage(self) -> int:
@@ -53,7 +57,8 @@ class Layout:
         """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank."""
         stages = {host: sorted({self.stage_id(rank) for rank in range(self.world_size) if hosts[rank] == host}) for host in dict.fromkeys(hosts)}
         text = "; ".join(f"{host}: stage {_ranges(on_host)}" for host, on_host in stages.items())
-        pairs = [(rank, rank + self.ranks_a_stage) for rank in range(self.world_size - self.ranks_a_stage)]
+        last = self.world_size if self.num_chunks > 1 else self.world_size - self.ranks_a_stage  # chunks lead from the last stage to the first
+        pairs = [(rank, (rank + self.ranks_a_stage) % self.world_size) for rank in range(last)]
         crossing = sum(hosts[first] != hosts[second] for first, second in pairs)
         apart = sum(len({hosts[rank] for rank in range(self.world_size) if self.stage_id(rank) == stage}) > 1 for stage in range(self.num_stages))
         text += f"; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages cross hosts"
@@ -67,9 +72,10 @@ class Layout:
         return text
 
     def describe(self) -> str:
+        interleaved = f" ({self.num_chunks} chunks each)" if self.num_chunks > 1 else ""
         tensor = f"tp{self.tensor_parallel_size} x " if self.tensor_parallel_size > 1 else ""
         return (
-            f"{tensor}pp{self.num_stages} x dp{self.dp_size} = {self.world_size} ranks; global batch {self.global_batch_size} = micro-batch "
+            f"{tensor}pp{self.num_stages}{interleaved} x dp{self.dp_size} = {self.world_size} ranks; global batch {self.global_batch_size} = micro-batch "
             f"{self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x dp {self.dp_size}"
         )
 
@@ -94,7 +100,26 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
             f"{product} does not divide the number of started ranks, {world_size}; {_ranks_to_start(replica, world_size, has_accelerator)}"
         )
     micro_batch_size, accumulation = _batch_arithmetic(config, world_size // replica)
+    if config.schedule is PipelineSchedule.interleaved:
+        _check_interleaved(stages, config.virtual_stages_per_rank, accumulation, num_layers)
+        return Layout(world_size, stages, micro_batch_size, accumulation, width, config.virtual_stages_per_rank)
     return Layout(world_size, stages, micro_batch_size, accumulation, width)
+
+
+def _check_interleaved(stages: int, num_chunks: int, micro_batches: int, num_layers: int) -> None:
+    if stages == 1:
+        raise UserError("schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b")
+    if stages * num_chunks > num_layers:
+        raise UserError(
+            f"num_stages={stages} x virtual_stages_per_rank={num_chunks} is {stages * num_chunks} chunks, and the model has {num_layers} layers; "
+            "lower one of them, or set schedule=1f1b"
+        )
+    if micro_batches % stages:
+        below = micro_batches // stages * stages
+        raise UserError(
+            f"schedule=interleaved needs a number of micro-batches that is a multiple of num_stages={stages}; gradient_accumulation_steps="
+            f"{micro_batches} is none, the nearest is {f'{below} or ' if below else ''}{below + stages}; change the batch, or set schedule=1f1b"
+        )
 
 
 def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str:

@@ -59,7 +59,8 @@ def describe_evaluation_run(config: RunConfig, plan: CheckedRun, rows: int, data
 
 
 def describe_layout(plan: CheckedRun, hosts: Sequence[str]) -> Facts:
-    facts = {"layout": plan.layout.describe(), "layers a stage": str([stop - start for start, stop in pairwise(plan.bounds)])}
+    what = "layers a chunk" if plan.layout.num_chunks > 1 else "layers a stage"
+    facts = {"layout": plan.layout.describe(), what: str([stop - start for start, stop in pairwise(plan.bounds)])}
     if len(set(hosts)) > 1:
         facts["hosts"] = plan.layout.describe_placement(list(hosts))
     return facts

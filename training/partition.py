@@ -1,13 +1,14 @@
 """Which stage gets which layers: pure functions of the list of layers.
 
-A split is given by its bounds, P + 1 layer indices; stage s holds layers bounds[s] to bounds[s + 1].
+A split is given by its bounds, P x V + 1 layer indices of V chunks a stage: chunk c is layers bounds[c] to bounds[c + 1], and lies on stage
+c % P (2104.04473). With one chunk a stage, stage s holds layers bounds[s] to bounds[s + 1].
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from torch import nn
@@ -19,13 +20,18 @@ Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start 
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
 
 
-def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None) -> list[int]:
-    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can.
+def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[range]:
+    """The layers of each chunk of a stage."""
+    return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(stage_id, len(bounds) - 1, num_stages)]
+
+
+def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None, num_chunks: int = 1) -> list[int]:
+    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a stage is one chunk.
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
     if isinstance(method, list):
-        return _bounds_of_list(method, len(layers), num_stages)
+        return _bounds_of_list(method, len(layers), num_stages, num_chunks)
     if method == "balanced":
         weights = [compute_work(layer) for layer in layers]
     elif method == "uniform":
@@ -36,6 +42,8 @@ def compute_bounds(layers: Sequence[Layer], num_stages: int, method: Any, fits: 
         weights = _matching_types(layers, method.removeprefix("type:"))
     else:
         raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
+    if num_chunks > 1:
+        return balance_chunks(weights, num_stages, num_chunks)
     return _balance_within(weights, num_stages, fits if method == "balanced" else None)
 
 
@@ -94,13 +102,39 @@ def _best_split(
     return best.get(num_layers)
 
 
-def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int) -> list[int]:
+def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
+    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no chunk empty.
+
+    From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for as long as that is
+    better. The best of all where decoder layers weigh the same and the others are few; all splits would be too many to try.
+    """
+    prefix = list(accumulate(weights, initial=0))
+
+    def judge(bounds: Sequence[int]) -> tuple[list[int], list[int]]:
+        chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
+        return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(chunks, reverse=True)
+
+    best = _balance_within(weights, num_stages * num_chunks, None)
+    while True:
+        moved = [
+            [*best[: first + 1], *(bound + step for bound in best[first + 1 : last + 1]), *best[last + 1 :]]
+            for first, last in combinations(range(num_stages * num_chunks), 2)
+            for step in (-1, 1)
+        ]
+        better = min((bounds for bounds in moved if all(start < stop for start, stop in pairwise(bounds))), key=judge, default=best)
+        if judge(better) >= judge(best):
+            return best
+        best = better
+
+
+def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chunks: int) -> list[int]:
     if not all(isinstance(size, int) for size in sizes):
         raise UserError(f"partition_method={sizes} must list whole numbers, the layers of each stage")
-    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
+    if len(sizes) != num_stages * num_chunks or sum(sizes) != num_layers or min(sizes) < 1:
+        virtual = f" x virtual_stages_per_rank={num_chunks}" if num_chunks > 1 else ""
         raise UserError(
             f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give {num_layers} layers "
-            f"(embedding, norm and head count as one each) to num_stages={num_stages}, at least one each"
+            f"(embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, at least one each"
         )
     bounds = [0]
     for size in sizes:

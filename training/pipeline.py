@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from models.weights import WeightSource
 from screen import progress
 from training.config import CheckpointMode
 from training.layout import Layout
+from training.partition import list_chunks
 from training.ranks import raise_together
 from training.recompute import Recompute
 from training.trainable import choose_trained
@@ -57,6 +59,8 @@ class StageModule(PipelineModule):
     DeepSpeed's class builds each layer in fp32 with random weights and casts it later. Here a layer is built on the meta device and
     takes over the tensors that are read for it, in the training dtype and on this rank's device: nothing is initialised that will be
     loaded, and no rank touches a layer that is not its own.
+
+    A stage may hold several chunks of layers; `forward` runs the one that `expose` has chosen.
     """
 
     def __init__(
@@ -73,8 +77,9 @@ class StageModule(PipelineModule):
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,
         parallel: TensorParallel = ALONE,
+        num_chunks: int = 1,
     ) -> None:
-        """bounds: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
+        """bounds, num_chunks: see `training.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
         names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
         itself. parallel: the ranks that share the layers, which `models.tensor_parallel.cut_layers` has described. Needs an initialised
         process group.
@@ -86,7 +91,7 @@ class StageModule(PipelineModule):
         self._recompute, self._compiles = Recompute(activation_checkpoint_interval, checkpoint_mode), compiles
         super().__init__(
             layers=build_layer_specs(layers),
-            topology=build_topology(num_stages=len(bounds) - 1, tensor_parallel_size=parallel.size),
+            topology=build_topology(num_stages=(len(bounds) - 1) // num_chunks, tensor_parallel_size=parallel.size),
             loss_fn=loss or build_loss(source.config, parallel),
             partition_method=list(bounds),
             activation_checkpoint_interval=self._recompute.group_size,
@@ -100,11 +105,28 @@ class StageModule(PipelineModule):
     def _partition_layers(self, method: list[int]) -> None:
         """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every layer)."""
         self.parts = method
-        self._set_bounds(start=method[self.stage_id], stop=method[self.stage_id + 1])
+        self.chunks = list_chunks(method, self.num_stages, self.stage_id)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that holds a layer."""
+        return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
+
+    def expose(self, chunk: int) -> None:
+        """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
+        self.exposed = chunk
+        self._set_bounds(self.chunks[chunk].start, self.chunks[chunk].stop)
+        self.forward_funcs = [self._functions[index] for index in self.chunks[chunk]]
+        self._precompute_checkpointable_values()
 
     def _build(self) -> None:
-        with torch.device("meta"):
-            super()._build()
+        self._functions: dict[int, Any] = {}
+        for chunk in self.chunks:
+            self._set_bounds(chunk.start, chunk.stop)
+            self.forward_funcs = []
+            with torch.device("meta"):
+                super()._build()
+            self._functions |= zip(chunk, self.forward_funcs, strict=True)
+        self.expose(0)
         mistake = None
         try:
             self._load_layers()
@@ -118,7 +140,7 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        with progress("loading weights", self._local_stop - self._local_start, "layers", shown=self.global_rank == 0) as told:
+        with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as told:
             for index, _, module in told.follow(self.local_layers()):
                 self._load(module, index)
 
@@ -146,7 +168,7 @@ class StageModule(PipelineModule):
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]
-        return self.tied_modules[layer.tied_key] if layer.tied_key else self.forward_funcs[index - self._local_start]
+        return self.tied_modules[layer.tied_key] if layer.tied_key else self._functions[index]
 
     def _owner_of(self, index: int) -> int:
         """The layer whose file holds the weights that layer `index` uses."""
@@ -192,7 +214,7 @@ class StageModule(PipelineModule):
         raise_together(mistake)
 
     def forward(self, forward_input: Any) -> Any:
-        """The stage's layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
+        """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
         outputs = super().forward(forward_input)
         if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
             # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
@@ -226,7 +248,7 @@ class StageModule(PipelineModule):
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
         """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
         seen: set[int] = set()
-        for index in range(self._local_start, self._local_stop):
+        for index in self._functions:
             module, owner = self._module_of(index), self._owner_of(index)
             if id(module) not in seen:
                 yield owner, self._layers[owner], module
@@ -234,7 +256,7 @@ class StageModule(PipelineModule):
 
     def owns(self, index: int) -> bool:
         """False for a layer of another stage whose weights this stage shares."""
-        return self._local_start <= index < self._local_stop
+        return index in self._functions
 
     def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool, Place | None]]:
         """Hugging Face name, parameter, whether it is this rank's to save, and where it lies in the whole one of which it is a part; those
@@ -247,11 +269,11 @@ class StageModule(PipelineModule):
 
     @property
     def has_first_layer(self) -> bool:
-        return self._local_start == 0
+        return self.chunks[0].start == 0
 
     @property
     def has_loss(self) -> bool:
-        return self._local_stop == len(self._layers)
+        return self.chunks[-1].stop == len(self._layers)
 
     @property
     def reports_loss(self) -> bool:

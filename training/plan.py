@@ -16,7 +16,7 @@ from models.architecture import Layer
 from training.config import Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
 from training.hardware import GB, GIB, Machine
 from training.layout import Layout
-from training.partition import Fits
+from training.partition import Fits, list_chunks
 from training.plan_cost import POSITION_BYTES, LayerCost, count_layers
 from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
@@ -26,27 +26,59 @@ from training.trainable import build_adapter
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """One stage. first_layer, last_layer: counted with the embedding, both included. forward_flops: of a token."""
+class ChunkPlan:
+    """Consecutive layers of a stage. first_layer, last_layer: counted with the embedding, both included. forward_flops: of a token."""
 
-    stage_id: int
     first_layer: int
     last_layer: int
-    num_parameters: int
     forward_flops: float
     backward_flops: float  # of a token, with what is recomputed
-    memory: Memory
     forward_seconds: float  # of a micro-batch
     backward_seconds: float
     sum_seconds: float  # those of them in which the ranks that share layers sum activations
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """One stage. chunks: one, but for interleaved 1F1B. Figures of passes are those of all its chunks together."""
+
+    stage_id: int
+    chunks: list[ChunkPlan]
+    num_parameters: int
+    memory: Memory
+
+    @property
+    def layers(self) -> str:
+        """In words: 0-4, or 0-2+7-9."""
+        return "+".join(f"{chunk.first_layer}-{chunk.last_layer}" for chunk in self.chunks)
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(chunk.forward_flops for chunk in self.chunks)
+
+    @property
+    def backward_flops(self) -> float:
+        return sum(chunk.backward_flops for chunk in self.chunks)
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(chunk.forward_seconds for chunk in self.chunks)
+
+    @property
+    def backward_seconds(self) -> float:
+        return sum(chunk.backward_seconds for chunk in self.chunks)
+
+    @property
+    def sum_seconds(self) -> float:
+        return sum(chunk.sum_seconds for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A run, foreseen. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P - 1]. transfer_seconds: either way [P - 1].
-    bubble: (P - 1) / (M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1], V chunks a stage. transfer_seconds:
+    either way [P x V - 1]. bubble: (P - 1) / (V M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
     imbalance: by how much the slowest stage exceeds the mean.
     """
 
@@ -106,14 +138,22 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
     """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
     tokens_per_sample = rows_per_sample(config) * config.max_seq_length
     tokens = layout.micro_batch_size * tokens_per_sample
-    stages = [_plan_stage(costs, bounds, stage_id, layout, vocab_size, tokens, config, hardware) for stage_id in range(layout.num_stages)]
+    chunks = [_plan_chunk(costs, start, stop, layout, tokens, config, hardware) for start, stop in pairwise(bounds)]
+    held = [[costs[chunk.start : chunk.stop] for chunk in list_chunks(bounds, layout.num_stages, stage)] for stage in range(layout.num_stages)]
+    stages = [
+        StagePlan(
+            stage_id, chunks[stage_id :: layout.num_stages], _distinct(layers, "num_parameters"),
+            _compute_stage_memory(layers, stage_id, layout, vocab_size, config, hardware),
+        )
+        for stage_id, layers in enumerate(held)
+    ]  # fmt: skip
     boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
-    transfer = [size / 2 / (_bandwidth_between(layout, stage_id, hardware) * GB) for stage_id, size in enumerate(boundary_bytes)]
-    forward, backward = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages]
-    passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps)
+    transfer = [size / 2 / (_bandwidth_between(layout, chunk % layout.num_stages, hardware) * GB) for chunk, size in enumerate(boundary_bytes)]
+    forward, backward = [c.forward_seconds for c in chunks], [c.backward_seconds for c in chunks]
+    passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps, layout.num_chunks)
     pipeline_seconds = max(p.stop for p in passes)
-    busy = [layout.gradient_accumulation_steps * (f + b) for f, b in zip(forward, backward, strict=True)]
-    trainable = [_distinct(costs[start:stop], "num_trainable") for start, stop in pairwise(bounds)]
+    busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
+    trainable = [_distinct(layers, "num_trainable") for layers in held]
     reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config.precision, hardware) for stage, n in enumerate(trainable))
     optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
     tokens_per_step = layout.global_batch_size * tokens_per_sample
@@ -123,7 +163,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
         layout=layout,
         stages=stages,
         boundary_bytes=boundary_bytes,
-        bubble=bubble_share(layout.num_stages, layout.gradient_accumulation_steps),
+        bubble=bubble_share(layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks),
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,
@@ -140,17 +180,13 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
     )
 
 
-def _plan_stage(
-    costs: Sequence[LayerCost], bounds: Sequence[int], stage_id: int, layout: Layout, vocab_size: int, tokens: int,
-    config: RunConfig, hardware: Machine,
-) -> StagePlan:  # fmt: skip
-    layers = costs[bounds[stage_id] : bounds[stage_id + 1]]
-    memory = _compute_stage_memory(layers, stage_id, layout, vocab_size, config, hardware)
+def _plan_chunk(costs: Sequence[LayerCost], start: int, stop: int, layout: Layout, tokens: int, config: RunConfig, hardware: Machine) -> ChunkPlan:
+    layers = costs[start:stop]
     recompute = build_recompute(config)
     forward = sum(layer.forward_flops for layer in layers)
     # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
     # loss, once, or, where it is no sum over tokens, again in the backward pass.
-    in_loss = len(layers) - 1 if stage_id == layout.num_stages - 1 else len(layers)
+    in_loss = len(layers) - 1 if stop == len(costs) else len(layers)
     groups = [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
     again = [i for group in groups for i in range(group.start, min(group.stop, in_loss))]
     again += range(in_loss, len(layers)) if get_task(config) is Task.dpo else []
@@ -164,22 +200,22 @@ def _plan_stage(
     one_sum = compute_sum_seconds(layers[0].output_bytes, layout, hardware)
     remade = sum(layers[i].forward_sums for g in recompute.list_groups(len(layers)) if g.is_recomputed for i in range(g.start, min(g.stop, in_loss)))
     sums = one_sum * sum(layer.forward_sums for layer in layers), one_sum * (sum(layer.backward_sums for layer in layers) + remade)
-    return StagePlan(
-        stage_id, bounds[stage_id], bounds[stage_id + 1] - 1, _distinct(layers, "num_parameters"), forward, backward, memory,
+    return ChunkPlan(
+        start, stop - 1, forward, backward,
         forward_seconds=seconds[0] * tokens + sums[0], backward_seconds=seconds[1] * tokens + sums[1], sum_seconds=sum(sums),
     )  # fmt: skip
 
 
 def _compute_stage_memory(
-    layers: Sequence[LayerCost], stage_id: int, layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine
+    chunks: Sequence[Sequence[LayerCost]], stage_id: int, layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine
 ) -> Memory:
     state = compute_state(
-        _distinct(layers, "num_parameters"), _distinct(layers, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
+        _distinct(chunks, "num_parameters"), _distinct(chunks, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device,
     )  # fmt: skip
     tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
     return compute_memory(
-        layers, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens,
+        chunks, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_recompute(config), tokens,
         -(-vocab_size // layout.tensor_parallel_size), state, config.precision,
     )  # fmt: skip
 
@@ -189,14 +225,15 @@ def build_fits(costs: Sequence[LayerCost], layout: Layout, vocab_size: int, conf
 
     @cache
     def fits(stage_id: int, start: int, stop: int) -> bool:
-        memory = _compute_stage_memory(costs[start:stop], stage_id, layout, vocab_size, config, hardware)
+        memory = _compute_stage_memory([costs[start:stop]], stage_id, layout, vocab_size, config, hardware)
         return memory.peak <= hardware.usable_bytes
 
     return fits
 
 
-def _distinct(layers: Sequence[LayerCost], count: str) -> int:
-    """The sum of a count over layers, a module that several of them share once."""
+def _distinct(chunks: Sequence[Sequence[LayerCost]], count: str) -> int:
+    """The sum of a count over the layers of a stage, a module that several of them share once."""
+    layers = [layer for chunk in chunks for layer in chunk]
     shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
     return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
@@ -216,9 +253,9 @@ def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
 
 
 def _bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """GB/s from `stage_id` to the next stage, of the replica whose path is slowest."""
+    """GB/s from `stage_id` to the next stage, or from the last to the first, of the replica whose path is slowest."""
     starts = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage)
-    crosses = any(_spans_nodes((rank, rank + layout.ranks_a_stage), hardware.cards_per_node) for rank in starts)
+    crosses = any(_spans_nodes((rank, (rank + layout.ranks_a_stage) % layout.world_size), hardware.cards_per_node) for rank in starts)
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 
 

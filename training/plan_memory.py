@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from models.loss import PIECE
 from training.config import Device, Offload, OptimizerName, Precision
 from training.plan_cost import POSITION_BYTES, LayerCost
+from training.plan_schedule import SENDS_IN_FLIGHT, list_in_flight
 from training.recompute import Recompute
 
 # Elements of DeepSpeed's buckets: `reduce_bucket_size` (runtime/zero/config.py) and MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py).
@@ -94,7 +95,7 @@ def compute_state(
 
 
 def compute_memory(
-    stage_layers: Sequence[LayerCost],
+    chunks: Sequence[Sequence[LayerCost]],
     stage_id: int,
     num_stages: int,
     num_micro_batches: int,
@@ -104,43 +105,56 @@ def compute_memory(
     state: State,
     precision: Precision,
 ) -> Memory:
-    """One stage's memory. tokens: of a micro-batch, B x T.
+    """One stage's memory. chunks: the layers of each; under 1F1B all are one. tokens: of a micro-batch, B x T.
 
-    At most min(P - stage_id, M) micro-batches are in flight (1F1B, 2006.09503; `TrainSchedule.num_pipe_buffers` of DeepSpeed).
+    With 1F1B at most min(P - stage_id, M) micro-batches are in flight (2006.09503; `TrainSchedule.num_pipe_buffers` of DeepSpeed).
     """
     width = bytes_of(precision)
-    in_flight = min(num_stages - stage_id, num_micro_batches)
     is_first, is_last = stage_id == 0, stage_id == num_stages - 1
-    hidden = stage_layers[0].output_bytes
+    hidden = chunks[0][0].output_bytes
     positions = POSITION_BYTES * tokens
-    # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
-    held = (positions if is_first else hidden) + positions + (0 if is_last else hidden)
-    kept = recomputation = 0
-    for group in reversed(recompute.list_groups(len(stage_layers))):  # as the backward pass goes: what later groups kept is free by then
-        layers = stage_layers[group.start : group.stop]
-        if not group.is_recomputed:
-            kept += sum(layer.saved_bytes for layer in layers)
-            continue
-        remade = sum(layer.remade_bytes if recompute.is_selective else layer.saved_bytes for layer in layers)
-        recomputation = max(recomputation, remade - kept)
-        kept += stage_layers[group.start - 1].output_bytes if group.start else (positions if is_first else hidden)
-        if recompute.is_selective:
-            kept += sum(layer.kept_bytes for layer in layers)
-    kept += positions if recompute.interval else 0  # which every recomputed group takes too
-    largest = max(layer.largest_trainable for layer in stage_layers)
+    sizes, recomputation = [], 0  # of a micro-batch in each chunk
+    for number, layers in enumerate(chunks):
+        reads_batch, makes_loss = is_first and number == 0, is_last and number == len(chunks) - 1
+        kept, remade = _compute_activations(layers, recompute, positions if reads_batch else hidden, positions)
+        # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
+        sizes.append((positions if reads_batch else hidden) + positions + (0 if makes_loss else hidden) + kept)
+        recomputation = max(recomputation, remade)
+    in_flight = list_in_flight(stage_id, num_stages, num_micro_batches, len(chunks))
+    largest = max(layer.largest_trainable for layers in chunks for layer in layers)
     # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
     in_transit = (0 if is_first else hidden + positions) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
+    if len(chunks) > 1:  # a gradient that was received, what is received for the next pass, and gradients on their way
+        in_transit = 2 * hidden + positions + SENDS_IN_FLIGHT * hidden + 2 * hidden + (width + 4) * largest
     return Memory(
         weights=state.weights,
         gradients=state.gradients,
         optimizer=state.optimizer,
-        activations=in_flight * (held + kept),
+        activations=max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in in_flight),
         recomputation=recomputation,
         loss=compute_loss_bytes(tokens * vocab_size, precision) if is_last else 0,
         buffers=state.buffers + in_transit,
         step=state.step,
         host=state.host + HOST_BYTES_A_RANK,
     )
+
+
+def _compute_activations(chunk: Sequence[LayerCost], recompute: Recompute, received: int, positions: int) -> tuple[int, int]:
+    """(what consecutive layers keep of a micro-batch, `Memory.recomputation`). received, positions: bytes of the first layer's input, and of
+    its part that all layers take."""
+    kept = recomputation = 0
+    for group in reversed(recompute.list_groups(len(chunk))):  # as the backward pass goes: what later groups kept is free by then
+        layers = chunk[group.start : group.stop]
+        if not group.is_recomputed:
+            kept += sum(layer.saved_bytes for layer in layers)
+            continue
+        remade = sum(layer.remade_bytes if recompute.is_selective else layer.saved_bytes for layer in layers)
+        recomputation = max(recomputation, remade - kept)
+        kept += chunk[group.start - 1].output_bytes if group.start else received
+        if recompute.is_selective:
+            kept += sum(layer.kept_bytes for layer in layers)
+    kept += positions if recompute.interval else 0  # which every recomputed group takes too
+    return kept, recomputation
 
 
 def compute_loss_bytes(num_logits: int, precision: Precision) -> int:

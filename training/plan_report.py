@@ -39,7 +39,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
     """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
     stages = {
         f"stage{stage.stage_id}": {
-            "layers": f"{stage.first_layer}-{stage.last_layer}",
+            "layers": stage.layers,
             "parameters": stage.num_parameters,
             "memory": {**asdict(stage.memory), "peak": stage.memory.peak},
             "forward_seconds": stage.forward_seconds,
@@ -70,10 +70,11 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
     kinds = (
         memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss, memory.buffers, memory.step, memory.peak,
     )  # fmt: skip
-    boundary = f"{plan.boundary_bytes[stage.stage_id] / 2**20:.1f} MiB" if stage.stage_id < len(plan.boundary_bytes) else "-"
+    sent = sum(plan.boundary_bytes[stage.stage_id :: plan.layout.num_stages])
+    boundary = f"{sent / 2**20:.1f} MiB" if sent else "-"
     return (
         str(stage.stage_id),
-        f"{stage.first_layer}-{stage.last_layer}",
+        stage.layers,
         render_count(stage.num_parameters),
         f"{stage.forward_flops / 1e9:.2f}+{stage.backward_flops / 1e9:.2f}",
         *(f"{size / GIB:.2f}" for size in kinds),
@@ -83,7 +84,7 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
 
 def render_step(plan: Plan, hardware: Machine) -> list[str]:
     return [
-        f"bubble {plan.bubble:.1%} = (P-1)/(M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
+        f"bubble {plan.bubble:.1%} = (P-1)/({'V ' * (plan.layout.num_chunks > 1)}M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
         f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
         f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
         *_render_sums(plan),
@@ -160,10 +161,11 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     step = plan.step_seconds
     waiting = plan.idle * plan.pipeline_seconds / step
     uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
+    also = "" if plan.layout.num_chunks > 1 else ", schedule=interleaved"
     recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(s.backward_flops + s.forward_flops for s in plan.stages)
     losses = {
         f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or activation_checkpoint_interval=0 saves it where activations fit": recomputed,
-        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size) or fewer num_stages lessen it": waiting - uneven,
+        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size){also} or fewer num_stages lessen it": waiting - uneven,
         f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
         f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,
         f"the ranks that share layers sum activations for {_share_of_sums(plan):.0%} of a step; a smaller tensor_parallel_size lessens it": _share_of_sums(plan),

@@ -106,7 +106,7 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     check_freeze(config, layers)
     costs = count_costs(config, architecture, layers, layout)
     fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
         if layout.tensor_parallel_size > 1:
             raise UserError(

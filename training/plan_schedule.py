@@ -1,72 +1,115 @@
-"""When each stage computes which micro-batch: one-forward-one-backward (PipeDream-Flush, 2006.09503) as DeepSpeed runs it.
+"""When each rank computes which micro-batch: one-forward-one-backward (PipeDream-Flush, 2006.09503) as DeepSpeed runs it, and interleaved
+(2104.04473) as `training/interleaved.py` does.
 
-P stages, M micro-batches.
+P stages (pipeline ranks), V chunks of layers a rank, M micro-batches. Chunk c of the P x V, in the order of the model, lies on rank c % P;
+with one chunk a rank, 1F1B, a chunk is a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+SENDS_IN_FLIGHT = 2  # of an interleaved rank, to another: with one, even stages never wait for it; with two, nor does an uneven moment
+
+
+class Unit(NamedTuple):
+    """The forward or backward pass of one micro-batch through one chunk."""
+
+    chunk: int
+    micro_batch: int
+    is_forward: bool
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass of one micro-batch on one stage; seconds from the start of the step."""
+    """A unit on its rank; seconds from the start of the step."""
 
     stage_id: int
+    chunk: int
     micro_batch: int
     is_forward: bool
     start: float
     stop: float
 
 
-def list_passes(stage_id: int, num_stages: int, num_micro_batches: int) -> list[tuple[int, bool]]:
-    """(micro-batch, is forward) in this stage's order: P - stage_id forward passes at most, then one backward, one forward in turn."""
-    ahead = min(num_stages - stage_id, num_micro_batches)
-    passes = [(micro_batch, True) for micro_batch in range(ahead)]
-    for micro_batch in range(num_micro_batches):
-        passes.append((micro_batch, False))
-        if micro_batch + ahead < num_micro_batches:
-            passes.append((micro_batch + ahead, True))
-    return passes
+def list_forward(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Unit]:
+    """The forward passes of one rank in order: P micro-batches through its first chunk, the same through the next, ..., then the next P."""
+    groups = [range(first, min(first + num_stages, num_micro_batches)) for first in range(0, num_micro_batches, num_stages)]
+    return [Unit(number * num_stages + stage_id, micro_batch, True) for group in groups for number in range(num_chunks) for micro_batch in group]
 
 
-def simulate(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], num_micro_batches: int) -> list[Pass]:
+def list_units(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Unit]:
+    """All passes of one rank in order: some forward passes ahead, then one forward, one backward in turn, then the backward passes left.
+
+    With several chunks M must be a multiple of P, or a rank may wait for what it would send itself.
+    """
+    forward = list_forward(stage_id, num_stages, num_micro_batches, num_chunks)
+    last = num_stages * num_chunks - 1
+    backward = [
+        Unit(last - unit.chunk, unit.micro_batch, False)
+        for unit in list_forward(num_stages - 1 - stage_id, num_stages, num_micro_batches, num_chunks)
+    ]
+    to_the_end = num_stages - 1 - stage_id
+    ahead = to_the_end if num_chunks == 1 else 2 * to_the_end + (num_chunks - 1) * num_stages
+    units = forward[:ahead]
+    for number, unit in enumerate(backward):
+        units += forward[ahead + number : ahead + number + 1]
+        units.append(unit)
+    return units
+
+
+@cache
+def list_in_flight(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> frozenset[tuple[int, ...]]:
+    """How many micro-batches each chunk of a rank holds for its backward pass: all combinations [V] that a forward pass ends with."""
+    held, found = [0] * num_chunks, set()
+    for unit in list_units(stage_id, num_stages, num_micro_batches, num_chunks):
+        held[unit.chunk // num_stages] += 1 if unit.is_forward else -1
+        if unit.is_forward:
+            found.add(tuple(held))
+    return frozenset(found)
+
+
+def simulate(
+    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], num_micro_batches: int, num_chunks: int = 1
+) -> list[Pass]:
     """The passes of one step, in the order in which they can start.
 
-    forward, backward: seconds of a micro-batch on each stage [P]. transfer: seconds across each boundary [P - 1], either way.
+    forward, backward: seconds of a micro-batch through each chunk [P x V]. transfer: seconds from each chunk to the next, either way
+    [P x V - 1]. num_chunks: V.
     """
-    num_stages = len(forward)
-    orders = [list_passes(stage, num_stages, num_micro_batches) for stage in range(num_stages)]
+    num_stages = len(forward) // num_chunks
+    orders = [list_units(stage, num_stages, num_micro_batches, num_chunks) for stage in range(num_stages)]
     position, free = [0] * num_stages, [0.0] * num_stages
-    stops: dict[tuple[int, int, bool], float] = {}
+    stops: dict[Unit, float] = {}
     done: list[Pass] = []
-    while len(done) < 2 * num_stages * num_micro_batches:
+    while len(done) < 2 * len(forward) * num_micro_batches:
         for stage, order in enumerate(orders):
             while position[stage] < len(order):
-                micro_batch, is_forward = order[position[stage]]
-                ready = _ready_at(stage, micro_batch, is_forward, num_stages, transfer, stops)
+                unit = order[position[stage]]
+                ready = _ready_at(unit, transfer, stops)
                 if ready is None:
                     break
                 start = max(ready, free[stage])
-                free[stage] = stops[stage, micro_batch, is_forward] = start + (forward if is_forward else backward)[stage]
-                done.append(Pass(stage, micro_batch, is_forward, start, free[stage]))
+                free[stage] = stops[unit] = start + (forward if unit.is_forward else backward)[unit.chunk]
+                done.append(Pass(stage, *unit, start, free[stage]))
                 position[stage] += 1
     return done
 
 
-def _ready_at(
-    stage: int, micro_batch: int, is_forward: bool, num_stages: int, transfer: Sequence[float], stops: dict[tuple[int, int, bool], float]
-) -> float | None:
-    """When the pass has its input; None while that is not known. A backward pass on the last stage follows its own forward pass."""
+def _ready_at(unit: Unit, transfer: Sequence[float], stops: dict[Unit, float]) -> float | None:
+    """When the pass has its input; None while that is not known. A backward pass through the last chunk follows its own forward pass."""
+    chunk, micro_batch, is_forward = unit
     if is_forward:
-        if stage == 0:
+        if chunk == 0:
             return 0.0
-        stop, boundary = stops.get((stage - 1, micro_batch, True)), stage - 1
-    elif stage == num_stages - 1:
-        return stops.get((stage, micro_batch, True))
+        stop, boundary = stops.get(Unit(chunk - 1, micro_batch, True)), chunk - 1
+    elif chunk == len(transfer):
+        return stops.get(Unit(chunk, micro_batch, True))
     else:
-        stop, boundary = stops.get((stage + 1, micro_batch, False)), stage
+        stop, boundary = stops.get(Unit(chunk + 1, micro_batch, False)), chunk
     return None if stop is None else stop + transfer[boundary]
 
 
@@ -75,16 +118,15 @@ def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterato
 
     passes, transfer: as `simulate` returns and takes them.
     """
-    num_stages = len(transfer) + 1
-    free = [0.0] * num_stages
+    free = dict.fromkeys((p.stage_id for p in passes), 0.0)
     for p in sorted(passes, key=lambda p: p.start):
-        has_input = p.stage_id > 0 if p.is_forward else p.stage_id < num_stages - 1
-        start = max(free[p.stage_id], p.start - transfer[p.stage_id - 1 if p.is_forward else p.stage_id]) if has_input else p.start
+        has_input = p.chunk > 0 if p.is_forward else p.chunk < len(transfer)
+        start = max(free[p.stage_id], p.start - transfer[p.chunk - 1 if p.is_forward else p.chunk]) if has_input else p.start
         if start < p.start:
             yield p.stage_id, start, p.start
         free[p.stage_id] = p.stop
 
 
-def bubble_share(num_stages: int, num_micro_batches: int) -> float:
-    """(P - 1) / (M + P - 1): the share of a step that a stage of an even pipeline waits (GPipe, 1811.06965)."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+def bubble_share(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> float:
+    """(P - 1) / (V M + P - 1): the share of a step that a rank of an even pipeline waits (GPipe, 1811.06965; 2104.04473)."""
+    return (num_stages - 1) / (num_chunks * num_micro_batches + num_stages - 1)

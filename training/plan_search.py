@@ -1,6 +1,7 @@
 """`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing, best first.
 
-The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too.
+The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too. With
+schedule=interleaved both schedules are tried.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.architecture import Layer
-from training.config import CheckpointMode, Offload, RunConfig
+from training.config import CheckpointMode, Offload, PipelineSchedule, RunConfig
 from training.hardware import GIB, Machine
 from training.layout import Layout, build_layout
 from training.partition import balance, compute_bounds, compute_work
@@ -58,13 +59,14 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
         layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size), width)
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
-        bounds = compute_bounds(layers, num_stages, _method(config))
-        for choices, offload in itertools.product(CHECKPOINTING, Offload):
+        scheduled = [layout, *_interleave(layout, config, len(layers))]
+        splits = [compute_bounds(layers, num_stages, _method(config), num_chunks=each.num_chunks) for each in scheduled]
+        for (layout, bounds), choices, offload in itertools.product(zip(scheduled, splits, strict=True), CHECKPOINTING, Offload):
             tried = []
             for mode, interval in choices:
                 keys = replace(config, activation_checkpoint_mode=mode, activation_checkpoint_interval=interval, offload_optimizer=offload)
                 plan = compute_plan(costs[micro_batch_size], bounds, layout, architecture.vocab_size, keys, hardware)
-                if _may_fit_otherwise(plan, config):
+                if layout.num_chunks == 1 and _may_fit_otherwise(plan, config):
                     fits = build_fits(costs[micro_batch_size], layout, architecture.vocab_size, keys, hardware)
                     other = balance(work, num_stages, fits) or bounds
                     plan = compute_plan(costs[micro_batch_size], other, layout, architecture.vocab_size, keys, hardware)
@@ -73,6 +75,13 @@ def search_plans(config: RunConfig, architecture: PretrainedConfig, layers: Sequ
     if not candidates:
         raise UserError(f"global_batch_size={total} can be cut for no split of world_size={world_size}; give a multiple of a divisor of it")
     return sorted(candidates, key=_rank)
+
+
+def _interleave(layout: Layout, config: RunConfig, num_layers: int) -> list[Layout]:
+    """The same layout interleaved, where the config asks for that and the layout allows it."""
+    num_chunks = config.virtual_stages_per_rank
+    possible = layout.num_stages > 1 and layout.gradient_accumulation_steps % layout.num_stages == 0 and layout.num_stages * num_chunks <= num_layers
+    return [replace(layout, num_chunks=num_chunks)] if config.schedule is PipelineSchedule.interleaved and possible else []
 
 
 def _may_fit_otherwise(plan: Plan, config: RunConfig) -> bool:
@@ -121,6 +130,7 @@ def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Off
         f"activation_checkpoint_interval={interval}",
         f"activation_checkpoint_mode={mode.value}",
         f"offload_optimizer={offload.value}",
+        f"schedule={'interleaved' if layout.num_chunks > 1 else '1f1b'}",
     )
 
 
@@ -148,8 +158,9 @@ def render_search(candidates: Sequence[Candidate], config: RunConfig, hardware: 
 def _row(candidate: Candidate) -> tuple[str, ...]:
     plan, keys = candidate.plan, dict(override.split("=") for override in candidate.overrides)
     layout = plan.layout
+    chunks = f" x {layout.num_chunks} chunks" if layout.num_chunks > 1 else ""
     return (
-        str(layout.num_stages), str(layout.dp_size), str(layout.micro_batch_size), str(layout.gradient_accumulation_steps),
+        f"{layout.num_stages}{chunks}", str(layout.dp_size), str(layout.micro_batch_size), str(layout.gradient_accumulation_steps),
         _name_checkpointing(keys), keys["offload_optimizer"], f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
     )  # fmt: skip

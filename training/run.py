@@ -156,7 +156,7 @@ def train_together(
     module = StageModule(
         plan.layers, plan.bounds, plan.source, DTYPES[config.precision], config.activation_checkpoint_interval, plan.adapter, config.freeze,
         loss=build_run_loss(config, plan.source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
-        parallel=parallel,
+        parallel=parallel, num_chunks=plan.layout.num_chunks,
     )  # fmt: skip
     engine = initialize_engine(module, config, plan.layout)
     reference = {}

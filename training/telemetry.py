@@ -113,7 +113,7 @@ class Telemetry:
             return
         from training.plan_picture import draw_timelines  # matplotlib is slow to import, and few runs draw
 
-        measured = arrange(of_ranks[:: self._layout.ranks_a_stage])
+        measured = arrange(of_ranks[:: self._layout.ranks_a_stage], self._layout.num_chunks)
         draw_timelines([foresee(self._expectation.plan), measured], f"step {step}, {self._layout.describe()}", folder / f"step_{step}.png")
 
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:
@@ -160,7 +160,7 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Exp
         rows.append(
             (
                 str(s),
-                f"{stage.first_layer}-{stage.last_layer}",
+                stage.layers,
                 *map("{:.1%}".format, shares),
                 f"{peak / GIB:.2f}",
                 f"{expectation.peak_memory[s] / GIB:.2f}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from training.plan import Plan
-from training.plan_schedule import list_transfers
+from training.plan_schedule import Unit, list_transfers, list_units
 from training.stage_clock import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, Lap
 
 
@@ -70,33 +70,37 @@ def foresee(plan: Plan) -> Timeline:
     return Timeline("predicted", [span for span in spans if span.stop > span.start])
 
 
-def arrange(laps_of_stage: Sequence[Sequence[Lap]]) -> Timeline:
-    """A measured step: the laps of one replica's stages [P].
+def arrange(laps_of_stage: Sequence[Sequence[Lap]], num_chunks: int = 1) -> Timeline:
+    """A measured step: the laps of one replica's stages [P]. num_chunks: of each.
 
     Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage waited.
     """
-    quickest = [_quickest(laps_of_stage, boundary) for boundary in range(len(laps_of_stage) - 1)]
+    num_stages = len(laps_of_stage)
+    quickest = [_quickest(laps_of_stage, boundary) for boundary in range(num_stages if num_chunks > 1 else num_stages - 1)]
+    num_micro_batches = sum(lap.name == FORWARD for lap in laps_of_stage[0]) // num_chunks
     spans: list[Span] = []
     for stage_id, laps in enumerate(laps_of_stage):
-        spans += _spans(stage_id, laps, quickest)
+        spans += _spans(stage_id, laps, quickest, list_units(stage_id, num_stages, num_micro_batches, num_chunks))
     return Timeline("measured", spans)
 
 
 def _quickest(laps_of_stage: Sequence[Sequence[Lap]], boundary: int) -> dict[str, float]:
-    """Seconds of the quickest transfer across a boundary, forward and backward, at whichever end, by the names of both ends."""
-    pure = {}
+    """Seconds of the quickest transfer across a boundary, forward and backward, at whichever end, by the names of both ends.
+
+    boundary: to the next stage; of the last stage, where a stage holds several chunks, to the first.
+    """
+    pure, beyond = {}, laps_of_stage[(boundary + 1) % len(laps_of_stage)]
     for before, after in (("SendActivation", "RecvActivation"), ("RecvGrad", "SendGrad")):
-        at_ends = [lap for lap in laps_of_stage[boundary] if lap.name == before] + [lap for lap in laps_of_stage[boundary + 1] if lap.name == after]
+        at_ends = [lap for lap in laps_of_stage[boundary] if lap.name == before] + [lap for lap in beyond if lap.name == after]
         pure[before] = pure[after] = min(lap.stop - lap.start for lap in at_ends)
     return pure
 
 
-def _spans(stage_id: int, laps: Sequence[Lap], quickest: Sequence[dict[str, float]]) -> Iterator[Span]:
-    passed = {FORWARD: 0, BACKWARD: 0}
+def _spans(stage_id: int, laps: Sequence[Lap], quickest: Sequence[dict[str, float]], units: Sequence[Unit]) -> Iterator[Span]:
+    following = iter(units)
     for lap in laps:
-        if lap.name in passed:
-            yield Span(stage_id, Work.forward if lap.name == FORWARD else Work.backward, lap.start, lap.stop, passed[lap.name])
-            passed[lap.name] += 1
+        if lap.name in (FORWARD, BACKWARD):
+            yield Span(stage_id, Work.forward if lap.name == FORWARD else Work.backward, lap.start, lap.stop, next(following).micro_batch)
         elif lap.name in TRANSFERS:
             boundary = stage_id - 1 if lap.name in ("RecvActivation", "SendGrad") else stage_id
             yield Span(stage_id, Work.communication, max(lap.start, lap.stop - quickest[boundary][lap.name]), lap.stop)

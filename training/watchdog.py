@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import screen
+from training.interleaved import wait_for
 from training.ranks import SECONDS_TO_LET_ANOTHER_SPEAK, Ranks, is_lost_peer
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -190,7 +191,7 @@ def find_place(frame: FrameType | None) -> tuple[str, bool]:
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(_ROOT) and "site-packages" not in file.parts:
-            return f"{file.relative_to(_ROOT)}:{frame.f_lineno} ({frame.f_code.co_name})", waits
+            return f"{file.relative_to(_ROOT)}:{frame.f_lineno} ({frame.f_code.co_name})", waits or frame.f_code is wait_for.__code__
         parts = file.parts[-4:]
         waits |= "distributed" in parts or ("deepspeed" in file.parts and (on_gpu or "comm" in parts))
         frame = frame.f_back

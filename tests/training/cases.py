@@ -75,14 +75,14 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     layers = cut_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
     layout = build_layout(config, world_size, len(layers), False)
     parallel = join_tensor_parallel(layout, rank)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
     tokenizer = load_tokenizer(config, source)
     datasets = tokenize(config, tokenizer)
     adapter = build_adapter(config, layers)
     module = StageModule(
         layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
         loss=build_run_loss(config, source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
-        parallel=parallel,
+        parallel=parallel, num_chunks=layout.num_chunks,
     )  # fmt: skip
     engine = initialize_engine(module, config, layout)
     horizon = Horizon(count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps)
@@ -97,11 +97,10 @@ def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Hugging Face name -> weight, whole, of the layers this stage owns."""
     module = engine.module
     weights = {}
-    for index in range(module._local_start, module._local_stop):
-        layer = module._layers[index]
-        if layer.owns_weights:
-            cuts = list_cuts(module._module_of(index))
-            for name, tensor in module._module_of(index).state_dict().items():
+    for index, layer, layer_module in module.local_layers():
+        if module.owns(index):
+            cuts = list_cuts(layer_module)
+            for name, tensor in layer_module.state_dict().items():
                 whole = cuts[name].gather(tensor.detach(), module.parallel) if name in cuts else tensor
                 weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
     return weights

@@ -72,8 +72,11 @@ def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
         return ""
 
 
-def train_with_a_bad_stage(case: Case, stage: int, backward: bool) -> str:
-    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient that it computes."""
+def train_with_a_bad_stage(case: Case, stage: int, backward: bool, passes: int = 4) -> str:
+    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient that it computes.
+
+    passes: forward passes of a stage in a step.
+    """
     from training import loop
 
     build = loop.StageProbe
@@ -85,7 +88,7 @@ def train_with_a_bad_stage(case: Case, stage: int, backward: bool) -> str:
         calls = iter(range(1000))
 
         def interfere(_: Any, inputs: Any, outputs: Any) -> Any:
-            if module.stage_id != stage or next(calls) != 4 * BAD_STEP + 1:
+            if module.stage_id != stage or next(calls) != passes * BAD_STEP + 1:
                 return None
             if backward:
                 inputs[0][0].register_hook(spoil)
@@ -112,6 +115,17 @@ def test_the_first_stage_that_saw_it_is_named(workers, case: Case, tmp_path: Pat
     changed = replace(case, world_size=world_size, num_stages=4, overrides=(*case.overrides, f"output_dir={tmp_path}/out"))
     error = max(workers(world_size).run(train_with_a_bad_stage, changed, stage, backward))
     assert error.startswith("step 3: ") and f"(counted from 0); first seen {place}. Neither" in error
+
+
+@pytest.mark.parametrize(
+    "backward, place",
+    [(False, "in the output of stage 1, chunk 0"), pytest.param(True, "in the backward pass of stage 1, chunk 0", marks=pytest.mark.full)],
+)
+def test_the_first_chunk_that_saw_it_is_named(workers, case: Case, tmp_path: Path, backward: bool, place: str) -> None:
+    """Stage 0 sees it too, in the chunk that comes after."""
+    changed = replace(case, num_stages=2, overrides=(*case.overrides, "schedule=interleaved", f"output_dir={tmp_path}/out"))
+    error = max(workers(2).run(train_with_a_bad_stage, changed, 1, backward, passes=8))
+    assert error.startswith("step 3: ") and f"first seen {place}. Neither" in error
 
 
 def read(out: Path) -> tuple[list[int], list[str]]:

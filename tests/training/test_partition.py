@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from errors import UserError
 from models.architecture import Layer, build_layers
-from training.partition import balance, compute_bounds, compute_work
+from training.partition import balance, balance_chunks, compute_bounds, compute_work, list_chunks
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
 DECODER_WORK = D * D * (HEADS + 2 * KV_HEADS) // HEADS + D * D + 3 * D * I  # query, key and value; output; the three of the MLP
@@ -66,6 +66,24 @@ def test_balance_under_a_cap_is_the_best_of_all_cuts_that_fit() -> None:
     assert outcomes == {(True, False), (False, True), (False, False)}  # none fits; the best fits; another one does
 
 
+@pytest.mark.parametrize("head", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("num_stages, num_chunks", [(2, 2), (3, 2), (2, 3)])
+def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunks: int, head: int) -> None:
+    for num_decoders in range(num_stages * num_chunks - 2, 11):
+        weights = [0, *[3] * num_decoders, 0, head]
+
+        def judge(bounds: list[int], weights: list[int] = weights) -> tuple[list[int], list[int]]:
+            chunks = stages(weights, bounds)
+            return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(chunks, reverse=True)
+
+        cuts = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
+        bounds = balance_chunks(weights, num_stages, num_chunks)
+        assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in cuts)
+        held = [list_chunks(bounds, num_stages, stage) for stage in range(num_stages)]
+        assert sorted(layer for chunks in held for chunk in chunks for layer in chunk) == list(range(len(weights)))
+        assert [chunk.start for chunk in held[1]] == bounds[1:-1:num_stages]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_head_is_work_and_the_embedding_is_none(tied: bool) -> None:
     assert [compute_work(layer) for layer in build(tied)] == [0, *[DECODER_WORK] * DECODERS, 0, V * D]
@@ -86,6 +104,9 @@ def test_uniform_counts_layers_and_parameters_counts_weights() -> None:
 
 def test_a_list_is_taken_as_it_is() -> None:
     assert compute_bounds(build(), 3, [1, 2, 6]) == [0, 1, 3, 9]
+    assert compute_bounds(build(), 2, [1, 2, 2, 4], num_chunks=2) == [0, 1, 3, 5, 9]
+    with pytest.raises(UserError, match=r"to 2 stages; it must give 9 layers .* to num_stages=2 x virtual_stages_per_rank=2, at least one each"):
+        compute_bounds(build(), 2, [5, 4], num_chunks=2)
 
 
 def test_a_type_is_spread_over_the_stages() -> None:

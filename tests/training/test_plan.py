@@ -37,8 +37,9 @@ def config(*overrides: str) -> RunConfig:
 
 
 def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
-    each = len(layers) // layout.num_stages
-    bounds = [each * stage for stage in range(layout.num_stages)] + [len(layers)]
+    num_chunks = layout.num_stages * layout.num_chunks
+    each = len(layers) // num_chunks
+    bounds = [each * chunk for chunk in range(num_chunks)] + [len(layers)]
     return compute_plan(layers, bounds, layout, V, config(*overrides), HARDWARE)
 
 
@@ -53,6 +54,17 @@ def test_the_time_of_a_step() -> None:
     assert found.boundary_bytes == [2 * (2 * B * T * 64) + 8 * B * T]
     assert found.tokens_per_second == pytest.approx(8 * B * T / found.step_seconds)
     assert found.mfu == pytest.approx(6 * 4 * N * 8 * B * T / found.step_seconds / 2e12)
+
+
+def test_an_interleaved_step() -> None:
+    plain, found = (plan(Layout(2, 2, B, 8, num_chunks=n), [layer()] * 8, "activation_checkpoint_interval=0") for n in (1, 2))
+    assert [stage.layers for stage in found.stages] == ["0-1+4-5", "2-3+6-7"]
+    for name in ("num_parameters", "forward_seconds", "backward_seconds"):
+        assert [getattr(stage, name) for stage in found.stages] == pytest.approx([getattr(stage, name) for stage in plain.stages])
+    transfers = 20 * found.transfer_seconds[0]
+    assert found.bubble == pytest.approx(1 / 17) and found.imbalance == pytest.approx(0)
+    assert found.pipeline_seconds == pytest.approx((2 * 8 + 1) * 3 * plain.stages[0].forward_seconds / 2, abs=2 * transfers)
+    assert len(found.boundary_bytes) == 3 and set(found.boundary_bytes) == set(plain.boundary_bytes)  # from the last stage to the first, too
 
 
 def test_checkpointing_computes_all_but_the_head_again() -> None:

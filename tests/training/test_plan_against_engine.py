@@ -79,6 +79,9 @@ def train_counted(case: Case) -> int:
         (2, ("precision=bf16", "activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
         (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
         (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=interleaved")),
+        pytest.param(2, ("precision=bf16", "activation_checkpoint_interval=1", "schedule=interleaved"), marks=pytest.mark.full),
+        pytest.param(2, ("precision=fp32", "activation_checkpoint_interval=0", "schedule=interleaved"), marks=pytest.mark.full),
         (2, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2")),
         pytest.param(2, ("precision=bf16", "activation_checkpoint_interval=0", "tensor_parallel_size=2"), marks=pytest.mark.full),
         pytest.param(2, ("precision=fp32", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full),
@@ -101,7 +104,7 @@ def test_predicted_and_real_peak(
     layers = cut_layers(architecture, build_layers(architecture), width)
     layout = build_layout(config, 2 * width, len(layers), False)
     costs = count_layers(layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision], tensor_parallel_size=width)
-    bounds = compute_bounds(layers, num_stages, config.partition_method)
+    bounds = compute_bounds(layers, num_stages, config.partition_method, num_chunks=layout.num_chunks)
     plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, CARD)
     for rank, real in enumerate(workers(2 * width).run(train_counted, case)):
         memory = plan.stages[layout.stage_id(rank)].memory

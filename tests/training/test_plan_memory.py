@@ -8,6 +8,7 @@ from models.loss import PIECE
 from training.config import CheckpointMode, Device, Offload, OptimizerName, Precision
 from training.plan_cost import LayerCost
 from training.plan_memory import BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state
+from training.plan_schedule import list_in_flight
 from training.recompute import Recompute
 
 ADAMW, SGD = OptimizerName.adamw, OptimizerName.sgd
@@ -64,7 +65,7 @@ def layer(saved: int) -> LayerCost:
 def memory(stage_id: int, stages: int, micro_batches: int, interval: int, mode: CheckpointMode = CheckpointMode.grouped) -> Memory:
     nothing = State(0, 0, 0, 0, 0, 0)
     return compute_memory(
-        [layer(s) for s in (3000, 4000, 5000)], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16
+        [[layer(s) for s in (3000, 4000, 5000)]], stage_id, stages, micro_batches, Recompute(interval, mode), TOKENS, 7, nothing, Precision.bf16
     )
 
 
@@ -74,6 +75,18 @@ def test_1f1b_keeps_the_micro_batches_in_flight(stage_id: int, micro_batches: in
     received = POSITIONS if stage_id == 0 else HIDDEN
     assert memory(stage_id, 4, micro_batches, 0).activations == in_flight * (12000 + received + POSITIONS + sent)
     assert memory(stage_id, 4, micro_batches, 0).recomputation == 0
+
+
+def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
+    """Two stages, two chunks, four micro-batches. The first stage goes on with 0 1, chunk by chunk, then 2 through its first chunk."""
+    nothing = State(0, 0, 0, 0, 0, 0)
+    chunks = [[layer(3000)], [layer(4000), layer(5000)]]
+    first, last = (compute_memory(chunks, stage, 2, 4, Recompute(0), TOKENS, 7, nothing, Precision.bf16) for stage in (0, 1))
+    of_batch, of_hidden = POSITIONS + POSITIONS + HIDDEN, HIDDEN + POSITIONS + HIDDEN
+    # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and one more of the second
+    assert first.activations == max(a * (3000 + of_batch) + b * (9000 + of_hidden) for a, b in list_in_flight(0, 2, 4, 2))
+    assert max(a + b for a, b in list_in_flight(0, 2, 4, 2)) == 5
+    assert last.activations == 2 * (3000 + of_hidden) + 9000 + HIDDEN + POSITIONS  # the loss hands nothing on
 
 
 def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:

@@ -80,23 +80,23 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     card takes the same. With far less memory, none fits, and the split is the balanced one again."""
     given = ("world_size=8", "hardware=a100_80g", "micro_batch_size=2", "gradient_accumulation_steps=16", "activation_checkpoint_interval=0")
     free = plan_of(build("llama_7b_pp4", *given))
-    bounds = [stage.first_layer for stage in free.stages]
+    bounds = [stage.chunks[0].first_layer for stage in free.stages]
     missing = 1.5 * 2**30
     tight = build("llama_7b_pp4", *given, f"hardware.memory={(free.fullest.memory.peak - missing) / 0.95 / 2**30}")
     plan = plan_of(tight)
     assert free.fits and plan.fits and plan.imbalance > free.imbalance
-    assert [stage.first_layer for stage in plan.stages] != bounds
+    assert [stage.chunks[0].first_layer for stage in plan.stages] != bounds
 
     architecture = load_architecture(tight)
     layers = build_layers(architecture)
     layout = build_layout(tight, 8, len(layers), has_accelerator=True)
     fits = find_fits(tight, architecture, layout, "NVIDIA A100-SXM4-80GB", local_size=8)
-    assert compute_bounds(layers, 4, "balanced", fits)[:-1] == [stage.first_layer for stage in plan.stages]
+    assert compute_bounds(layers, 4, "balanced", fits)[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
     assert find_fits(tight, architecture, layout, "cpu", local_size=8) is None  # a host's memory is not measured by what it has in all
     assert find_fits(tight, architecture, layout, "Some other card", local_size=8) is None
 
     hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
-    assert not hopeless.fits and [stage.first_layer for stage in hopeless.stages] == bounds
+    assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_host_that_is_too_small(tmp_path: Path) -> None:
 def test_weights_that_are_there_decide(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf", num_hidden_layers=3)
     arguments = ("plan=true", "world_size=2", f"model_name_or_path={tmp_path}/hf", "precision=fp32")
-    assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].last_layer == 3 + 2
+    assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].chunks[-1].last_layer == 3 + 2
     with pytest.raises(UserError, match=r"model.vocab_size=32000, but .*config.json says 320"):
         list(plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf")))
 

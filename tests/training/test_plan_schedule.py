@@ -7,7 +7,7 @@ import itertools
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from training.plan_schedule import bubble_share, list_passes, list_transfers, simulate
+from training.plan_schedule import bubble_share, list_in_flight, list_transfers, list_units, simulate
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
 
@@ -18,9 +18,10 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
         schedule = TrainSchedule(micro_batches, stages, stage_id)
         commands = [command for step in schedule.steps() for command in step if isinstance(command, (ForwardPass, BackwardPass))]
         kinds = [isinstance(command, ForwardPass) for command in commands]
-        assert [is_forward for _, is_forward in list_passes(stage_id, stages, micro_batches)] == kinds
+        units = list_units(stage_id, stages, micro_batches)
+        assert [unit.is_forward for unit in units] == kinds and {unit.chunk for unit in units} == {stage_id}
         for kind in (True, False):
-            assert [m for m, f in list_passes(stage_id, stages, micro_batches) if f is kind] == list(range(micro_batches))
+            assert [unit.micro_batch for unit in units if unit.is_forward is kind] == list(range(micro_batches))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -30,6 +31,24 @@ def test_even_stages_take_the_bubble_and_no_more(stages: int, micro_batches: int
     assert total == pytest.approx((micro_batches + stages - 1) * 3)
     assert 1 - micro_batches * 3 / total == pytest.approx(bubble_share(stages, micro_batches))
     assert len(passes) == 2 * stages * micro_batches
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 4, 4), (8, 2, 16)])
+def test_even_chunks_take_the_smaller_bubble_and_no_more(stages: int, chunks: int, micro_batches: int) -> None:
+    count = stages * chunks
+    passes = simulate([1.0] * count, [2.0] * count, [0.0] * (count - 1), micro_batches, chunks)
+    total = max(p.stop for p in passes)
+    assert total == pytest.approx((chunks * micro_batches + stages - 1) * 3)
+    assert 1 - chunks * micro_batches * 3 / total == pytest.approx(bubble_share(stages, micro_batches, chunks))
+    assert {(p.chunk, p.micro_batch, p.is_forward) for p in passes} == set(itertools.product(range(count), range(micro_batches), (True, False)))
+    assert all(p.stage_id == p.chunk % stages for p in passes)
+
+
+def test_micro_batches_in_flight() -> None:
+    assert list_in_flight(0, 4, 8) == {(1,), (2,), (3,), (4,)}
+    # two stages of two chunks: the first stage does forward passes 0 0' 1 1' 2 (of micro-batches 0 and 1, chunk by chunk), then one back
+    assert max(map(sum, list_in_flight(0, 2, 4, 2))) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
+    assert max(map(sum, list_in_flight(1, 2, 4, 2))) == 3
 
 
 def test_a_slow_stage_sets_the_pace() -> None:

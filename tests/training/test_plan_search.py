@@ -34,6 +34,15 @@ def test_every_split_that_divides_is_tried() -> None:
     assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
 
 
+def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
+    found = search(build("world_size=8", "schedule=interleaved"))
+    plain, interleaved = (
+        {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found if c.plan.layout.num_chunks == n} for n in (1, 2)
+    )
+    assert interleaved == {(stages, micro) for stages, micro in plain if stages > 1 and 16 // (8 // stages * micro) % stages == 0}
+    assert all(("schedule=interleaved" in c.overrides) == (c.plan.layout.num_chunks == 2) for c in found)
+
+
 def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
     found = search(build("world_size=8", "hardware=a100_40g"))
     fits = [candidate.plan.fits for candidate in found]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from distributed import WorkerGroup
 
+from training.interleaved import wait_for
 from training.ranks import Ranks
 from training.watchdog import Watchdog, find_place
 
@@ -96,3 +97,15 @@ def test_the_place_is_the_nearest_line_of_the_project() -> None:
     seen: list[tuple[str, bool]] = []
     json.loads("[1]", parse_int=lambda _: seen.append(find_place(sys._getframe(1))))  # as a library below would be caught
     assert seen[0][0].startswith("tests/training/test_watchdog.py:") and not seen[0][1]
+
+
+def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
+    import sys
+
+    class Work:
+        def wait(self) -> None:
+            seen.append(find_place(sys._getframe(1)))
+
+    seen: list[tuple[str, bool]] = []
+    wait_for([Work()])
+    assert seen[0][0].startswith("training/interleaved.py:") and seen[0][1]
