@@ -37,9 +37,20 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
+        _end_feeding(pool)
         raise UserError("a process that tokenizes was killed, for want of memory as a rule; lower data.num_proc") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_feeding(pool: ProcessPoolExecutor) -> None:
+    """A thread of a broken pool may be writing work into a pipe that nobody reads any more, and Pythons before 3.11.5 wait for it for ever
+    (CPython gh-94777; seen with 3.11.2). Without a reader the write fails."""
+    manager: Any = pool._executor_manager_thread
+    queue: Any = vars(pool)["_call_queue"]  # which no stub of it declares
+    manager.join(timeout=1)  # other versions close the reader themselves, and not twice
+    if manager.is_alive():
+        queue._reader.close()
 
 
 def _start(function: Callable[[Any], Any]) -> None:
