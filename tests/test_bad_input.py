@@ -268,6 +268,7 @@ def test_a_mistyped_key_alone(root: Path, tmp_path: Path) -> None:
     assert ended.output.strip() == ended.errors()[0] and ended.code == 1
 
 
+@pytest.mark.full
 def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Path) -> None:
     ended = run_deepspeed(arguments(root, tmp_path, "num_stages=3"), tmp_path)
     assert_one_message(ended, "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 trainer")
