@@ -29,8 +29,9 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
 from models.architecture import Fused, Layer, Style, Styles, get_tensor_parallel_plan, refuse_cut
-from models.cuts import Cut, TensorParallel, sum_backward, sum_forward, sum_over_ranks
+from models.cuts import Cut, TensorParallel, sum_forward, sum_over_ranks
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
+from models.parallel_layers import Entrance, Lookup, OwnRandomness, RowParallelConv1D, RowParallelLinear, SharedNorm
 
 
 def cut_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
@@ -99,7 +100,7 @@ def cut_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> N
     for name in _list_blocks(styles):
         block = module.get_submodule(name)
         randomness = OwnRandomness(parallel.rank) if _drops_attention(block) else None
-        block.register_forward_pre_hook(_Entrance(parallel, randomness), with_kwargs=True)
+        block.register_forward_pre_hook(Entrance(parallel, randomness), with_kwargs=True)
         for part in block.modules():
             if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
                 part.randomness = randomness
@@ -123,74 +124,9 @@ def _list_blocks(styles: Styles) -> set[str]:
     return {block for block in blocks if not any(block.startswith(f"{other}.") for other in blocks)}
 
 
-class OwnRandomness:
-    """Random numbers of this rank's own from a block's entrance to its last projection, for dropout in what it alone has: its heads. Before and
-    behind, all ranks draw the same. What is recomputed draws the same again: all of it follows from the state in front of the block."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._before: list[tuple[Any, torch.Tensor]] = []
-
-    def begin(self, device: torch.device) -> None:
-        seed = int(torch.randint(2**62, ()))
-        sources = [torch] + ([torch.get_device_module(device)] if device.type not in ("cpu", "meta") else [])
-        self._before = [(source, source.get_rng_state()) for source in sources]
-        torch.manual_seed(seed + self._rank)
-
-    def end(self) -> None:
-        for source, state in self._before:
-            source.set_rng_state(state)
-        self._before = []
-
-
 def _drops_attention(block: nn.Module) -> bool:
     values = (getattr(block, name, 0.0) for name in ("attention_dropout", "attn_dropout", "attn_dropout_p"))  # as transformers names it
     return any(getattr(value, "p", value) for value in values)
-
-
-class RowParallelLinear(nn.Linear):
-    """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
-
-    parallel: TensorParallel
-    randomness: OwnRandomness | None = None
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.randomness is not None:
-            self.randomness.end()
-        outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
-        return outputs if self.bias is None else outputs + self.bias
-
-
-class RowParallelConv1D(Conv1D):
-    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
-
-    parallel: TensorParallel
-    randomness: OwnRandomness | None = None
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.randomness is not None:
-            self.randomness.end()
-        return sum_forward(inputs @ self.weight, self.parallel) + self.bias
-
-
-class SharedNorm(nn.Module):
-    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
-
-    def __init__(self, norm: Any, parallel: TensorParallel) -> None:
-        super().__init__()
-        weight = norm.weight
-        cut = Cut(0, (len(weight),))
-        self.weight, self.cuts = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
-        self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        values = inputs.to(torch.float32)
-        squares = values.pow(2).sum(-1, keepdim=True)
-        # Each rank's outputs depend on the squares of all, so the gradient of the sum is a sum over the ranks too.
-        variance = sum_backward(sum_forward(squares, self._parallel), self._parallel) / self._length
-        return (self.weight * (values * torch.rsqrt(variance + self._epsilon))).to(inputs.dtype)
 
 
 def _cut_projection(part: nn.Module, style: Style | Fused, parallel: TensorParallel) -> nn.Module:
@@ -237,38 +173,9 @@ def _cut_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
     part.num_embeddings = stop - start
     if part.padding_idx is not None:
         part.padding_idx = part.padding_idx - start if start <= part.padding_idx < stop else None  # type: ignore[assignment]
-    lookup = _Lookup(start, stop, parallel)
+    lookup = Lookup(start, stop, parallel)
     part.register_forward_pre_hook(lookup.localize)
     part.register_forward_hook(lookup.complete)
-
-
-class _Entrance:
-    """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
-
-    def __init__(self, parallel: TensorParallel, randomness: OwnRandomness | None) -> None:
-        self._parallel, self._randomness = parallel, randomness
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden_states = sum_backward(args[0] if args else kwargs["hidden_states"], self._parallel)
-        if self._randomness is not None and block.training:
-            self._randomness.begin(hidden_states.device)
-        return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
-
-
-class _Lookup:
-    """The hooks around an embedding that has the tokens `start` to `stop`: others are looked up as its first, and count as zero."""
-
-    def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
-        self._start, self._stop, self._parallel = start, stop, parallel
-
-    def localize(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        input_ids, position_ids = args[0]
-        self._is_here = (input_ids >= self._start) & (input_ids < self._stop)
-        return (((input_ids - self._start) * self._is_here, position_ids),)
-
-    def complete(self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states, position_ids = outputs
-        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids
 
 
 def cut_adapter(projection: Any, parallel: TensorParallel) -> None:

@@ -28,47 +28,14 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
-    for key in (
-        "logging_steps",
-        "max_seq_length",
-        "eval_steps",
-        "save_steps",
-        "profile_step",
-        "max_steps",
-        "stop_after_steps",
-        "keep_last",
-        "keep_best",
-    ):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            raise UserError(
-                f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else "")
-            )
-    for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
-        if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
-            raise UserError(f"{key}={getattr(config, key)}: more than 0")
+    _check_ranges(config)
     if config.keep_best is not None and (config.keep_last is None or config.eval_file is None):
         raise UserError(f"keep_best={config.keep_best} adds to keep_last by eval_loss; give keep_last and eval_file too, or set keep_best to null")
-    for key in ("warmup_ratio", "min_lr_ratio"):
-        if not 0 <= getattr(config, key) <= 1:
-            raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
-    for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
-        if not 0 <= getattr(config, key) < math.inf:
-            raise UserError(f"{key}={getattr(config, key)}: 0 or more")
     mode = config.activation_checkpoint_mode
     if mode is not CheckpointMode.grouped and not config.activation_checkpoint_interval:
         raise UserError(f"activation_checkpoint_mode={mode.value} recomputes nothing with activation_checkpoint_interval=0; give 1 or more")
     if mode is CheckpointMode.selective and config.compile:
         raise UserError("activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false, or another mode")
-    if config.virtual_stages_per_rank < 2:
-        raise UserError(f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; with one chunk of layers a rank it is schedule=1f1b")
-    if not 0 < config.num_train_epochs < math.inf:
-        raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
-    betas, eps = config.optimizer.betas, config.optimizer.eps
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
-    if not eps > 0:
-        raise UserError(f"optimizer.eps={eps}: more than 0")
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
@@ -89,6 +56,44 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         raise UserError("evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are; give one")
     if config.resume is not None and config.overwrite_output_dir:
         raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
+
+
+def _check_ranges(config: RunConfig) -> None:
+    """Raises UserError for a number out of range."""
+    for key in (
+        "logging_steps",
+        "max_seq_length",
+        "eval_steps",
+        "save_steps",
+        "profile_step",
+        "max_steps",
+        "stop_after_steps",
+        "keep_last",
+        "keep_best",
+    ):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise UserError(
+                f"{key}={value}: at least 1" + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else "")
+            )
+    for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
+        if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
+            raise UserError(f"{key}={getattr(config, key)}: more than 0")
+    for key in ("warmup_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(config, key) <= 1:
+            raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
+    for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
+        if not 0 <= getattr(config, key) < math.inf:
+            raise UserError(f"{key}={getattr(config, key)}: 0 or more")
+    if config.virtual_stages_per_rank < 2:
+        raise UserError(f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; with one chunk of layers a rank it is schedule=1f1b")
+    if not 0 < config.num_train_epochs < math.inf:
+        raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
+    betas, eps = config.optimizer.betas, config.optimizer.eps
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
+    if not eps > 0:
+        raise UserError(f"optimizer.eps={eps}: more than 0")
 
 
 def _check_tensor_parallel(config: RunConfig) -> None:

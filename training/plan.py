@@ -13,13 +13,14 @@ from itertools import pairwise
 from transformers import PretrainedConfig
 
 from models.architecture import Layer
-from training.config import Offload, OptimizerName, Precision, RunConfig, Task, get_task, rows_per_sample
+from training.config import RunConfig, Task, get_task, rows_per_sample
 from training.hardware import GB, GIB, Machine
 from training.layout import Layout
 from training.partition import Fits, list_chunks
 from training.plan_cost import POSITION_BYTES, LayerCost, count_layers
-from training.plan_memory import Memory, bytes_of, compute_memory, compute_state
+from training.plan_memory import Memory, compute_memory, compute_state
 from training.plan_schedule import Pass, bubble_share, simulate
+from training.plan_time import compute_optimizer_seconds, compute_reduce_seconds, compute_sum_seconds, find_bandwidth_between
 from training.precision import DTYPES
 from training.recompute import build_recompute
 from training.trainable import build_adapter
@@ -148,7 +149,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
         for stage_id, layers in enumerate(held)
     ]  # fmt: skip
     boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
-    transfer = [size / 2 / (_bandwidth_between(layout, chunk % layout.num_stages, hardware) * GB) for chunk, size in enumerate(boundary_bytes)]
+    transfer = [size / 2 / (find_bandwidth_between(layout, chunk % layout.num_stages, hardware) * GB) for chunk, size in enumerate(boundary_bytes)]
     forward, backward = [c.forward_seconds for c in chunks], [c.backward_seconds for c in chunks]
     passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps, layout.num_chunks)
     pipeline_seconds = max(p.stop for p in passes)
@@ -246,61 +247,6 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """
     owners = {cost.tied_key or index: cost.num_active for index, cost in enumerate(costs)}
     return 6 * sum(owners.values()) + 6 * seq_length * sum(cost.attention_width for cost in costs)
-
-
-def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
-    return len({rank // cards_per_node for rank in ranks}) > 1
-
-
-def _bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """GB/s from `stage_id` to the next stage, or from the last to the first, of the replica whose path is slowest."""
-    starts = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage)
-    crosses = any(_spans_nodes((rank, (rank + layout.ranks_a_stage) % layout.world_size), hardware.cards_per_node) for rank in starts)
-    return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
-
-
-def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float:
-    """All-reduce of `nbytes` over the slowest tensor-parallel group, on a ring."""
-    size = layout.tensor_parallel_size
-    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.list_tensor_parallel_groups())
-    bandwidth = hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
-    return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
-
-
-def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: Machine) -> float:
-    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype.
-
-    Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
-    sent, taken back, and out.
-    """
-    ranks = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage, layout.tensor_parallel_size)
-    bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
-    share = (layout.dp_size - 1) / layout.dp_size
-    copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]
-    return num_trainable * (copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(precision) / (bandwidth * GB))
-
-
-def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
-    """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
-
-    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero; `DeepSpeedZeroOptimizer` takes the
-    norm in fp64, copies the gradient and clips that. Then the gradient is read, master weight and AdamW's moments read and written, and
-    the weight copied from its master.
-    """
-    gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
-    moments = 16 if optimizer is OptimizerName.adamw else 0
-    return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
-
-
-def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: Machine) -> float:
-    """Bound by memory: `count_update_bytes` of this replica's part."""
-    part = num_trainable / layout.dp_size
-    moved = count_update_bytes(config.optimizer.name, config.precision) * part
-    if config.offload_optimizer is Offload.none:
-        return moved / (hardware.memory_bandwidth * GB)
-    ranks_on_node = min(layout.world_size, hardware.cards_per_node)
-    across = (4 + bytes_of(config.precision)) * part / (hardware.host_link_bandwidth * GB)
-    return across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB)
 
 
 def compute_host_bytes(bytes_of_stage: Sequence[int], layout: Layout, cards_per_node: int) -> int:

@@ -27,8 +27,8 @@ from models.loss import build_loss
 from training.config import OptimizerName, Precision, RunConfig
 from training.hardware import Machine
 from training.layout import Layout
-from training.plan import count_update_bytes
 from training.plan_cost import LayerCost
+from training.plan_time import count_update_bytes
 from training.precision import DTYPES
 from training.trainable import build_adapter, choose_trained
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from screen import show_panel
 from training.checked_run import CheckedRun, check_run, open_source, take_up
-from training.checkpoint import load_checkpoint
+from training.checkpoint import TrainerState, load_checkpoint
 from training.checks import check_config
 from training.config import Device, Init, RunConfig, to_typed
 from training.engine import initialize_engine
@@ -25,7 +25,7 @@ from training.environment import describe_environment
 from training.evaluation import evaluate_checkpoint
 from training.expectation import Expectation, expect, find_machine
 from training.hardware import Machine
-from training.horizon import compute_horizon, measure_evaluation
+from training.horizon import Horizon, compute_horizon, measure_evaluation
 from training.inspection import print_inspection
 from training.loggers import build_loggers
 from training.loop import TrainingLoop
@@ -167,19 +167,13 @@ def train_together(
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
     train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
-    reporters: list[Reporter] = []
     totals = Totals(start)
+    reporters: list[Reporter] = []
     if expectation is not None:
         if config.overwrite_output_dir:
             folder.clear()  # only now: a run that could not start has deleted nothing
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
-        known = describe_run(config, hosts)
-        if machine is not None:  # else the plan's times are another machine's
-            text = render_plan(expectation.plan, config, expectation.hardware, horizon.total_steps)
-            folder.plan.write_text(text + "\n")
-            known |= {"plan": list_figures(expectation.plan), "plan_table": text}
-        reporters = [totals, MetricsFile(folder.metrics, start.step), *build_loggers(config.logger, folder.path, known, start.step)]
-        reporters.append(ProgressBar(start.step, horizon.last_step))
+        reporters = [totals, *open_reporters(config, expectation, machine, folder, horizon, start, hosts)]
 
     clock = StageClock(engine, memory)
     clock.attach()
@@ -192,13 +186,7 @@ def train_together(
     if summary := telemetry.summarize():
         ranks.say(summary)
     if ranks.is_main:
-        if loop.signum:
-            title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest"
-        else:
-            export(plan, folder)
-            folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-            title = f"done: {state.step} steps"
-        show_panel(title, describe_end(totals, plan, folder, state.step, loop.last_eval, finished=not loop.signum))
+        conclude(plan, folder, state, loop, totals)
     return loop.signum
 
 
@@ -208,6 +196,30 @@ def foresee_run(config: RunConfig, plan: CheckedRun, machine: Machine | None, ra
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     device = Device.cuda if has_accelerator() else Device.cpu
     return expect(config, plan.source.config, plan.bounds, plan.layout, machine, device)
+
+
+def open_reporters(
+    config: RunConfig, expectation: Expectation, machine: Machine | None, folder: RunFolder, horizon: Horizon, start: TrainerState, hosts: list[str]
+) -> list[Reporter]:
+    """The run's own file, its loggers, which hear of the plan too, and the bar. Main rank only."""
+    known = describe_run(config, hosts)
+    if machine is not None:  # else the plan's times are another machine's
+        text = render_plan(expectation.plan, config, expectation.hardware, horizon.total_steps)
+        folder.plan.write_text(text + "\n")
+        known |= {"plan": list_figures(expectation.plan), "plan_table": text}
+    loggers = build_loggers(config.logger, folder.path, known, start.step)
+    return [MetricsFile(folder.metrics, start.step), *loggers, ProgressBar(start.step, horizon.last_step)]
+
+
+def conclude(plan: CheckedRun, folder: RunFolder, state: TrainerState, loop: TrainingLoop, totals: Totals) -> None:
+    """Exports what a finished run has made, and says how it ended. Main rank only."""
+    if loop.signum:
+        title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest"
+    else:
+        export(plan, folder)
+        folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
+        title = f"done: {state.step} steps"
+    show_panel(title, describe_end(totals, plan, folder, state.step, loop.last_eval, finished=not loop.signum))
 
 
 def describe_run(config: RunConfig, hosts: list[str]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from transformers import AutoConfig
 from errors import UserError
 from models.architecture import build_layers
 from models.cuts import Cut, TensorParallel
+from models.parallel_layers import OwnRandomness
 from models.published import shrink
-from models.tensor_parallel import OwnRandomness, cut_layers
+from models.tensor_parallel import cut_layers
 
 WHOLE = torch.arange(7 * 12).reshape(7, 12)
 CUTS = [Cut(0, (7,)), Cut(1, (12,)), Cut(1, (6, 3, 3)), Cut(0, (5, 2))]

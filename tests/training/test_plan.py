@@ -10,15 +10,9 @@ from configs import build_config as build_run_config
 from training.config import Device, RunConfig
 from training.hardware import GB, GIB, Machine
 from training.layout import Layout
-from training.plan import (
-    Plan,
-    compute_host_bytes,
-    compute_model_flops,
-    compute_optimizer_seconds,
-    compute_plan,
-    compute_reduce_seconds,
-)  # fmt: skip
+from training.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
 from training.plan_cost import LayerCost
+from training.plan_time import compute_optimizer_seconds, compute_reduce_seconds
 
 HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5, peak_flops={"bf16": 1e12}, efficiency=0.5,
