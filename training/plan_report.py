@@ -179,6 +179,8 @@ def render_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min"
 

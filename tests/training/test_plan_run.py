@@ -21,7 +21,7 @@ from training.hardware import complete_hardware
 from training.layout import build_layout
 from training.partition import compute_bounds
 from training.plan import Plan
-from training.plan_report import render_rows
+from training.plan_report import render_rows, render_seconds
 from training.plan_run import build_plan, check_world_size, count_steps, load_architecture, plan_run
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
@@ -179,3 +179,10 @@ def test_every_shipped_size_can_be_counted() -> None:
     for file in sorted((CONF / "model").glob("*.yaml")):
         if fields := OmegaConf.to_container(OmegaConf.load(file)):
             assert build_layers(parse_config(fields, file))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0125, "12.5 ms"), (119.9, "119.9 s"), (145.2, "2 min 25 s"), (3599, "59 min 59 s"), (9000, "2 h 30 min")]
+)
+def test_a_time_is_told_in_units_of_its_size(seconds: float, text: str) -> None:
+    assert render_seconds(seconds) == text
