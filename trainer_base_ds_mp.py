@@ -23,7 +23,7 @@ from training.ranks import ALONE, exit_on_user_error, read_ranks
 from training.sweep import build_launch, plan_sweep, run_sweep
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
-DEFAULT_CONFIG = "llama_tiny_pp2"
+DEFAULT_CONFIG = "base"
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")

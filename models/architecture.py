@@ -160,6 +160,14 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         )
 
 
+def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
+    """What to tell of samples longer than the model was made for, where `check_length` lets them pass: rotary angles go on, and say nothing."""
+    known = getattr(config, "max_position_embeddings", None)
+    if known is None or max_seq_length <= known:
+        return ""
+    return f"max_seq_length={max_seq_length} is more than the {known:,} positions that the model is made for (max_position_embeddings)"
+
+
 def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
     """How a decoder layer is cut. Raises UserError for a family that cannot be, with the reason."""
     family = _load_architecture(config)

@@ -53,6 +53,7 @@ FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
 # whatever the number of stages.
+ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 ENGINE_STATE: dict[str, Any] = {
     "module": None,
     "optimizer": None,
@@ -111,7 +112,7 @@ def convert_to_pipeline(
 
         with without_crc32():
             _for_each(write, places, workers)
-        save_torch(ENGINE_STATE, step_dir / "mp_rank_00_model_states.pt")
+        save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         _write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
         if verify:

@@ -25,13 +25,12 @@ from pathlib import Path
 import pytest
 from configs import CONF
 from distributed import free_port
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from launching import BIN
 
 from errors import UserError
 from training.checks import check_config
-from training.command_line import asks_for_sweep, check_command_line, clean_arguments
+from training.command_line import asks_for_sweep, check_command_line, clean_arguments, compose_command
 from training.config import Init, register_schema, to_typed
 from training.plan_run import check_world_size
 from training.sweep import plan_sweep
@@ -41,7 +40,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 NEEDS = {"GPUs", "two hosts", "slurm"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
 BLOCK = re.compile(r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
-TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "llama_tiny_pp2"
+TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "base"
 OF_THE_SHELL = {
     "cat",
     "do",
@@ -153,6 +152,7 @@ def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.M
 def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder: where it is typed."""
     arguments = clean_arguments([TRAINER, *arguments])[1:]
+    arguments = [str(folder / argument) if before == "--config-dir" else argument for before, argument in zip(["", *arguments], arguments)]
     register_schema()
     if asks_for_sweep(arguments):
         jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
@@ -162,9 +162,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     options = get_args_parser().parse_args(arguments)
     if options.help or options.cfg:
         return ""
-    overrides = [*options.overrides, *([f"hydra.searchpath=[file://{folder / options.config_dir}]"] if options.config_dir else [])]
-    with initialize_config_dir(str(folder / "conf"), version_base="1.3"):
-        composed = compose(options.config_name or DEFAULT_CONFIG, overrides)
+    composed = compose_command(options, options.overrides, folder / "conf", DEFAULT_CONFIG)
     unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random, "output_dir": False}
     config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
     check_config(config, has_accelerator=True)
@@ -266,8 +264,16 @@ def test_a_wrong_command_line_is_not(command: list[str], tmp_path: Path, monkeyp
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in list_anchors(file), f"{page.name}: {target}#{anchor}"
+
+
+def list_anchors(page: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def copy_project(folder: Path) -> Path:

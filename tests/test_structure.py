@@ -17,7 +17,7 @@ ENTRY_POINTS = {"trainer_base_ds_mp", "convert2ckpt"}
 CONFIGURATION = {"hydra", "omegaconf"}
 # Where DeepSpeed may appear in the project itself; benchmarks compare with it.
 DEEPSPEED_FILES = {
-    "training/checkpoint.py", "training/checkpoint_writer.py", "training/engine.py", "training/interleaved.py", "training/loop.py", "training/pipeline.py", "training/process.py",
+    "training/checkpoint.py", "training/checkpoint_writer.py", "training/engine.py", "training/interleaved.py", "training/loop.py", "training/offload.py", "training/pipeline.py", "training/process.py",
     "training/run.py", "training/stage_loaders.py",
 }  # fmt: skip
 # Where Hydra and OmegaConf end: behind these, only typed objects.

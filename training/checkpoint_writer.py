@@ -27,7 +27,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from errors import UserError
-from models.conversion import ENGINE_STATE
+from models.conversion import ENGINE_STATE, ENGINE_STATE_NAME
 from models.folders import check_disk_space, exchange, sync_to_disk
 from models.safetensors_writer import TensorInfo, write_safetensors_to
 from models.torch_writer import save_torch
@@ -40,7 +40,6 @@ from training.ranks import raise_together
 from training.retention import delete_superfluous
 from training.run_folder import write_atomically
 
-ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
 _SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
@@ -159,22 +158,22 @@ class CheckpointWriter:
     def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
 
-        Returns whether a copy of what the ranks of this host write fits into its memory, of which this one holds `held` bytes for it.
+        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds `held` bytes for it. The same
+        on all ranks: one that copies goes on while another would wait for it.
         """
         told: list[Any] = [None] * self._world_size
-        host = socket.gethostname()
-        dist.all_gather_object(told, (host, nbytes, held), group=self._group)
+        dist.all_gather_object(told, (socket.gethostname(), nbytes, held, psutil.virtual_memory().available), group=self._group)
         error = None
         if self._rank == 0:
             try:
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                check_disk_space(self._checkpoints, sum(count for _, count, _ in told) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(count for _, count, _, _ in told) + _SPARE_BYTES)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             except (UserError, OSError) as mistake:
                 error = _explain(mistake, folder)
         raise_together(error)
-        return sum(count - there for where, count, there in told if where == host) < _SHARE_OF_MEMORY * psutil.virtual_memory().available
+        return all(have_room([entry[1:] for entry in told if entry[0] == host]) for host in {entry[0] for entry in told})
 
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
         """In the thread. Every rank ends with the same `_error`, or none."""
@@ -200,6 +199,11 @@ class CheckpointWriter:
             except Exception as mistake:
                 errors = [_explain(mistake, folder)]
         self._error = errors[0] if errors else None
+
+
+def have_room(ranks: list[tuple[int, int, int]]) -> bool:
+    """ranks: of one host, each (bytes to write, bytes held for them already, bytes that it found available)."""
+    return sum(nbytes - held for nbytes, held, _ in ranks) < _SHARE_OF_MEMORY * min(available for *_, available in ranks)
 
 
 def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
@@ -61,14 +64,25 @@ def check_command_line(arguments: Sequence[str], config_dir: Path, default_confi
         )
     for override in options.overrides:
         _check_override(override)
-    config_name = (options.config_name or default_config).removesuffix(".yaml")
-    if options.config_dir or options.config_path:
-        return  # configs of the user's own: Hydra alone knows where to look
+    if options.config_path:
+        return  # configs of the user's own alone
+    if options.config_dir and not Path(options.config_dir).is_dir():
+        raise UserError(f"--config-dir {options.config_dir}: there is no such folder")
     try:
-        with initialize_config_dir(str(config_dir), version_base="1.3"):
-            compose(config_name, options.overrides)
+        compose_command(options, options.overrides, config_dir, default_config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(_explain(error, config_name, config_dir, options.overrides)) from None
+        dirs = [config_dir, *([Path(options.config_dir)] if options.config_dir else [])]
+        raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
+
+
+def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Path, default_config: str) -> DictConfig:
+    """What Hydra will compose. options: of its command line; the folder of `--config-dir` is searched too."""
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        if options.config_dir:
+            loader: Any = GlobalHydra.instance().config_loader()
+            loader.get_search_path().prepend("command-line", f"file://{Path(options.config_dir).resolve()}", "schema")
+            loader.repository.initialize_sources(loader.get_search_path())
+        return compose((options.config_name or default_config).removesuffix(".yaml"), list(overrides))
 
 
 def _check_override(override: str) -> None:
@@ -84,14 +98,14 @@ def _check_override(override: str) -> None:
         raise UserError(_unknown_key(key))
 
 
-def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Sequence[str]) -> str:
+def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides: Sequence[str]) -> str:
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     text = "\n".join(str(link) for link in chain)
     reason = str(chain[-1]).splitlines()[0]
     if isinstance(error, MissingConfigException):
-        return _missing_config(str(error.missing_cfg_file), config_name, config_dir)
+        return _missing_config(str(error.missing_cfg_file), config_name, dirs)
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
@@ -111,9 +125,9 @@ def _explain(error: Exception, config_name: str, config_dir: Path, overrides: Se
     return f"{full_key}: {reason}"
 
 
-def _missing_config(file: str, config_name: str, config_dir: Path) -> str:
+def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     group, _, name = file.removesuffix(".yaml").rpartition("/")
-    known = sorted(option.stem for option in (config_dir / group).glob("*.yaml") if option.stem != "base")
+    known = sorted(option.stem for folder in dirs for option in (folder / group).glob("*.yaml") if option.stem != "base")
     asked = f"{group}={name}" if group else f"-cn {config_name}"
     return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
 

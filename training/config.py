@@ -329,5 +329,7 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
         return _to_object(composed, RunConfig)
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
-            raise UserError(f"{error.full_key} is not given; write {error.full_key}=... on the command line") from None
+            raise UserError(
+                f"{error.full_key} is not given; write {error.full_key}=... on the command line, or in a config that -cn NAME picks"
+            ) from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None

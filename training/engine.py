@@ -15,6 +15,7 @@ from training.config import OptimizerName, PadTo, RunConfig
 from training.deepspeed_config import build_deepspeed_config
 from training.interleaved import InterleavedEngine
 from training.layout import Layout
+from training.offload import hand_over_by_bucket
 from training.pipeline import StageModule
 from training.schedule import learning_rate_at
 
@@ -28,8 +29,10 @@ def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, tr
     """Wraps the stage in DeepSpeed's engine, with the optimizer over this stage's parameters, or without one when it only evaluates."""
     optimizer, settings = build_optimizer(module, config) if trains else None, build_deepspeed_config(config, layout, trains)
     if layout.num_chunks > 1:
-        return InterleavedEngine(module, optimizer, settings)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        engine = InterleavedEngine(module, optimizer, settings)
+    else:
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    hand_over_by_bucket(engine.optimizer)
     return engine
 
 
@@ -61,16 +64,7 @@ def train_step(engine: PipelineEngine, micro_batches: Iterator[Any], config: Run
     if config.data.pad_to is PadTo.longest:
         engine.reset_activation_shape()  # the length changes from step to step; shapes are sent once a step
     loss = engine.train_batch(micro_batches)
-    if getattr(engine.optimizer, "overflow", False):
-        _drop_gradients(engine.optimizer)
     return loss, learning_rate
-
-
-def _drop_gradients(optimizer: Any) -> None:
-    """With an offloaded optimizer in bf16 DeepSpeed forgets to, when it leaves a step out: the next gradients are added to the ones that
-    were not finite, and no later step is ever taken (stage_1_and_2.py, `step`; seen in deepspeed 0.19.8)."""
-    for group in getattr(optimizer, "averaged_gradients", {}):
-        optimizer.averaged_gradients[group] = None
 
 
 def is_nonfinite(engine: PipelineEngine, loss: torch.Tensor) -> bool:

@@ -6,8 +6,8 @@ and the optimizer step remain the engine's own. Only its transfers cannot be use
 
 *Transfers.* Activations go from rank r to r + 1 and gradients back, around a ring, since the chunk after the last rank's is the first rank's.
 So each rank has four links, one way each: two in, two out. Every rank runs its passes in the same order of chunks and micro-batches, so on a
-link what is sent is received in the order of sending, and no tag is needed. Each link has a process group of its own: NCCL runs what two
-ranks exchange in one group one after the other, and a receive that is queued before a send, on both sides, would wait for ever.
+link what is sent is received in the order of sending, and no tag is needed. Each link has a process group of its own, of two ranks: NCCL may run
+all transfers of a group one after the other, in the order of their calls, and a send would wait behind a receive that was posted first.
 
 *Why no rank waits for ever.* A receive is posted one pass ahead, before the pass that it can overlap with; a send is not waited for until the
 next but one on its link. A rank that waits for a message waits for an earlier pass of another rank; one that waits for a send waits for
@@ -59,7 +59,9 @@ class InterleavedSchedule(schedule.PipeSchedule):
     def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
         yield self._start(self.units[:1])
         for number, unit in enumerate(self.units):
-            yield self._receive(unit) + self._start(self.units[number + 1 : number + 2]) + self._run(unit) + self._send(unit)
+            start, run = self._start(self.units[number + 1 : number + 2]), self._run(unit)
+            # The first rank knows from its first outputs what will cross a boundary, and how much to receive.
+            yield self._receive(unit) + (start + run if number else run + start) + self._send(unit)
         yield [FinishSends()]
         if not self.forward_only:
             yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
@@ -146,14 +148,12 @@ class InterleavedEngine(PipelineEngine):
 
     def _connect(self) -> None:
         """Makes the four links, and opens each, which NCCL does when the first message crosses: both ends wait for each other then."""
-        last = self.num_stages - 1
         rings = self.module.topology().get_axis_comm_lists("pipe")
-        forth, forth_around, back, back_around = (dist.new_subgroups_by_enumeration(rings)[0] for _ in range(4))
+        # by the stage in front of the link; the rank's own groups are those of the links that it is an end of
+        forth, back = ([self._pair_up(rings, stage) for stage in range(self.num_stages)] for _ in range(2))
         after, before = (self.grid.stage_to_global((self.stage_id + step) % self.num_stages) for step in (1, -1))
-        self._activations_out = _Link(forth if self.stage_id < last else forth_around, after)
-        self._activations_in = _Link(forth if self.stage_id > 0 else forth_around, before)
-        self._gradients_out = _Link(back if self.stage_id > 0 else back_around, before)
-        self._gradients_in = _Link(back if self.stage_id < last else back_around, after)
+        self._activations_out, self._activations_in = _Link(forth[self.stage_id], after), _Link(forth[self.stage_id - 1], before)
+        self._gradients_out, self._gradients_in = _Link(back[self.stage_id - 1], before), _Link(back[self.stage_id], after)
         for out, into, step in ((self._activations_out, self._activations_in, 1), (self._gradients_out, self._gradients_in, -1)):
             for stage in range(self.num_stages):
                 if stage == self.stage_id:
@@ -161,6 +161,10 @@ class InterleavedEngine(PipelineEngine):
                     out.finish()
                 elif (stage + step) % self.num_stages == self.stage_id:
                     wait_for(into.receive([torch.zeros(1, device=self.device)]))
+
+    def _pair_up(self, rings: Sequence[Sequence[int]], stage: int) -> dist.ProcessGroup:
+        """The group of a stage's rank and the next one's, in this rank's ring. All ranks make those of all rings."""
+        return dist.new_subgroups_by_enumeration([[ring[stage], ring[(stage + 1) % self.num_stages]] for ring in rings])[0]
 
     def is_last_stage(self) -> bool:
         return super().is_last_stage() and self._chunk in (None, len(self.module.chunks) - 1)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from data.tokenized import load_summary
+from models.architecture import warn_of_length
 from training.checked_run import CheckedRun
 from training.checkpoint import TrainerState
 from training.config import CheckpointMode, RunConfig
@@ -33,6 +34,8 @@ def describe_start(
 ) -> Facts:
     """Of a run that trains. datasets: key -> tokenized folder. hosts: that of each rank."""
     facts = {"model": _describe_model(plan, expectation), "data": _describe_data(config, "train_file", datasets, horizon.num_samples)}
+    if text := warn_of_length(plan.source.config, config.max_seq_length):
+        facts["warning"] = text
     if horizon.evaluation is not None:
         when = f"every {config.eval_steps} steps and at the end" if config.eval_steps else "at the end"
         facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, horizon.evaluation.rows)}; {when}"

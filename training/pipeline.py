@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,9 +225,16 @@ class StageModule(PipelineModule):
             return (outputs[0].requires_grad_(), *outputs[1:])
         return outputs
 
-    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
-        """Those whose gradients the stages that share them must sum: frozen ones have none."""
-        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
+        """Those whose gradients the stages that share them must sum: frozen ones have none.
+
+        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and nothing, without a word, where that is None. In bf16 with
+        offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`; zero/stage_1_and_2.py), so it gets that to sum.
+        """
+        shared = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+        return [
+            (weight if getattr(weight, "grad_accum", None) is None else SimpleNamespace(grad=weight.grad_accum), group) for weight, group in shared
+        ]
 
     def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a layer: all of it, or the adapter alone."""

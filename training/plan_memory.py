@@ -71,9 +71,19 @@ class State:
 
 
 def compute_state(
-    num_parameters: int, num_trainable: int, dp_size: int, precision: Precision, offload: Offload, optimizer: OptimizerName, device: Device
+    num_parameters: int,
+    num_trainable: int,
+    dp_size: int,
+    precision: Precision,
+    offload: Offload,
+    optimizer: OptimizerName,
+    device: Device,
+    largest: int = 0,
 ) -> State:
-    """ZeRO-1 (1910.02054): whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts."""
+    """ZeRO-1 (1910.02054): whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts.
+
+    largest: elements of the largest trainable tensor; one that is larger than a bucket is reduced by itself.
+    """
     width, n = bytes_of(precision), num_trainable
     weights, part, in_bucket = width * num_parameters, -(-n // dp_size), min(n, BUCKET)
     moments = 8 * part if optimizer is OptimizerName.adamw else 0
@@ -85,10 +95,14 @@ def compute_state(
     # A GPU's allocator gives the whole bucket at once, a CPU only the pages that are written.
     accumulated = 4 if precision is Precision.bf16 else width
     waiting, filling = (accumulated * BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
-    copies = 6 * in_bucket if precision is Precision.bf16 else 0  # the bucket in bf16 to communicate, and again in fp32
     if offload is Offload.cpu:
-        gathered = 4 * part if precision is Precision.bf16 else 0  # else straight to the host
-        step = filling + copies + gathered - accumulated * in_bucket
+
+        def copies(
+            reduced: int,
+        ) -> int:  # in bf16 to communicate, again in fp32, and this rank's part (training/offload.py); else straight to the host
+            return 6 * reduced + 4 * min(part, reduced) if precision is Precision.bf16 else 0
+
+        step = filling + max(copies(in_bucket) - accumulated * in_bucket, copies(largest) if largest > BUCKET else 0)
         return State(weights, accumulated * n, 0, waiting, step, moments + (4 + 4 + width) * part)
     step = max(filling + width * part - width * in_bucket, (4 + width if precision is Precision.fp16 else 4) * part)
     return State(weights, width * n, moments + 4 * part, waiting, step, 0)

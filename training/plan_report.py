@@ -151,7 +151,7 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("a smaller micro_batch_size")
     if config.offload_optimizer is Offload.none:
         advice.append("offload_optimizer=cpu")
-    if plan.layout.num_stages > 1 and plan.layout.dp_size == 1:
+    if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")
     return [*advice, "more num_stages"]
 

@@ -59,7 +59,8 @@ def prepare_reference(
     module = engine.module
     missing = torch.zeros(len(files), device=engine.device)
     if module.has_loss:
-        missing += torch.tensor([not is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()])
+        found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
+        missing += torch.tensor(found, device=engine.device).logical_not()
     dist.all_reduce(missing)
     to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}  # both keys may name the same data
     if not to_compute:

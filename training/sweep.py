@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from errors import UserError
-from training.command_line import check_command_line
+from training.command_line import check_command_line, compose_command
 from training.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read here alone
@@ -64,8 +63,7 @@ def plan_sweep(arguments: Sequence[str], config_dir: Path, default_config: str) 
     for overrides in itertools.product(*choices):
         swept = tuple(override for override, options_of_it in zip(overrides, choices) if len(options_of_it) > 1)
         check_command_line([*kept, *overrides], config_dir, default_config)
-        with initialize_config_dir(str(config_dir), version_base="1.3"):
-            base = Path(compose((options.config_name or default_config).removesuffix(".yaml"), list(overrides)).output_dir)
+        base = Path(compose_command(options, overrides, config_dir, default_config).output_dir)
         output_dir = base / "__".join(_name_folder(override) for override in swept)
         jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir))
     return jobs, num_gpus

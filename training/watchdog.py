@@ -186,12 +186,17 @@ def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:
 
 
 def find_place(frame: FrameType | None) -> tuple[str, bool]:
-    """The line of this project that a stack is in, and whether it waits there for another rank."""
+    """The line of this project that a stack is in, and whether it waits there for another rank.
+
+    On a GPU the host may wait for it, and so for another rank, in any line that asks a tensor for its content; in `data/` there are none.
+    """
     waits, on_gpu = False, dist.is_initialized() and dist.get_backend() != "gloo"
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(_ROOT) and "site-packages" not in file.parts:
-            return f"{file.relative_to(_ROOT)}:{frame.f_lineno} ({frame.f_code.co_name})", waits or frame.f_code is wait_for.__code__
+            place = file.relative_to(_ROOT)
+            waits |= frame.f_code is wait_for.__code__ or (on_gpu and place.parts[0] != "data")
+            return f"{place}:{frame.f_lineno} ({frame.f_code.co_name})", waits
         parts = file.parts[-4:]
         waits |= "distributed" in parts or ("deepspeed" in file.parts and (on_gpu or "comm" in parts))
         frame = frame.f_back

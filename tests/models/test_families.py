@@ -14,7 +14,7 @@ from tiny import VOCAB_SIZE
 from transformers import AutoConfig, PreTrainedModel
 
 from errors import UserError
-from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention
+from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention, warn_of_length
 from models.loss import build_loss
 from models.weights import open_weights
 
@@ -123,6 +123,14 @@ def test_samples_longer_than_a_table_of_positions_are_refused() -> None:
     check_length(config, 256)
     with pytest.raises(UserError, match="max_seq_length=300.*learned 256 positions"):
         check_length(config, 300)
+
+
+def test_and_those_longer_than_rotary_angles_were_made_for_are_told() -> None:
+    config = build_family("llama").config
+    known = config.max_position_embeddings
+    check_length(config, known + 1)
+    assert warn_of_length(config, known) == "" and f"max_seq_length={known + 1} is more than" in warn_of_length(config, known + 1)
+    assert warn_of_length(build_family("mpt").config, 10**6) == ""
 
 
 def test_attention_is_the_familys_first_or_one_that_it_has() -> None:

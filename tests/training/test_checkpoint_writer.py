@@ -17,7 +17,7 @@ from test_checkpoint import STATE
 from errors import UserError
 from training import checkpoint_writer, manifest
 from training.checkpoint import list_checkpoints, read_state, remove_leftovers, step_of
-from training.checkpoint_writer import CheckpointWriter, ShareFile
+from training.checkpoint_writer import CheckpointWriter, ShareFile, have_room
 from training.resume import find_damage, find_resume
 
 TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensors": 2.0}
@@ -140,7 +140,7 @@ def test_a_step_that_is_saved_again_replaces_the_old(writer: CheckpointWriter, t
 
 def test_other_ranks_hear_of_a_failure(writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(told: list[Any], mine: Any, group: object) -> None:
-        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine[0], dict) else [mine, ("elsewhere", 0, 0)]
+        told[:] = [mine, ({}, UserError("saving: rank 1 has no room"))] if isinstance(mine[0], dict) else [mine, ("elsewhere", 0, 0, 1)]
 
     monkeypatch.setattr(checkpoint_writer.dist, "all_gather_object", gather)  # rank 1 is another host's
     writer._world_size = 2
@@ -194,3 +194,9 @@ def test_where_a_copy_does_not_fit_the_save_is_waited_for(writer: CheckpointWrit
 
 def find_checkpoints(folder: Path) -> list[int]:
     return [step_of(path) for path in list_checkpoints(folder)]
+
+
+def test_all_ranks_agree_whether_every_host_has_room_for_copies() -> None:
+    gib = 2**30
+    assert have_room([(10 * gib, 0, 30 * gib), (10 * gib, 10 * gib, 29 * gib)])
+    assert not have_room([(10 * gib, 0, 30 * gib), (10 * gib, 0, 20 * gib)])  # the second looked when the first had begun to copy

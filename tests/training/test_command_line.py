@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from configs import CONF, build_config
+from hydra._internal.utils import get_args_parser
 
 from errors import UserError
-from training.command_line import check_command_line, clean_arguments
+from training.command_line import check_command_line, clean_arguments, compose_command
 from training.config import register_schema
 
 
@@ -98,6 +99,7 @@ def test_quotes_as_the_message_shows_them_work() -> None:
 def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> None:
     configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
     assert message_of("-cn llama_9b") == f"-cn llama_9b: there is no conf/llama_9b.yaml; there are {configs}"
+    assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
     assert message_of("optimizer=adam") == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, sgd"
     assert message_of("model=llama-7b").startswith("model=llama-7b: there is no conf/model/llama-7b.yaml; there are deepseek_v3, from_checkpoint, ")
 
@@ -117,3 +119,19 @@ def test_multirun_is_no_option_of_a_launch() -> None:
     assert message_of("-m seed=1,2") == (
         "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
     )
+
+
+def test_a_folder_of_the_users_own_is_searched_too(tmp_path: Path) -> None:
+    register_schema()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "quiz.yaml").write_text("defaults: [sft, _self_]\nprompt_field: question\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nnum_stages: 3\n")
+    given = ["--config-dir", str(tmp_path), "-cn", "mine", "data=quiz"]
+    check_command_line(given, CONF, "base")
+    options = get_args_parser().parse_args(given)
+    composed = compose_command(options, options.overrides, CONF, "base")
+    assert (composed.num_stages, composed.data.prompt_field) == (3, "question")
+    with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
+        check_command_line([*given, "num_stage=2"], CONF, "base")
+    with pytest.raises(UserError, match="data=quizz: there is no conf/data/quizz.yaml; there are chat, preference, pretrain, quiz, sft"):
+        check_command_line([*given[:-1], "data=quizz"], CONF, "base")

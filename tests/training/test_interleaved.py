@@ -114,6 +114,22 @@ def test_five_sgd_steps_equal_hugging_face(workers, root: Path, tied: bool, layo
     compare(workers, build_case(root, tied, layout, *overrides))
 
 
+def evaluate_one(case: Case) -> list[float]:
+    """The loss of a single micro-batch, on the rank that holds it."""
+    from cases import build_engine
+
+    from training.engine import run_forward
+
+    engine, loader, *_ = build_engine(case)
+    return [float(loss) for loss in run_forward(engine, loader.iterate(0, 1), 1)]
+
+
+def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:
+    case = build_case(root, True, "pp2")
+    interleaved, plain = (workers(2).run(evaluate_one, one) for one in (case, in_turn(case)))
+    assert interleaved[0] == plain[0] == [] and interleaved[1] == pytest.approx(plain[1], rel=1e-6) and len(plain[1]) == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",

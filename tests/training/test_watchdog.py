@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from training.interleaved import wait_for
 from training.ranks import Ranks
 from training.watchdog import Watchdog, find_place
 
+ROOT = Path(__file__).resolve().parents[2]
 STUCK_MINUTES = 0.05
 
 
@@ -92,16 +94,22 @@ def test_the_rank_is_named_once(tmp_path: Path, word: str, world_size: int, rank
 
 def test_the_place_is_the_nearest_line_of_the_project() -> None:
     import json
-    import sys
 
     seen: list[tuple[str, bool]] = []
     json.loads("[1]", parse_int=lambda _: seen.append(find_place(sys._getframe(1))))  # as a library below would be caught
     assert seen[0][0].startswith("tests/training/test_watchdog.py:") and not seen[0][1]
 
 
-def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
-    import sys
+def test_on_a_gpu_any_line_may_wait_for_it_but_those_that_read_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    for file, waits in {"data/loader.py": False, "models/loss.py": True}.items():
+        seen: list[tuple[str, bool]] = []
+        exec(compile("seen.append(find_place(sys._getframe()))", str(ROOT / file), "exec"), {"seen": seen, "find_place": find_place, "sys": sys})
+        assert seen == [(f"{file}:1 (<module>)", waits)]
 
+
+def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
     class Work:
         def wait(self) -> None:
             seen.append(find_place(sys._getframe(1)))
