@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from models.loss import PIECE
 from training.config import Device, Offload, OptimizerName, Precision
+from training.deepspeed_config import REDUCE_BUCKET
 from training.plan_cost import POSITION_BYTES, LayerCost
 from training.plan_schedule import SENDS_IN_FLIGHT, list_in_flight
 from training.recompute import Recompute
 
-# Elements of DeepSpeed's buckets: `reduce_bucket_size` (runtime/zero/config.py) and MEMORY_OPT_ALLREDUCE_SIZE (runtime/engine.py).
-BUCKET = 500_000_000
+ALLREDUCE_BUCKET = 500_000_000  # elements that `BF16_Optimizer`'s gradients are reduced by: MEMORY_OPT_ALLREDUCE_SIZE of runtime/pipe/engine.py
 HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assumption
 
 
@@ -85,16 +85,16 @@ def compute_state(
     largest: elements of the largest trainable tensor; one that is larger than a bucket is reduced by itself.
     """
     width, n = bytes_of(precision), num_trainable
-    weights, part, in_bucket = width * num_parameters, -(-n // dp_size), min(n, BUCKET)
+    weights, part, in_bucket = width * num_parameters, -(-n // dp_size), min(n, REDUCE_BUCKET)
     moments = 8 * part if optimizer is OptimizerName.adamw else 0
     if precision is Precision.bf16 and offload is Offload.none:
         # `BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32; the sum is reduced in bf16, from a copy,
         # and flattened first where matrices and vectors together fill less than one bucket
-        return State(weights, 6 * n, moments + 4 * part, 0, 2 * n + (4 * n if n <= BUCKET else 0), 0)
+        return State(weights, 6 * n, moments + 4 * part, 0, 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0), 0)
     # `DeepSpeedZeroOptimizer`: gradients go through buckets, which hold the bytes of what is put in, and are gathered in the rank's part.
     # A GPU's allocator gives the whole bucket at once, a CPU only the pages that are written.
     accumulated = 4 if precision is Precision.bf16 else width
-    waiting, filling = (accumulated * BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
+    waiting, filling = (accumulated * REDUCE_BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
     if offload is Offload.cpu:
 
         def copies(
@@ -102,7 +102,7 @@ def compute_state(
         ) -> int:  # in bf16 to communicate, again in fp32, and this rank's part (training/offload.py); else straight to the host
             return 6 * reduced + 4 * min(part, reduced) if precision is Precision.bf16 else 0
 
-        step = filling + max(copies(in_bucket) - accumulated * in_bucket, copies(largest) if largest > BUCKET else 0)
+        step = filling + max(copies(in_bucket) - accumulated * in_bucket, copies(largest) if largest > REDUCE_BUCKET else 0)
         return State(weights, accumulated * n, 0, waiting, step, moments + (4 + 4 + width) * part)
     step = max(filling + width * part - width * in_bucket, (4 + width if precision is Precision.fp16 else 4) * part)
     return State(weights, width * n, moments + 4 * part, waiting, step, 0)

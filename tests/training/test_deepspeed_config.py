@@ -8,7 +8,7 @@ import pytest
 from configs import build_config
 
 from errors import UserError
-from training.deepspeed_config import build_deepspeed_config
+from training.deepspeed_config import REDUCE_BUCKET, build_deepspeed_config
 from training.layout import Layout
 
 LAYOUT = Layout(world_size=4, num_stages=2, micro_batch_size=3, gradient_accumulation_steps=5)
@@ -22,7 +22,11 @@ def build(*overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_zero_1_in_every_precision(precision: str, offload: str) -> None:
     built = build(f"precision={precision}", f"offload_optimizer={offload}")
-    assert built["zero_optimization"] == {"stage": 1, **({"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {})}
+    assert built["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": REDUCE_BUCKET,
+        **({"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}),
+    }
     assert (built["bf16"]["enabled"], built["fp16"]["enabled"]) == (precision == "bf16", precision == "fp16")
     assert built.get("data_types") == ({"grad_accum_dtype": "fp32"} if precision == "bf16" else None)
 

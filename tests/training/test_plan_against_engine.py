@@ -7,7 +7,7 @@ CPU touches only what is written; and what is offloaded counts too, since here t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -79,19 +79,19 @@ def train_counted(case: Case, bucket: int) -> int:
     return counter.peak
 
 
-def train_twice(case: Case) -> list[bool]:
-    """Of each of this rank's parameters, whether it is the same to the bit after three steps in small buckets and in a large one."""
+def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
+    """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of bucket."""
     from training.engine import train_step
 
     trained = []
-    for buckets in (small_buckets(), nullcontext()):
-        with buckets:
+    for size in sizes:
+        with small_buckets(size):
             engine, loader, config, _, _ = build_engine(case)
             micro_batches = loader.iterate(0, 3)
             for step in range(3):
                 train_step(engine, micro_batches, config, step, 3)
             trained.append(list(engine.module.parameters()))
-    return [torch.equal(a, b) for a, b in zip(*trained, strict=True)]
+    return [all(torch.equal(found[0], other) for other in found[1:]) for found in zip(*trained, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,8 @@ def test_predicted_and_real_peak(
 ) -> None:  # fmt: skip
     bucket = 60_000 if LARGE_MATRICES in overrides else BUCKET
     overrides = tuple(override for override in overrides if override != LARGE_MATRICES)
-    monkeypatch.setattr("training.plan_memory.BUCKET", bucket)
+    for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
+        monkeypatch.setattr(f"training.plan_memory.{name}", bucket)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
     case = Case(
         root / "hf", root / "train.jsonl", tmp_path, num_stages, 2 * width,
@@ -142,14 +143,16 @@ def test_predicted_and_real_peak(
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_what_goes_to_the_host_bucket_by_bucket_is_the_same(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int
+@pytest.mark.parametrize(
+    "num_stages, overrides", [(1, OFFLOADED), (2, OFFLOADED), (1, ("precision=fp32",))], ids=["pp1-offloaded", "pp2-offloaded", "fp32"]
+)
+def test_the_size_of_a_bucket_changes_no_bit(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...]
 ) -> None:
-    """A stage of several buckets, two replicas or one: `training/offload.py` drops a bucket's gradients before the next one's are there."""
+    """One bucket, several, or some matrices by themselves; two replicas or one."""
     case = Case(
         root / "hf", root / "train.jsonl", tmp_path, num_stages, 2,
-        overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", *OFFLOADED, "learning_rate=1e-3"),
+        overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "learning_rate=1e-3", *overrides),
     )  # fmt: skip
-    for same in workers(2).run(train_twice, case):
+    for same in workers(2).run(train_by_bucket, case, 10**7, BUCKET, 60_000):
         assert len(same) > 10 and all(same)

@@ -6,13 +6,14 @@ import pytest
 
 from models.loss import PIECE
 from training.config import CheckpointMode, Device, Offload, OptimizerName, Precision
+from training.deepspeed_config import REDUCE_BUCKET
 from training.plan_cost import LayerCost
-from training.plan_memory import BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state
+from training.plan_memory import ALLREDUCE_BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state
 from training.plan_schedule import list_in_flight
 from training.recompute import Recompute
 
 ADAMW, SGD = OptimizerName.adamw, OptimizerName.sgd
-BIG = 10 * BUCKET
+BIG = 2 * ALLREDUCE_BUCKET
 
 
 def state(n: int = 1000, dp: int = 4, precision: Precision = Precision.bf16, offload: Offload = Offload.none, optimizer: OptimizerName = ADAMW,
@@ -33,14 +34,22 @@ def test_bf16_offloaded() -> None:
     assert found.host == 250 * (4 + 8 + 4 + 2)  # master weights, moments, gradient, and the weights to send back
     assert found.step == 250 * 4 + 1000 * 6
     on_card = state(n=BIG, dp=1, offload=Offload.cpu, device=Device.cuda)
-    assert on_card.buffers == 4 * BUCKET and on_card.step == (4 + 6) * BUCKET  # a second bucket, less the gradients moved into it, and its copies
+    assert (
+        on_card.buffers == 4 * REDUCE_BUCKET and on_card.step == (4 + 6) * REDUCE_BUCKET
+    )  # a second bucket, less the gradients moved into it, and its copies
+
+
+def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
+    largest = 3 * REDUCE_BUCKET
+    found = compute_state(BIG, BIG, 2, Precision.bf16, Offload.cpu, ADAMW, Device.cuda, largest=largest)
+    assert found.step == 4 * REDUCE_BUCKET + (2 + 4 + 4) * largest  # the bucket is there all the same
 
 
 def test_fp32() -> None:
     found = state(precision=Precision.fp32)
     assert (found.weights, found.gradients, found.optimizer, found.buffers, found.host) == (4000, 4000, 3000, 0, 0)
     assert found.step == 4 * 250
-    assert state(precision=Precision.fp32, device=Device.cuda).buffers == 4 * BUCKET
+    assert state(precision=Precision.fp32, device=Device.cuda).buffers == 4 * REDUCE_BUCKET
     assert state(precision=Precision.fp32, offload=Offload.cpu).host == 250 * 20
 
 

@@ -116,7 +116,7 @@ def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None
 def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None:
     report = "\n".join(plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}")))
     assert re.search(
-        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, at the optimizer step, [\d.]+ GiB too much; most of it is gradients",
+        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, in the backward pass, [\d.]+ GiB too much; most of it is gradients",
         report,
     )
     assert "change: more num_stages" in report  # replicas would share the optimizer, which is not on the card
