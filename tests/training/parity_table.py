@@ -181,7 +181,7 @@ Made by `make parity`: tiny random models of every family with every feature of 
 pipeline stages, against the plain Hugging Face model in one process. A figure is the relative difference max|a - b| / max|b| of the worst
 tensor, in fp32; worst of all: {worst:.1e}.
 
-tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas.
+tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. A dash: adapters of DeepSeek's experts are refused there.
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.
