@@ -20,7 +20,7 @@ from data.sample import Encoder
 from data.targets import TARGET, describe_code, find_target
 from errors import UserError
 
-FORMAT_VERSION = 3  # raise it when the same options begin to give other tokens or columns
+FORMAT_VERSION = 4  # raise it when the same options begin to give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 

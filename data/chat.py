@@ -86,8 +86,9 @@ def read_alpaca(record: dict, location: str) -> list[dict]:
     return [*messages, {"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
 
 
-def split_messages(messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None) -> list[Piece]:
-    """The pieces of a conversation; `tools` are the descriptions that the template shows the model."""
+def split_messages(messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None, first_target: int = 0) -> list[Piece]:
+    """The pieces of a conversation; `tools` are the descriptions that the template shows the model. first_target: the message before which
+    assistant turns are no targets."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"{location}: the record holds messages, but the tokenizer has no chat template; use the tokenizer of a"
@@ -96,7 +97,7 @@ def split_messages(messages: object, location: str, tokenizer: PreTrainedTokeniz
     turns = _check_messages(messages, location)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; mend or remove the record")
-    pieces = _split_conversation(turns, location, tokenizer, tools)
+    pieces = _split_conversation(turns, location, tokenizer, tools, first_target)
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
     last, _ = pieces[-1]
@@ -139,7 +140,9 @@ def _check_message(message: object, before: str, where: str) -> str:
     return role
 
 
-def _split_conversation(turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None) -> list[Piece]:
+def _split_conversation(
+    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, first_target: int
+) -> list[Piece]:
     """Cut the rendered conversation before each assistant turn and after its end token.
 
     Turns after the last assistant turn are dropped: nothing is trained on them. What a template writes after the end
@@ -152,15 +155,31 @@ def _split_conversation(turns: Sequence[dict], location: str, tokenizer: PreTrai
             continue
         before = _render(turns[:index], location, tokenizer, tools, add_generation_prompt=True)
         after = _render(turns[: index + 1], location, tokenizer, tools, add_generation_prompt=False)
-        if not (before.startswith(done) and after.startswith(before)):
+        if not after.startswith(before):
             raise UserError(
                 f"{location}: message {index + 1}: the chat template rewrites earlier turns, so the text of the"
                 " assistant turn cannot be told from its prompt; use another template, or one record a turn"
             )
+        if not before.startswith(done):
+            pieces, done = _keep_shown(pieces, done, before, tokenizer)
         target = _cut_after_eos(after[len(before) :], tokenizer)
-        pieces += [(before[len(done) :], False), (target, True)]
+        pieces += [(before[len(done) :], False), (target, index >= first_target)]
         done = before + target
     return pieces
+
+
+def _keep_shown(pieces: list[Piece], done: str, before: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], str]:
+    """The pieces, and their text, as the template shows them once there are more turns: `before`.
+
+    Phi-3's ends a conversation, and no turn, with the eos token: the last piece goes without. Qwen 3's and others leave the thoughts of earlier
+    turns out: what the model is shown then was never its target, so none of it is one.
+    """
+    shorter = done.removesuffix(str(tokenizer.eos_token))
+    if not before.startswith(shorter):
+        return [], ""
+    text, is_target = pieces[-1]
+    assert isinstance(text, str)
+    return [*pieces[:-1], (text.removesuffix(str(tokenizer.eos_token)), is_target)], shorter
 
 
 def _cut_after_eos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

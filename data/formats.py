@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 from pyarrow import parquet
@@ -207,6 +208,18 @@ def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
     return RawRecord(location, json.dumps(dict(zip(names, row))))
 
 
+def drop_absent(record: dict) -> dict:
+    """A record of Arrow without what it has not: all objects of a column have the fields of each of them there, null where they have none,
+    which a chat template would take for a call of a tool, or show the model."""
+    return {name: _drop_nulls(value) for name, value in record.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _drop_nulls(part) for name, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def _read_parquet(path: str) -> Iterator[RawRecord]:
     number = 0
     try:
@@ -215,7 +228,7 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
                 for record in batch.to_pylist():
                     number += 1
                     # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
-                    yield RawRecord(f"{path}: row {number}", json.dumps(record, default=str))
+                    yield RawRecord(f"{path}: row {number}", json.dumps(drop_absent(record), default=str))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"{path} cannot be read after row {number}: {reason}; it is damaged or no Parquet file") from None

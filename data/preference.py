@@ -73,6 +73,4 @@ def _as_messages(value: str | list, role: str) -> list:
 
 def _split_answer(prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, tools: object) -> list[Piece]:
     """The pieces of the conversation, those of assistant turns in the prompt no targets."""
-    pieces = split_messages([*prompt, *answer], location, tokenizer, tools)
-    num_masked = 2 * sum(turn["role"] == ASSISTANT for turn in prompt)  # each turn is two pieces: what leads to it, and itself
-    return [(part, is_target and place >= num_masked) for place, (part, is_target) in enumerate(pieces)]
+    return split_messages([*prompt, *answer], location, tokenizer, tools, first_target=len(prompt))

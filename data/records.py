@@ -19,7 +19,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import constants, get_session
 
 from data import formats
-from data.formats import RawRecord, describe_json_error, read_file
+from data.formats import RawRecord, describe_json_error, drop_absent, read_file
 from data.targets import TARGET, build_target
 from errors import UserError
 
@@ -91,7 +91,7 @@ def _read_own(source: str) -> Iterator[RawRecord]:
 def _read_hub(source: str) -> Iterator[RawRecord]:
     for number, record in enumerate(_load_hub(source), start=1):
         # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
-        yield RawRecord(f"{source}: record {number}", json.dumps(record, default=str))
+        yield RawRecord(f"{source}: record {number}", json.dumps(drop_absent(record), default=str))
 
 
 @cache

@@ -40,6 +40,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
+# Fields of peft's config that a layer by itself cannot follow, or that say where tensors are which no layer takes
+_NOT_CARRIED = ("bias", "target_parameters", "layers_to_transform", "exclude_modules", "alpha_pattern", "rank_pattern")
 
 
 def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], **options: Any) -> LoraConfig:
@@ -179,6 +181,10 @@ def load_lora_config(path: Path) -> LoraConfig:
     if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
         what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
         raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
+    if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
+        raise UserError(f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; adapters of all layers alike are carried, without it")
+    if not isinstance(fields.get("target_modules"), list):
+        raise UserError(f"{path / ADAPTER_CONFIG} has target_modules={fields.get('target_modules')!r}; write a list of names there")
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
@@ -200,6 +206,18 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
+def check_all_taken(path: Path, config: LoraConfig, layers: Sequence[Layer]) -> None:
+    """Raises UserError for a tensor of a peft folder that no layer takes: its share of what was learned would be lost."""
+    taken = tuple(
+        f"{_PREFIX}{layer.hf_prefix}{name}."
+        for layer in layers
+        for name in list_projections(layer.build_on_meta())
+        if any(_is_named(name, target) for target in config.target_modules or ())
+    )
+    if left := sorted(name for name in load_adapter_tensors(path) if not name.startswith(taken)):
+        raise UserError(f"{path / ADAPTER_WEIGHTS}: '{left[0]}' is on no projection of a decoder layer of this model; only those are carried")
+
+
 class AdaptedWeights:
     """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
 
@@ -213,6 +231,8 @@ class AdaptedWeights:
 
     def check_complete(self, layers: list[Layer]) -> None:
         self.base.check_complete(layers)
+        if self._adapter_files[-1].name == ADAPTER_WEIGHTS:  # else a checkpoint's, layer by layer
+            check_all_taken(self._adapter_files[-1].parent, self._lora, layers)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)

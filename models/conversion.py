@@ -270,14 +270,16 @@ def _grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | 
     """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
-    used = max(source.config.vocab_size, count_rows(tokenizer) if tokenizer else 0)
-    rows = -(-used // multiple) * multiple
-    if rows == source.config.vocab_size:
+    needed = count_rows(tokenizer) if tokenizer else 0
+    used = max(source.config.vocab_size, needed)
+    rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
+    unpadded = max(known, needed)  # a token that takes a row of earlier padding
+    if rows == source.config.vocab_size and unpadded == known:
         return source.config
     file = source.path / "config.json"
-    fields = {**load_json(file), "vocab_size": rows}
-    if rows != used:
-        fields[UNPADDED] = getattr(source.config, UNPADDED, used)
+    fields = {**load_json(file), "vocab_size": rows, UNPADDED: unpadded}
+    if rows == unpadded:
+        del fields[UNPADDED]
     return parse_config(fields, file)
 
 
@@ -299,10 +301,9 @@ def _write_model_files(
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
     _set_dtype(fields, weights.dtypes)
-    if weights.config.vocab_size != weights.source.config.vocab_size:
+    if any(getattr(weights.config, key, None) != getattr(weights.source.config, key, None) for key in ("vocab_size", UNPADDED)):
         fields["vocab_size"] = weights.config.vocab_size
-        unpadded = getattr(weights.config, UNPADDED, fields["vocab_size"])
-        fields |= {UNPADDED: unpadded} if unpadded != fields["vocab_size"] else {}
+        fields[UNPADDED] = getattr(weights.config, UNPADDED, fields["vocab_size"])
     if fields.get(UNPADDED) == fields.get("vocab_size"):
         fields.pop(UNPADDED, None)
     generation_file = source_dir / "generation_config.json"

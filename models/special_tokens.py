@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from errors import UserError
 from models.folders import has_tokenizer
+from models.tensor_files import load_json
 
 COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
 
@@ -58,6 +60,20 @@ def update_token_ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase,
     """Makes config.json's or generation_config.json's ids those of the tokens that were named."""
     for name, token in tokens.named.items():
         fields[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
+
+
+def add_end(ids: int | list[int] | None, token_id: int | None) -> int | list[int] | None:
+    """The ids at which a model stops, with `token_id` among them."""
+    known = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return ids if token_id is None or token_id in known else [*known, token_id] if known else token_id
+
+
+def teach_end(file: Path, token_id: int | None) -> None:
+    """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one that does not know it: a
+    base model trained with a chat model's tokenizer would go on for ever."""
+    fields = load_json(file) if file.is_file() else {"eos_token_id": token_id}
+    if (ends := add_end(fields.get("eos_token_id"), token_id)) != fields.get("eos_token_id"):
+        file.write_text(json.dumps(fields | {"eos_token_id": ends}, indent=2) + "\n")
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:

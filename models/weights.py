@@ -99,7 +99,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
     if "auto_map" in fields and not trust_remote_code:
         raise UserError(
             f"{file} points to custom code ({', '.join(sorted(fields['auto_map']))}); "
-            "check that it only repackages a known architecture, then give trust_remote_code=true (the converter: --trust_remote_code)"
+            "check that it only repackages a known architecture, then give trust_remote_code=true (the other commands: --trust_remote_code)"
         )
     return parse_config(fields, file)
 

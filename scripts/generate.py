@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
+from models.special_tokens import add_end  # noqa: E402
 from models.weights import WeightSource, open_weights  # noqa: E402
 
 Messages = list[dict[str, str]]
@@ -54,7 +55,8 @@ class Generator:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path)
         self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
         sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        self._options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, **sampling}
+        ends = add_end(self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        self._options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, "eos_token_id": ends, **sampling}
 
     def answer(self, messages: Messages, streamer: TextStreamer | None = None) -> str:
         """What comes after `messages`. Without a chat template only the last of them counts."""
@@ -87,16 +89,19 @@ def read_prompts(file: Path) -> Iterator[Messages]:
     """From text, a prompt a line, or from JSON lines with `prompt` or `messages`. Raises UserError."""
     if not file.is_file():
         raise UserError(f"--prompt_file {file} is not there")
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if file.suffix != ".jsonl":
-            yield [{"role": "user", "content": line}]
-            continue
-        try:
-            record = json.loads(line)
-            messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
-        except (json.JSONDecodeError, AttributeError, KeyError):
-            raise UserError(f"{file}:{number}: not a JSON object with 'prompt' or 'messages'") from None
-        yield messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    with open(file, encoding="utf-8") as lines:  # not splitlines(): it ends lines at characters that JSON has in its texts
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if file.suffix != ".jsonl":
+                yield [{"role": "user", "content": line.rstrip("\n")}]
+                continue
+            try:
+                record = json.loads(line)
+                messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+            except (json.JSONDecodeError, AttributeError, KeyError):
+                raise UserError(f"{file}:{number}: not a JSON object with 'prompt' or 'messages'") from None
+            yield messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
 def main() -> None:
@@ -107,6 +112,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON lines of prompts and answers; without it they are printed")
     parser.add_argument("--prompt_template", help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} where there is no chat template")
     parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--trust_remote_code", action="store_true", help="accept a config.json that points to custom code; it is never run")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
@@ -123,7 +129,8 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts: list[Messages] = [[{"role": "user", "content": prompt}] for prompt in arguments.prompt]
     if arguments.prompt_file is not None:
         prompts += read_prompts(arguments.prompt_file)
-    generator = Generator(open_weights(arguments.model_name_or_path), arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
+    source = open_weights(arguments.model_name_or_path, arguments.trust_remote_code)
+    generator = Generator(source, arguments.prompt_template, arguments.max_new_tokens, arguments.temperature)
     if not prompts:
         generator.chat()
         return

@@ -93,6 +93,7 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
     assert "\x1b[A" not in shown.written and all(f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3"))
 
 
+@pytest.mark.full
 def test_torchrun_gives_the_same_and_its_exit_code(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = run_torchrun(arguments(root, out, "stop_after_steps=1", "eval_file=null"), tmp_path)
@@ -160,6 +161,7 @@ def test_cfg_job_under_the_launcher_prints_the_config_once(root: Path, tmp_path:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_the_run(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

@@ -26,6 +26,8 @@ from training.resume import Resumable, find_resume
 from training.run_folder import RunFolder
 from training.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
 
+_FLASH = (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3)
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRun:
@@ -70,6 +72,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> CheckedRun:
     build_run_loss(config, source.config)
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
+    check_packed_attention(config, layout.micro_batch_size)
     fits = None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
@@ -123,9 +126,19 @@ def check_compiler(has_accelerator: bool) -> None:
         raise UserError(f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set compile=false")
 
 
+def check_packed_attention(config: RunConfig, micro_batch_size: int) -> None:
+    """Raises UserError where samples of a packed row would see each other: transformers tells the flash kernels where one begins only if
+    there is one row (`_is_packed_sequence`, modeling_flash_attention_utils.py, 5.23)."""
+    if config.attn_implementation in _FLASH and config.data.packing and micro_batch_size > 1:
+        raise UserError(
+            f"attn_implementation={config.attn_implementation.value} keeps packed samples apart in micro-batches of one row only, not "
+            f"{micro_batch_size}; give micro_batch_size=1, or attn_implementation=sdpa"
+        )
+
+
 def check_attention(implementation: AttnImplementation) -> None:
     """Raises UserError for a kernel that this machine cannot run."""
-    if implementation in (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3):
+    if implementation in _FLASH:
         package = "flash_attn" if implementation is AttnImplementation.flash_attention_2 else "flash_attn_interface"
         if not has_accelerator() or find_spec(package) is None:
             raise UserError(f"attn_implementation={implementation.value} needs a GPU and the package {package}; use sdpa")

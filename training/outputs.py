@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.adapters import Adapter
 from models.conversion import export_hugging_face
+from models.special_tokens import teach_end
 from models.weights import WeightSource, open_weights
 from screen import progress
 from training.checked_run import CheckedRun
@@ -29,9 +30,10 @@ def prepare_folder(config: RunConfig, source: WeightSource, tokenizer: PreTraine
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     source.config.save_pretrained(folder.checkpoints)
-    generation_config = source.path / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copyfile(generation_config, folder.checkpoints / "generation_config.json")
+    if (source.path / "generation_config.json").is_file():
+        shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
+    for name in ("config.json", "generation_config.json"):
+        teach_end(folder.checkpoints / name, tokenizer.eos_token_id)
 
 
 def export(plan: CheckedRun, folder: RunFolder) -> None:

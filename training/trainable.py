@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from models.adapters import (
     ADAPTER_WEIGHTS,
     Adapter,
     build_lora_config,
+    check_all_taken,
     list_projections,
     load_adapter_tensors,
     load_lora_config,
@@ -50,6 +52,7 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
                 f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume"
             )
         lora = load_lora_config(path)
+        check_all_taken(path, lora, layers)
         lora.inference_mode = False
         lora.base_model_name_or_path = config.model_name_or_path
         return Adapter(lora, config.seed, load_adapter_tensors(path), options.load_in_4bit)
@@ -143,4 +146,7 @@ def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path)
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_tokenizer_files(checkpoints, folder.path)
+        for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
+            if (checkpoints / name).is_file():
+                shutil.copyfile(checkpoints / name, folder.path / name)
         (folder.path / ADAPTER_CONFIG).write_text(json.dumps({**fields, "inference_mode": True}, indent=2) + "\n")

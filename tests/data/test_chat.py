@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.chat import ChatEncoder
+from data.chat import ChatEncoder, split_messages
 from data.sample import Sample
 from errors import UserError
 
@@ -79,3 +79,32 @@ def test_bad_conversations(chat_tokenizer, record: dict, message: str) -> None:
 def test_a_tokenizer_without_a_template(tokenizer) -> None:
     with pytest.raises(UserError, match="chat.jsonl:7: the record holds messages, but the tokenizer has no chat template"):
         encode({"messages": MESSAGES}, tokenizer)
+
+
+# As those of Qwen 3, which shows thoughts in the last turn alone, and Phi-3, which puts the eos token behind the conversation, not behind a turn
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PHI3 = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% else %}</s>{% endif %}"
+
+
+def test_a_template_that_shows_earlier_turns_without_thoughts_trains_the_last(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(eos_token="<|im_end|>", chat_template=QWEN3)
+    pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
+    assert [text for text, is_target in pieces if is_target] == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
+    assert pieces[0] == (tokenizer.apply_chat_template(MESSAGES[:-1], tokenize=False, add_generation_prompt=True), False)
+
+
+def test_an_eos_token_behind_the_conversation_alone(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(chat_template=PHI3)
+    pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
+    assert [text for text, is_target in pieces if is_target] == ["Eight.<end>\n", "Yes.<end>\n</s>"]
+    assert "".join(text for text, _ in pieces) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+@pytest.mark.parametrize("template", [QWEN3, PHI3])
+def test_turns_before_the_answers_are_no_targets(build_tokenizer, template: str) -> None:
+    tokenizer = build_tokenizer(eos_token="<|im_end|>" if template is QWEN3 else "</s>", chat_template=template)
+    pieces = split_messages(MESSAGES, "chat.jsonl:7", tokenizer, first_target=4)
+    assert ["Yes." in text for text, is_target in pieces if is_target] == [True]

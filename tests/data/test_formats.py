@@ -58,6 +58,14 @@ def test_every_format_gives_the_same_records(tmp_path: Path, kind: str, compress
     assert read(path) == RECORDS
 
 
+def test_what_arrow_fills_up_with_nulls_is_not_there(tmp_path: Path) -> None:
+    path, calls = str(tmp_path / "a.parquet"), [{"name": "look", "arguments": {"city": "Lima"}}]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    records = [{"messages": turns, "note": None}, {"messages": [{"role": "user", "content": "a"}], "note": "x"}]
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    assert [json.loads(record.text) for record in read_file(path)] == records
+
+
 def test_parquet(tmp_path: Path) -> None:
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(RECORDS * 700), path, row_group_size=500)

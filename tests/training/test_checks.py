@@ -9,7 +9,7 @@ from configs import build_config
 from transformers import LlamaConfig
 
 from errors import UserError
-from training.checked_run import check_compiler
+from training.checked_run import check_compiler, check_packed_attention
 from training.checks import MIN_DEEPSPEED, check_config, check_deepspeed_version, check_model_fields
 
 
@@ -131,3 +131,12 @@ def test_an_evaluation_needs_a_file_and_deletes_nothing(overrides: tuple[str, ..
 def test_training_from_scratch_needs_an_architecture_and_a_tokenizer(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_config(build_config("init=random", "micro_batch_size=1", "global_batch_size=2", *overrides), has_accelerator=False)
+
+
+def test_flash_kernels_keep_packed_samples_apart_in_one_row_only() -> None:
+    config = build_config("attn_implementation=flash_attention_2", "data.packing=true")
+    check_packed_attention(config, 1)
+    check_packed_attention(build_config("data.packing=true"), 2)
+    check_packed_attention(build_config("attn_implementation=flash_attention_2"), 2)
+    with pytest.raises(UserError, match="flash_attention_2 keeps packed samples apart in micro-batches of one row only, not 2"):
+        check_packed_attention(config, 2)

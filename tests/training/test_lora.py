@@ -14,7 +14,7 @@ from cases import Case, mean_loss, merge, relative_difference, train_case, train
 from distributed import WorkerGroup
 from families import FAMILIES, save_family
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_parity import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS
 from test_run import eval_dataset, read_metrics, root, run  # noqa: F401  (fixtures)
 from tiny import save_records, save_tokenizer
@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from convert2ckpt import main as convert2ckpt
+from errors import UserError
 from models.adapters import Adapter, adapter_names, build_lora_config, to_peft_name
 from models.architecture import build_layers
+from models.weights import open_weights
 
 FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", ""), ("deepseek_v3", "pp2", "use_rslora")]
 REST = [(family, layout, "") for family in sorted(FAMILIES) for layout in ("pp1", "pp2", "pp4") if (family, layout, "") not in FAST]
@@ -181,3 +183,26 @@ def test_a_peft_folder_has_peft_names(tmp_path: Path) -> None:
         names |= {to_peft_name(name, layer) for name in adapter_names(module)}
     assert names == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_what_would_be_lost_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "model", "llama")
+    model = make_adapter(tmp_path / "adapter", folder, ["q_proj"])
+    layers, weights, config = (
+        build_layers(model.config),
+        tmp_path / "adapter" / "adapter_model.safetensors",
+        tmp_path / "adapter" / "adapter_config.json",
+    )
+    open_weights(str(tmp_path / "adapter")).check_complete(layers)
+    save_file({**load_file(weights), "base_model.model.lm_head.lora_A.weight": torch.zeros(2, 2)}, weights)
+    with pytest.raises(UserError, match=r"'base_model.model.lm_head.lora_A.weight' is on no projection of a decoder layer"):
+        open_weights(str(tmp_path / "adapter")).check_complete(layers)
+    fields = json.loads(config.read_text())
+    for key, value, message in (
+        ("target_modules", ".*q_proj", "target_modules='.*q_proj'; write a list"),
+        ("layers_to_transform", [1], r"layers_to_transform=\[1\]; adapters of all layers alike"),
+        ("bias", "all", "bias=all; adapters of all layers alike"),
+    ):
+        config.write_text(json.dumps(fields | {key: value}))
+        with pytest.raises(UserError, match=message):
+            open_weights(str(tmp_path / "adapter"))

@@ -97,7 +97,7 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("num_stages", "overrides"),
     [
-        (1, (*OFFLOADED, LARGE_MATRICES)),
+        pytest.param(1, (*OFFLOADED, LARGE_MATRICES), marks=pytest.mark.full),
         (2, (*OFFLOADED, LARGE_MATRICES)),
         (2, ("precision=bf16", "activation_checkpoint_interval=0")),
         (2, ("precision=bf16", "activation_checkpoint_interval=1")),
