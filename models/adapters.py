@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +41,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
-# Fields of peft's config that a layer by itself cannot follow, or that say where tensors are which no layer takes
-_NOT_CARRIED = ("bias", "target_parameters", "layers_to_transform", "exclude_modules", "alpha_pattern", "rank_pattern")
+# Fields of peft's config that single out layers or train more than an adapter: a layer by itself cannot follow them
+_NOT_CARRIED = ("bias", "layers_to_transform", "exclude_modules")
 
 
 def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], **options: Any) -> LoraConfig:
@@ -91,7 +92,7 @@ class Adapter:
         Raises UserError for start weights that do not fit.
         """
         module.requires_grad_(False)
-        if not any(_is_named(name, target) for name in list_projections(module) for target in self.config.target_modules or ()):
+        if not _is_adapted(module, self.config):
             return
         if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
             quantize_projections(module)
@@ -183,6 +184,9 @@ def load_lora_config(path: Path) -> LoraConfig:
         raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
     if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
         raise UserError(f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; adapters of all layers alike are carried, without it")
+    patterns = [key for name in ("alpha_pattern", "rank_pattern") for key in fields.get(name) or {}]
+    if single := [key for key in patterns if re.search(r"\d", key)]:
+        raise UserError(f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; adapters of all layers alike are carried, without it")
     if not isinstance(fields.get("target_modules"), list):
         raise UserError(f"{path / ADAPTER_CONFIG} has target_modules={fields.get('target_modules')!r}; write a list of names there")
     try:
@@ -208,14 +212,22 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def check_all_taken(path: Path, config: LoraConfig, layers: Sequence[Layer]) -> None:
     """Raises UserError for a tensor of a peft folder that no layer takes: its share of what was learned would be lost."""
-    taken = tuple(
-        f"{_PREFIX}{layer.hf_prefix}{name}."
-        for layer in layers
-        for name in list_projections(layer.build_on_meta())
-        if any(_is_named(name, target) for target in config.target_modules or ())
-    )
-    if left := sorted(name for name in load_adapter_tensors(path) if not name.startswith(taken)):
+    taken = {name for layer in layers for name in _list_names(config, layer)}
+    if left := sorted(load_adapter_tensors(path).keys() - taken):
         raise UserError(f"{path / ADAPTER_WEIGHTS}: '{left[0]}' is on no projection of a decoder layer of this model; only those are carried")
+
+
+def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
+    """What a peft folder has for a layer."""
+    module = layer.build_on_meta()
+    if not _is_adapted(module, config):
+        return []
+    _inject(config, module)
+    return [to_peft_name(name, layer) for name in adapter_names(module)]
+
+
+def _is_adapted(module: nn.Module, config: LoraConfig) -> bool:
+    return any(_is_named(name, target) for name in list_projections(module) for target in config.target_modules or ())
 
 
 class AdaptedWeights:
