@@ -17,7 +17,7 @@ from pathlib import Path
 from errors import UserError, explain_refusal
 from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
 from models.folders import check_output_dir, has_tokenizer
-from models.special_tokens import SpecialTokens
+from models.vocabulary import SpecialTokens
 from models.weights import PipelineCheckpoint, open_weights
 from screen import progress
 

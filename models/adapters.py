@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,7 @@ class Adapter:
         Raises UserError for start weights that do not fit.
         """
         module.requires_grad_(False)
-        if not _is_adapted(module, self.config):
+        if not _list_targets(module, self.config):
             return
         if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
             quantize_projections(module)
@@ -195,9 +195,8 @@ def load_lora_config(path: Path) -> LoraConfig:
         raise UserError(f"{path / ADAPTER_CONFIG} is no config of this peft: {' '.join(str(error).split())}") from None
 
 
-def read_adapter_folder(path: Path) -> ReadAdapter:
+def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
     """How a peft folder's tensors are read, by their names in a layer's module."""
-    tensors = load_adapter_tensors(path)
     return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
 
 
@@ -210,31 +209,34 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: opened.get_tensor(name) for name in opened.keys()}
 
 
-def check_all_taken(path: Path, config: LoraConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a tensor of a peft folder that no layer takes: its share of what was learned would be lost."""
-    taken = {name for layer in layers for name in _list_names(config, layer)}
-    if left := sorted(load_adapter_tensors(path).keys() - taken):
-        raise UserError(f"{path / ADAPTER_WEIGHTS}: '{left[0]}' is on no projection of a decoder layer of this model; only those are carried")
+def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence[Layer]) -> None:
+    """Raises UserError for a tensor, by peft's name, that no layer takes: its share of what was learned would be lost."""
+    taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
+    if left := sorted(set(names) - taken):
+        raise UserError(f"the adapter's '{left[0]}' is on no projection of a decoder layer of this model; only those are carried")
 
 
 def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
     """What a peft folder has for a layer."""
     module = layer.build_on_meta()
-    if not _is_adapted(module, config):
+    if not _list_targets(module, config):
         return []
     _inject(config, module)
     return [to_peft_name(name, layer) for name in adapter_names(module)]
 
 
-def _is_adapted(module: nn.Module, config: LoraConfig) -> bool:
-    return any(_is_named(name, target) for name in list_projections(module) for target in config.target_modules or ())
+def _list_targets(module: nn.Module, config: LoraConfig) -> list[str]:
+    """The projections that get an adapter."""
+    return [name for name in list_projections(module) if any(_is_named(name, target) for target in config.target_modules or ())]
 
 
 class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`."""
+    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft folder's tensors."""
 
-    def __init__(self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path]) -> None:
-        self.base, self.config = base, base.config
+    def __init__(
+        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path], names: Collection[str] = ()
+    ) -> None:
+        self.base, self.config, self._names = base, base.config, names
         self.path = path if (path / "config.json").is_file() else base.path
         self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
 
@@ -243,13 +245,12 @@ class AdaptedWeights:
 
     def check_complete(self, layers: list[Layer]) -> None:
         self.base.check_complete(layers)
-        if self._adapter_files[-1].name == ADAPTER_WEIGHTS:  # else a checkpoint's, layer by layer
-            check_all_taken(self._adapter_files[-1].parent, self._lora, layers)
+        check_all_taken(self._names, self._lora, layers)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)
         module = layer.build_on_meta()
-        targets = [name for name in list_projections(module) if any(_is_named(name, target) for target in self._lora.target_modules or ())]
+        targets = _list_targets(module, self._lora)
         if not tensors or not targets:
             return tensors
         changed = {f"{name}.weight" for name in targets}

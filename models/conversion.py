@@ -40,15 +40,14 @@ from models.safetensors_writer import (
     plan_shards,
     write_safetensors,
 )
-from models.special_tokens import SpecialTokens, count_rows, grow_rows, load_extended_tokenizer, update_token_ids
 from models.tensor_files import load_json, open_tensors
 from models.torch_writer import own_storage, save_torch, without_crc32
-from models.weights import WeightSource, layer_file, parse_config
+from models.vocabulary import UNPADDED, SpecialTokens, grow_rows, grow_vocabulary, load_extended_tokenizer, trim_vocabulary, update_token_ids
+from models.weights import WeightSource, layer_file
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
-UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
@@ -96,7 +95,7 @@ def convert_to_pipeline(
         raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
-    config = _grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
+    config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
     weights = _Weights(source, config, dtype, progress, verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
@@ -138,7 +137,7 @@ def export_hugging_face(
     `dtype`, `verify` and UserError as in `convert_to_pipeline`.
     """
     check_output_dir(output_dir, overwrite, source.path)
-    weights = _Weights(source, _trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress, verify)
+    weights = _Weights(source, trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress, verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
@@ -264,32 +263,6 @@ class _Weights:
             dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() and name not in kept else tensor.dtype
             infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
         return infos
-
-
-def _grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
-    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
-    if multiple < 1:
-        raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
-    needed = count_rows(tokenizer) if tokenizer else 0
-    used = max(source.config.vocab_size, needed)
-    rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
-    unpadded = max(known, needed)  # a token that takes a row of earlier padding
-    if rows == source.config.vocab_size and unpadded == known:
-        return source.config
-    file = source.path / "config.json"
-    fields = {**load_json(file), "vocab_size": rows, UNPADDED: unpadded}
-    if rows == unpadded:
-        del fields[UNPADDED]
-    return parse_config(fields, file)
-
-
-def _trim_vocabulary(source: WeightSource) -> PretrainedConfig:
-    """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
-    file = source.path / "config.json"
-    fields = load_json(file)
-    if UNPADDED not in fields:
-        raise UserError(f"{file} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing to take away")
-    return parse_config({**fields, "vocab_size": fields[UNPADDED]}, file)
 
 
 def _write_model_files(

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, load_lora_config, read_adapter_folder
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, load_adapter_tensors, load_lora_config, read_tensors
 from models.architecture import Layer, is_ignored, is_supported, unsupported
 from models.tensor_files import load_json, load_torch_file, open_tensors
 
@@ -71,13 +71,14 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
     config = load_lora_config(path)
     if not config.base_model_name_or_path:
         raise UserError(f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to")
-    read_adapter = checkpoint.read_adapter if checkpoint else read_adapter_folder(path)
+    tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
         base = open_weights(config.base_model_name_or_path, trust_remote_code)
     except UserError as error:
         raise UserError(f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}") from None
-    return AdaptedWeights(base, path, config, read_adapter, [path / ADAPTER_CONFIG, *files])
+    read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
+    return AdaptedWeights(base, path, config, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
 
 
 def layer_file(step_dir: Path, index: int) -> Path:

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
-from models.special_tokens import add_end  # noqa: E402
+from models.vocabulary import add_end  # noqa: E402
 from models.weights import WeightSource, open_weights  # noqa: E402
 
 Messages = list[dict[str, str]]

@@ -83,6 +83,23 @@ def test_a_file_of_prompts_becomes_a_file_of_conversations(root: Path, tmp_path:
     assert [json.loads(line)["messages"] for line in answers.read_text().splitlines()] == [[asked[1], answer], [*asked, answer]]
 
 
+def test_texts_with_line_separators_are_one_prompt(tmp_path: Path) -> None:
+    text = "first\u2028second\x85third"
+    for name, content in (("a.jsonl", json.dumps({"prompt": text}, ensure_ascii=False) + "\n\n"), ("a.txt", f"{text}\n")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert list(generate.read_prompts(tmp_path / name)) == [[{"role": "user", "content": text}]]
+
+
+def test_the_tokenizers_end_token_ends_an_answer_too(root: Path, tmp_path: Path) -> None:
+    """A model whose config names another one, as a base model's does that was trained with a chat model's tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(root / "hf")
+    model.config.eos_token_id = model.generation_config.eos_token_id = 3
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    generator = generate.Generator(open_weights(str(tmp_path)), None, max_new_tokens=8, temperature=0.0)
+    assert generator._options["eos_token_id"] == [3, generator.tokenizer.eos_token_id]
+
+
 def test_a_chat_keeps_its_turns(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     generator = generate.Generator(open_weights(str(root / "hf")), None, max_new_tokens=8, temperature=0.0)
     generator.tokenizer.chat_template, generator._template = CHAT_TEMPLATE, None

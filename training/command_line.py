@@ -127,7 +127,7 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
 
 def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
     group, _, name = file.removesuffix(".yaml").rpartition("/")
-    known = sorted(option.stem for folder in dirs for option in (folder / group).glob("*.yaml") if option.stem != "base")
+    known = sorted({option.stem for folder in dirs for option in (folder / group).glob("*.yaml")} - {"base"})
     asked = f"{group}={name}" if group else f"-cn {config_name}"
     return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
 

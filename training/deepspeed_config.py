@@ -9,8 +9,8 @@ from training.config import Offload, Precision, RunConfig
 from training.layout import Layout
 
 _NEVER = 10**9  # steps_per_print takes no "off"
-# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, which networks carry as fast as DeepSpeed's default of ten
-# times as much, of which it holds two on the card.
+# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the card. DeepSpeed's default is
+# ten times as much; what that would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
 
 

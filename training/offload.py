@@ -14,8 +14,7 @@ def hand_over_by_bucket(optimizer: Any) -> None:
 
     In bf16 with sums in fp32, `DeepSpeedZeroOptimizer` reduces into a buffer of this rank's whole part, n / dp numbers in fp32 on the card
     (0.19.8, runtime/zero/stage_1_and_2.py, `_build_compact_grad_partition_buffer`), though `copy_grads_in_partition` copies each parameter's
-    to the host when its bucket is done. For a stage of 8 billion parameters and dp = 1 that is 30 GiB more than anything else that the step
-    needs. Where a step is left out it also keeps the buffer, and adds the next gradients to ones that were not finite. Other optimizers, and
+    to the host when its bucket is done: 30 GiB for a stage of 8 billion parameters and dp = 1. Where a step is left out it also keeps the buffer, and adds the next gradients to ones that were not finite. Other optimizers, and
     releases of DeepSpeed without that buffer, stay as they are.
     """
     if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload and hasattr(optimizer, "_get_compact_grad_partition_slice")):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.adapters import Adapter
 from models.conversion import export_hugging_face
-from models.special_tokens import teach_end
+from models.vocabulary import teach_end
 from models.weights import WeightSource, open_weights
 from screen import progress
 from training.checked_run import CheckedRun

@@ -52,10 +52,11 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
                 f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume"
             )
         lora = load_lora_config(path)
-        check_all_taken(path, lora, layers)
+        tensors = load_adapter_tensors(path)
+        check_all_taken(tensors.keys(), lora, layers)
         lora.inference_mode = False
         lora.base_model_name_or_path = config.model_name_or_path
-        return Adapter(lora, config.seed, load_adapter_tensors(path), options.load_in_4bit)
+        return Adapter(lora, config.seed, tensors, options.load_in_4bit)
     lora = build_lora_config(
         layers, options.target_modules, r=options.r, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
         use_rslora=options.use_rslora, use_dora=options.use_dora, base_model_name_or_path=config.model_name_or_path,

@@ -17,7 +17,7 @@ from errors import UserError
 from models import conversion
 from models.architecture import build_layers
 from models.safetensors_writer import INDEX_NAME
-from models.special_tokens import SpecialTokens
+from models.vocabulary import SpecialTokens
 from models.weights import layer_file, open_weights
 
 

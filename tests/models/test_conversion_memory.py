@@ -17,7 +17,7 @@ import torch
 torch.set_num_threads(1)
 from models import llama  # imports are no part of the measure
 from models.conversion import convert_to_pipeline, export_hugging_face
-from models.special_tokens import AutoTokenizer
+from models.vocabulary import AutoTokenizer
 from models.weights import open_weights
 
 root, peak, stop = Path(sys.argv[1]), 0, False

@@ -10,12 +10,13 @@ from families import FAMILIES, build_family, save_family
 from model_folders import assert_same_bits, convert, export, load_transformers
 from safetensors.torch import load_file, save_file
 from test_decoder import BOUND, B, Chain, difference, positions, tokens
-from tiny import VOCAB_SIZE
-from transformers import AutoConfig, PreTrainedModel
+from tiny import VOCAB_SIZE, save_tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from errors import UserError
 from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention, warn_of_length
 from models.loss import build_loss
+from models.vocabulary import SpecialTokens
 from models.weights import open_weights
 
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -173,3 +174,13 @@ def test_a_padded_vocabulary_goes_there_and_back(model_type: str, tied: bool, tm
     assert "unpadded_vocab_size" not in (back / "config.json").read_text()
     with pytest.raises(UserError, match="names no unpadded_vocab_size"):
         export(tmp_path / "hf", tmp_path / "other", unpad_vocab=True)
+
+
+def test_a_token_that_takes_a_padded_row_is_not_cut_off(tmp_path: Path) -> None:
+    build_family("llama").save_pretrained(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    padded = convert(tmp_path / "hf", tmp_path / "padded", pad_vocab_to_multiple_of=128)
+    with_token = convert(padded, tmp_path / "token", special_tokens=SpecialTokens(extra=("<tool>",)))
+    assert open_weights(str(with_token)).config.vocab_size == 384
+    back = export(with_token, tmp_path / "back", unpad_vocab=True)
+    assert AutoConfig.from_pretrained(back).vocab_size == AutoTokenizer.from_pretrained(back).convert_tokens_to_ids("<tool>") + 1

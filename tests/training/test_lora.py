@@ -118,6 +118,7 @@ def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, 
     halves = run("halves", num_stages, num_stages, *lora, "resume=latest")
     reported = read_metrics(whole)[-1]["eval_loss"]
     assert reported == read_metrics(halves)[-1]["eval_loss"]
+    assert (whole / "hf" / "config.json").is_file()  # so the tokenizer beside it is taken, not the base model's
     saved = load_file(whole / "hf" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in load_file(halves / "hf" / "adapter_model.safetensors").items())
     assert sum(file.stat().st_size for file in (whole / "checkpoints/global_step4").glob("layer_*")) < 200_000  # adapters alone

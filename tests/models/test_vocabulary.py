@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.special_tokens import add_end, teach_end
+from models.vocabulary import add_end, teach_end
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Special tokens that a conversion adds: to the tokenizer, and as rows of the embedding and the head."""
+"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and where the model ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
 from models.folders import has_tokenizer
 from models.tensor_files import load_json
+from models.weights import WeightSource, parse_config
 
+UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
 
 
@@ -71,9 +73,37 @@ def add_end(ids: int | list[int] | None, token_id: int | None) -> int | list[int
 def teach_end(file: Path, token_id: int | None) -> None:
     """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one that does not know it: a
     base model trained with a chat model's tokenizer would go on for ever."""
-    fields = load_json(file) if file.is_file() else {"eos_token_id": token_id}
+    if not file.is_file():
+        return
+    fields = load_json(file)
     if (ends := add_end(fields.get("eos_token_id"), token_id)) != fields.get("eos_token_id"):
         file.write_text(json.dumps(fields | {"eos_token_id": ends}, indent=2) + "\n")
+
+
+def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
+    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
+    if multiple < 1:
+        raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
+    needed = count_rows(tokenizer) if tokenizer else 0
+    used = max(source.config.vocab_size, needed)
+    rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
+    unpadded = max(known, needed)  # a token that takes a row of earlier padding
+    if rows == source.config.vocab_size and unpadded == known:
+        return source.config
+    file = source.path / "config.json"
+    fields = {**load_json(file), "vocab_size": rows, UNPADDED: unpadded}
+    if rows == unpadded:
+        del fields[UNPADDED]
+    return parse_config(fields, file)
+
+
+def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
+    """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
+    file = source.path / "config.json"
+    fields = load_json(file)
+    if UNPADDED not in fields:
+        raise UserError(f"{file} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing to take away")
+    return parse_config({**fields, "vocab_size": fields[UNPADDED]}, file)
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
