@@ -39,6 +39,8 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
         built["zero_optimization"] = {"stage": 0}
     elif config.offload_optimizer is Offload.none:
         del built["zero_optimization"]["offload_optimizer"]
+        if config.precision is Precision.fp32:  # else they are copied into a bucket first, and out of it into one more buffer
+            built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}
     for key, value in config.deepspeed.items():

@@ -33,6 +33,9 @@ def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, tr
     else:
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     hand_over_by_bucket(engine.optimizer)
+    if layout.dp_size == 1 and engine.using_bf16_optimizer:
+        # One replica has nothing to average, but DeepSpeed would copy its sums, round them from fp32 to bf16 and write them back.
+        engine.pipeline_enable_backward_allreduce = False
     return engine
 
 

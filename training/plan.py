@@ -155,7 +155,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], layout: Layo
     pipeline_seconds = max(p.stop for p in passes)
     busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
     trainable = [_distinct(layers, "num_trainable") for layers in held]
-    reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config.precision, hardware) for stage, n in enumerate(trainable))
+    reduce_seconds = max(compute_reduce_seconds(n, layout, stage, config, hardware) for stage, n in enumerate(trainable))
     optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
     tokens_per_step = layout.global_batch_size * tokens_per_sample
     step_seconds = pipeline_seconds + reduce_seconds + optimizer_seconds

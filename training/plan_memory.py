@@ -88,10 +88,14 @@ def compute_state(
     weights, part, in_bucket = width * num_parameters, -(-n // dp_size), min(n, REDUCE_BUCKET)
     moments = 8 * part if optimizer is OptimizerName.adamw else 0
     if precision is Precision.bf16 and offload is Offload.none:
-        # `BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32; the sum is reduced in bf16, from a copy,
-        # and flattened first where matrices and vectors together fill less than one bucket
-        return State(weights, 6 * n, moments + 4 * part, 0, 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0), 0)
-    # `DeepSpeedZeroOptimizer`: gradients go through buckets, which hold the bytes of what is put in, and are gathered in the rank's part.
+        # `BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32; between replicas the sum is reduced in bf16, from
+        # a copy, and flattened first where matrices and vectors together fill less than one bucket
+        step = 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0) if dp_size > 1 else 0
+        return State(weights, 6 * n, moments + 4 * part, 0, step, 0)
+    if precision is Precision.fp32 and offload is Offload.none:
+        # `DeepSpeedZeroOptimizer`: as many gradients as a bucket has places for are flattened, then all of this rank's part
+        return State(weights, 4 * n, moments + 4 * part, 0, 4 * max(part, in_bucket, largest), 0)
+    # Elsewhere its gradients go through buckets, which hold the bytes of what is put in, and are gathered in the rank's part.
     # A GPU's allocator gives the whole bucket at once, a CPU only the pages that are written.
     accumulated = 4 if precision is Precision.bf16 else width
     waiting, filling = (accumulated * REDUCE_BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
@@ -104,7 +108,7 @@ def compute_state(
 
         step = filling + max(copies(in_bucket) - accumulated * in_bucket, copies(largest) if largest > REDUCE_BUCKET else 0)
         return State(weights, accumulated * n, 0, waiting, step, moments + (4 + 4 + width) * part)
-    step = max(filling + width * part - width * in_bucket, (4 + width if precision is Precision.fp16 else 4) * part)
+    step = max(filling + width * part - width * in_bucket, (4 + width) * part)
     return State(weights, width * n, moments + 4 * part, waiting, step, 0)
 
 

@@ -25,17 +25,25 @@ def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float
     return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
 
 
-def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, precision: Precision, hardware: Machine) -> float:
-    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype.
-
-    Gradients go through a bucket on one replica too (`reduce_gradients`, `buffered_allreduce_fallback`): put in, divided, flattened to be
-    sent, taken back, and out.
-    """
+def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, config: RunConfig, hardware: Machine) -> float:
+    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
     ranks = range(stage_id * layout.ranks_a_stage, (stage_id + 1) * layout.ranks_a_stage, layout.tensor_parallel_size)
     bandwidth = hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     share = (layout.dp_size - 1) / layout.dp_size
-    copied = {Precision.fp32: 5 * (4 + 4), Precision.bf16: 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2), Precision.fp16: 5 * (2 + 2)}[precision]
-    return num_trainable * (copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(precision) / (bandwidth * GB))
+    copied = count_reduce_bytes(layout, config.precision, config.offload_optimizer)
+    return num_trainable * (copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(config.precision) / (bandwidth * GB))
+
+
+def count_reduce_bytes(layout: Layout, precision: Precision, offload: Offload) -> int:
+    """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's operations.
+
+    Flattened, divided and taken back, also of one replica; in bf16 made bf16 for that, and nothing of one replica (`training/engine.py`). In fp16, and in fp32 when
+    offloaded, put into a bucket before, and taken out of it.
+    """
+    if precision is Precision.bf16:
+        return 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2) if layout.dp_size > 1 or offload is not Offload.none else 0
+    in_bucket = precision is Precision.fp16 or offload is not Offload.none
+    return (5 if in_bucket else 3) * 2 * bytes_of(precision)
 
 
 def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, merge, train_case, train_oracle, worst_difference
+from cases import Case, build_engine, merge, train_case, train_oracle, worst_difference
 from distributed import WorkerGroup
 from tiny import save_llama, save_records, save_tokenizer
 
@@ -101,3 +101,23 @@ def test_a_stage_without_matrices_or_vectors(workers, material, split: str) -> N
     result, oracle = run(workers, case), train_oracle(case)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def test_sums_of_one_replica_stay_in_fp32(workers, material) -> None:
+    """In bf16 nothing has to be averaged, so nothing is rounded on the way to the optimizer."""
+    for share in workers(2).run(count_rounded, material(False, "pp2", "precision=bf16")):
+        assert share < 0.5
+
+
+def count_rounded(case: Case) -> float:
+    """The share of this stage's gradients, as the optimizer gets them, that bf16 could hold."""
+    from training.engine import train_step
+
+    engine, loader, config, _, _ = build_engine(case)
+    got: list[torch.Tensor] = []
+    inner = engine.optimizer.optimizer
+    inner.register_step_pre_hook(lambda *_: got.extend(group["params"][0].grad.clone() for group in inner.param_groups))
+    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    gradients = torch.cat(got)
+    gradients = gradients[gradients != 0]
+    return (gradients == gradients.bfloat16().float()).float().mean().item()

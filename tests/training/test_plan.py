@@ -96,12 +96,13 @@ def test_mfu_by_the_convention_of_palm() -> None:
 
 
 def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
-    precision = config().precision
-    on_node, across = Layout(4, 1, B, 8), Layout(8, 1, B, 8)
-    through_bucket = 32 * N / (1000 * GB)
-    assert compute_reduce_seconds(N, on_node, 0, precision, HARDWARE) == pytest.approx(through_bucket + (2 + 1) * 3 / 4 * 2 * N / (100 * GB))
-    assert compute_reduce_seconds(N, across, 0, precision, HARDWARE) == pytest.approx(through_bucket + (2 + 1) * 7 / 8 * 2 * N / (10 * GB))
-    assert compute_reduce_seconds(N, Layout(4, 4, B, 8), 0, precision, HARDWARE) == pytest.approx(through_bucket)
+    on_node, across, alone = Layout(4, 1, B, 8), Layout(8, 1, B, 8), Layout(4, 4, B, 8)
+    copied = 32 * N / (1000 * GB)
+    assert compute_reduce_seconds(N, on_node, 0, config(), HARDWARE) == pytest.approx(copied + (2 + 1) * 3 / 4 * 2 * N / (100 * GB))
+    assert compute_reduce_seconds(N, across, 0, config(), HARDWARE) == pytest.approx(copied + (2 + 1) * 7 / 8 * 2 * N / (10 * GB))
+    assert compute_reduce_seconds(N, alone, 0, config(), HARDWARE) == 0
+    assert compute_reduce_seconds(N, alone, 0, config("offload_optimizer=cpu"), HARDWARE) == pytest.approx(copied)
+    assert compute_reduce_seconds(N, alone, 0, config("precision=fp32"), HARDWARE) == pytest.approx(24 * N / (1000 * GB))
 
 
 def test_the_optimizer_is_bound_by_memory() -> None:

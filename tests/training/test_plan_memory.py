@@ -26,6 +26,7 @@ def test_bf16_holds_two_gradients_and_a_part_of_the_optimizer() -> None:
     assert (found.weights, found.gradients, found.optimizer, found.buffers, found.host) == (2000, 2000 + 4000, 12 * 250, 0, 0)
     assert found.step == 2000 + 4000  # the bf16 copy that is reduced, of a flattened fp32 copy
     assert state(n=BIG).step == 2 * BIG  # one matrix group beyond a bucket is not flattened
+    assert state(dp=1).step == 0  # nobody to reduce with
 
 
 def test_bf16_offloaded() -> None:
@@ -48,8 +49,10 @@ def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
 def test_fp32() -> None:
     found = state(precision=Precision.fp32)
     assert (found.weights, found.gradients, found.optimizer, found.buffers, found.host) == (4000, 4000, 3000, 0, 0)
-    assert found.step == 4 * 250
-    assert state(precision=Precision.fp32, device=Device.cuda).buffers == 4 * REDUCE_BUCKET
+    assert found.step == 4 * 1000  # all gradients fit into a bucket, and are flattened at once
+    on_card = state(n=BIG, dp=4, precision=Precision.fp32, device=Device.cuda)
+    assert (on_card.buffers, on_card.step) == (0, BIG)  # then this rank's
+    assert state(precision=Precision.fp32, offload=Offload.cpu, device=Device.cuda).buffers == 4 * REDUCE_BUCKET
     assert state(precision=Precision.fp32, offload=Offload.cpu).host == 250 * 20
 
 
