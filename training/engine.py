@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from screen import progress
 from training.config import OptimizerName, PadTo, RunConfig
@@ -33,10 +34,20 @@ def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, tr
     else:
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     hand_over_by_bucket(engine.optimizer)
-    if layout.dp_size == 1 and engine.using_bf16_optimizer:
-        # One replica has nothing to average, but DeepSpeed would copy its sums, round them from fp32 to bf16 and write them back.
-        engine.pipeline_enable_backward_allreduce = False
+    if layout.dp_size == 1:
+        skip_averaging(engine)
     return engine
+
+
+def skip_averaging(engine: PipelineEngine) -> None:
+    """For one replica, which has nothing to average: DeepSpeed would copy its gradients there and back, and round those of bf16, summed in fp32.
+
+    What goes through a bucket (fp16, offloaded) is left alone: its gradients are handed on in the same pass.
+    """
+    if engine.using_bf16_optimizer:
+        engine.pipeline_enable_backward_allreduce = False
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.contiguous_gradients:
+        engine.optimizer.buffered_reduce_fallback = lambda *_, **__: None
 
 
 def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:

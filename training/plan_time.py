@@ -37,12 +37,14 @@ def compute_reduce_seconds(num_trainable: int, layout: Layout, stage_id: int, co
 def count_reduce_bytes(layout: Layout, precision: Precision, offload: Offload) -> int:
     """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's operations.
 
-    Flattened, divided and taken back, also of one replica; in bf16 made bf16 for that, and nothing of one replica (`training/engine.py`). In fp16, and in fp32 when
-    offloaded, put into a bucket before, and taken out of it.
+    Flattened, divided and taken back, in bf16 made bf16 for that; nothing of one replica (`skip_averaging`). In fp16, or offloaded, put into a bucket
+    before, and taken out of it, also of one replica.
     """
-    if precision is Precision.bf16:
-        return 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2) if layout.dp_size > 1 or offload is not Offload.none else 0
     in_bucket = precision is Precision.fp16 or offload is not Offload.none
+    if layout.dp_size == 1 and not in_bucket:
+        return 0
+    if precision is Precision.bf16:
+        return 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2)
     return (5 if in_bucket else 3) * 2 * bytes_of(precision)
 
 
