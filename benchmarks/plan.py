@@ -80,8 +80,8 @@ RUNS = [
     Run("160M", 1, 1, 4, 2, 256, checkpoint=2),
     Run("270M", 2, 1, 2, 4, 256),
     Run("270M", 1, 2, 1, 4, 512, checkpoint=1),
-    Run("160M", 2, 1, 2, 8, 256, precision="bf16"),
-    Run("110M", 1, 2, 2, 4, 256, precision="bf16"),
+    Run("160M", 2, 1, 1, 4, 128, precision="bf16"),
+    Run("110M", 1, 2, 1, 4, 128, precision="bf16"),
 ]
 SMALL = [Run("tiny", 2, 1, 2, 4, 64), Run("tiny", 1, 2, 2, 4, 64, checkpoint=1), Run("tiny", 1, 1, 2, 4, 64, precision="bf16")]
 
@@ -190,6 +190,7 @@ def summarize(rows: list[Row]) -> str:
 
 def draw(rows: list[Row], file: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     time_axes, memory_axes = figure.subplots(1, 2)
@@ -202,7 +203,11 @@ def draw(rows: list[Row], file: Path) -> None:
         axes.fill_between(ends, [(1 - band) * end for end in ends], [(1 + band) * end for end in ends], color="0.9", label=f"within {band:.0%}")
         axes.plot(ends, ends, color="0.5", linewidth=0.8)
         axes.scatter(*zip(*points), s=22, color="#4c8eda", zorder=3)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured {label}", ylabel=f"predicted {label}")
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured {label}", ylabel=f"predicted {label}", aspect="equal")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
         axes.legend(loc="upper left", frameon=False)
     figure.savefig(file, dpi=110)
 

@@ -101,9 +101,8 @@ def compute_state(
     waiting, filling = (accumulated * REDUCE_BUCKET,) * 2 if device is Device.cuda else (0, accumulated * in_bucket)
     if offload is Offload.cpu:
 
-        def copies(
-            reduced: int,
-        ) -> int:  # in bf16 to communicate, again in fp32, and this rank's part (training/offload.py); else straight to the host
+        def copies(reduced: int) -> int:
+            # in bf16 to communicate, again in fp32, and this rank's part (training/offload.py); else straight to the host
             return 6 * reduced + 4 * min(part, reduced) if precision is Precision.bf16 else 0
 
         step = filling + max(copies(in_bucket) - accumulated * in_bucket, copies(largest) if largest > REDUCE_BUCKET else 0)
