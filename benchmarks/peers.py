@@ -1,7 +1,7 @@
 """What `benchmarks/pipeline.py` compares with: each builder returns a function that takes one optimizer step of the same work.
 
 All of them run the same layers with the same loss in pieces, AdamW, and clipping by the global norm; the `Trainer` of transformers has its
-own model and loss. In bf16 the pipelines of torch keep fp32 master weights, as DeepSpeed's optimizer does.
+own model and loss. In bf16 the pipelines of torch keep fp32 master weights and sum gradients in fp32, as DeepSpeed's optimizer does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -172,12 +173,12 @@ def build_update(parameters: Sequence[nn.Parameter]) -> Step:
     in_bf16 = parameters[0].dtype is torch.bfloat16
     masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters] if in_bf16 else list(parameters)
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    if in_bf16:
+        for master, parameter in zip(masters, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(sum_in_fp32, master))
 
     @torch.no_grad()
     def update() -> None:
-        if in_bf16:
-            for master, parameter in zip(masters, parameters, strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None
         square = nn.utils.get_total_norm([master.grad for master in masters]) ** 2
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(masters, 1.0, square.sqrt())
@@ -187,6 +188,15 @@ def build_update(parameters: Sequence[nn.Parameter]) -> Step:
             torch._foreach_copy_([parameter.data for parameter in parameters], masters)
 
     return update
+
+
+@torch.no_grad()
+def sum_in_fp32(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Takes over the gradient of a micro-batch."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def build_trainer(connection: Connection | None) -> Step:
