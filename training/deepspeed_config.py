@@ -43,6 +43,8 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}
+        if layout.dp_size == 1:  # nothing is sent, so no sum has to be rounded for it on its way to the optimizer
+            built["communication_data_type"] = "fp32"
     for key, value in config.deepspeed.items():
         if key in built:
             raise UserError(f"deepspeed.{key} is written from the run's own keys (batch, precision, ZeRO, clipping); set those instead")

@@ -32,6 +32,13 @@ def test_zero_1_in_every_precision(precision: str, offload: str) -> None:
     assert built.get("data_types") == ({"grad_accum_dtype": "fp32"} if precision == "bf16" else None)
 
 
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_sums_of_one_replica_are_not_rounded(offload: str) -> None:
+    config = build_config("precision=bf16", f"offload_optimizer={offload}")
+    assert build_deepspeed_config(config, Layout(2, 2, 3, 5))["communication_data_type"] == "fp32"
+    assert "communication_data_type" not in build_deepspeed_config(config, LAYOUT)
+
+
 @pytest.mark.parametrize("norm", [0, 0.5])
 def test_clipping_is_always_stated(norm: float) -> None:
     assert build(f"max_grad_norm={norm}")["gradient_clipping"] == norm  # left out, DeepSpeed would clip at 1
