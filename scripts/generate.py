@@ -44,7 +44,7 @@ def load_model(source: WeightSource) -> PreTrainedModel:
             tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)].from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype).eval()
-    return model.to(torch.accelerator.current_accelerator() or "cpu")
+    return model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 class Generator:

@@ -63,6 +63,13 @@ def test_every_form_gives_the_text_of_the_model(form: str, root: Path, monkeypat
     assert text and capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"
 
 
+def test_a_build_for_gpus_answers_on_the_cpu_where_there_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available=False: None if check_available else torch.device("cuda")
+    )
+    assert generate.load_model(open_weights(str(root / "hf"))).device.type == "cpu"
+
+
 def test_a_file_of_prompts_becomes_a_file_of_conversations(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]

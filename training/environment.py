@@ -18,18 +18,23 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
     """hosts: that of each rank."""
-    accelerator = torch.accelerator.current_accelerator()
     return {
         "command": " ".join(sys.argv),
         "hosts": {host: list(hosts).count(host) for host in dict.fromkeys(hosts)},  # name -> ranks
-        "device": torch.cuda.get_device_name()
-        if accelerator is not None and accelerator.type == "cuda"
-        else platform.processor() or platform.machine(),
+        "device": _describe_device(),
         "python": platform.python_version(),
         "packages": {name: installed for name in PACKAGES if (installed := _version(name))},
         "cuda": torch.version.cuda,
         "git": _describe_source(),
     }
+
+
+def _describe_device() -> str:
+    """The accelerator's name, else the processor's. Without `check_available` torch names the accelerator that it was built for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(accelerator).get_device_name()
 
 
 def _version(package: str) -> str | None:

@@ -225,6 +225,11 @@ class StageModule(PipelineModule):
             return (outputs[0].requires_grad_(), *outputs[1:])
         return outputs
 
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """Outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass would warn of it (0.19.8)."""
+        super()._synchronize_tied_weights()
+
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Those whose gradients the stages that share them must sum: frozen ones have none.
 

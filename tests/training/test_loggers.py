@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from training.config import LoggerConfig, LoggerName, WandbMode
 from training.environment import describe_environment
@@ -106,3 +107,12 @@ def test_the_environment_names_versions_source_and_hosts() -> None:
     assert environment["hosts"] == {"a": 2, "b": 1} and {"torch", "deepspeed", "transformers"} <= environment["packages"].keys()
     assert environment["git"] is None or len(environment["git"]) >= 7
     json.dumps(environment)
+
+
+def test_a_build_for_gpus_on_a_machine_without_one_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's default wheel of torch on Linux: without `check_available` it names the accelerator that it was built for."""
+    built_for = torch.device("cuda")
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available=False: None if check_available else built_for
+    )
+    assert describe_environment(["a"])["device"]

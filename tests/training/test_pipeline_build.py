@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+from cases import Case, build_engine
 from distributed import WorkerGroup
-from tiny import save_llama
+from tiny import save_llama, save_records, save_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,3 +65,22 @@ def test_a_stage_is_made_of_its_own_loaded_weights_alone(workers: Callable[[int]
     for rank, (made, random, built, size) in enumerate(workers(2).run(build_counted, tmp_path / "hf")):
         assert made == {"torch.bfloat16": size} and random == []
         assert set(built) == ({0, 1}, {2, 3})[rank]
+
+
+def list_warnings_of_a_step(case: Case) -> list[str]:
+    from training.engine import train_step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, loader, config, *_ = build_engine(case)
+        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tied_weights_are_made_equal_outside_of_autograd(workers: Callable[[int], WorkerGroup], tmp_path: Path, precision: str) -> None:
+    save_llama(tmp_path / "hf", tied=True)
+    save_tokenizer(tmp_path / "hf")
+    case = Case(tmp_path / "hf", save_records(tmp_path / "train.jsonl", 12), tmp_path, 2, 2, overrides=(f"precision={precision}",))
+    for told in workers(2).run(list_warnings_of_a_step, case):
+        assert not [text for text in told if "autograd" in text]
