@@ -29,7 +29,7 @@ format: venv
 
 # Every family against Hugging Face, as figures: docs/parity.md
 parity: venv
-	python tests/training/parity_table.py --output docs/parity.md
+	python tests/support/parity_table.py --output docs/parity.md
 
 venv: $(BIN)/.installed
 

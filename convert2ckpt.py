@@ -3,7 +3,7 @@
     python convert2ckpt.py --model_name_or_path HF_DIR --output_dir CKPT_DIR
     python convert2ckpt.py --to_hf --model_name_or_path CKPT_DIR --output_dir HF_DIR
 
-It streams: a model of any size converts on a machine that holds one of its layers. The work is in `models/conversion.py`.
+It streams: a model of any size converts on a machine that holds one of its layers. The work is in `models/weights/conversion.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import signal
 import sys
 from pathlib import Path
 
+from console import progress
 from errors import UserError, explain_refusal
-from models.conversion import DTYPES, convert_to_pipeline, export_hugging_face
-from models.folders import check_output_dir, has_tokenizer
-from models.vocabulary import SpecialTokens
-from models.weights import PipelineCheckpoint, open_weights
-from screen import progress
+from models.weights.conversion import DTYPES, convert_to_pipeline, export_hugging_face
+from models.weights.folders import check_output_dir, has_tokenizer
+from models.weights.sources import PipelineCheckpoint, open_weights
+from models.weights.vocabulary import SpecialTokens
 
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -49,7 +49,9 @@ def convert(args: argparse.Namespace) -> None:
     if args.unpad_vocab and not args.to_hf:
         raise UserError("--unpad_vocab goes with --to_hf")
     if args.to_hf and args.pad_vocab_to_multiple_of != 1:
-        raise UserError("the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with --to_hf")
+        raise UserError(
+            "the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with --to_hf"
+        )
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
     max_shard_size = parse_size(args.max_shard_size)
@@ -90,19 +92,45 @@ def convert(args: argparse.Namespace) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, metavar="DIR", help="folder or hub id; with --to_hf a converted or trained one")
-    parser.add_argument("--output_dir", required=True, type=Path, metavar="DIR", help="made new; appears when it is whole")
-    parser.add_argument("--to_hf", action="store_true", help="from a pipeline checkpoint to a Hugging Face folder")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the written weights; by default each tensor keeps its own")
-    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="with --to_hf: of a safetensors file (default: %(default)s)")
     parser.add_argument(
-        "--pad_vocab_to_multiple_of", type=int, default=1, metavar="N", help="further rows of embedding and head, such as a GPU likes them"
+        "--model_name_or_path",
+        required=True,
+        metavar="DIR",
+        help="folder or hub id; with --to_hf a converted or trained one",
+    )
+    parser.add_argument(
+        "--output_dir", required=True, type=Path, metavar="DIR", help="made new; appears when it is whole"
+    )
+    parser.add_argument("--to_hf", action="store_true", help="from a pipeline checkpoint to a Hugging Face folder")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="of the written weights; by default each tensor keeps its own"
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        default="5GB",
+        metavar="SIZE",
+        help="with --to_hf: of a safetensors file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pad_vocab_to_multiple_of",
+        type=int,
+        default=1,
+        metavar="N",
+        help="further rows of embedding and head, such as a GPU likes them",
     )
     parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: leave those rows away again")
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="layers (with --to_hf: shards) that are written at once; each takes a layer's memory"
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="layers (with --to_hf: shards) that are written at once; each takes a layer's memory",
     )
-    parser.add_argument("--verify", action="store_true", help="read every tensor back from the disk and compare it with the source, bit by bit")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every tensor back from the disk and compare it with the source, bit by bit",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT_DIR, once the new one is whole")
     parser.add_argument("--trust_remote_code", action="store_true", help="accept a folder that brings code of its own")
     tokens = parser.add_argument_group(

@@ -17,10 +17,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.command_line import asks_for_sweep, check_command_line, clean_arguments
-from training.config import register_schema
-from training.ranks import ALONE, exit_on_user_error, read_ranks
-from training.sweep import build_launch, plan_sweep, run_sweep
+from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
+from training.cli.sweep import build_launch, plan_sweep, run_sweep
+from training.config.schema import register_schema
+from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 DEFAULT_CONFIG = "base"
@@ -30,7 +30,7 @@ DEFAULT_CONFIG = "base"
 def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
         gc.disable()  # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
-        from training.plan_run import run_plan  # without DeepSpeed: a plan is there before that is imported
+        from training.planner.run import run_plan  # without DeepSpeed: a plan is there before that is imported
 
         run_plan(config)
         return

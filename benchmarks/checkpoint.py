@@ -35,14 +35,19 @@ sys.path.insert(0, str(ROOT))
 from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks import convert, load  # noqa: E402
-from models.architecture import Layer, build_layers  # noqa: E402
-from models.weights import open_weights  # noqa: E402
-from training.checkpoint import TrainerState, load_checkpoint  # noqa: E402
-from training.checkpoint_writer import CheckpointWriter, plan_share  # noqa: E402
-from training.resume import find_damage  # noqa: E402
+from models.architecture import build_layers  # noqa: E402
+from models.layer import Layer  # noqa: E402
+from models.weights.sources import open_weights  # noqa: E402
+from training.checkpoint.resume import find_damage  # noqa: E402
+from training.checkpoint.state import TrainerState, load_checkpoint  # noqa: E402
+from training.checkpoint.writer import CheckpointWriter, plan_share  # noqa: E402
 
 # What, its time's counterpart, the counterpart in words, and the ratio that is allowed.
-COMPARED = (("stall", "copy", "a copy of the state in memory", "1"), ("save", "cp", "`cp`, synced", "-"), ("resume", "cp", "`cp`, synced", "2"))
+COMPARED = (
+    ("stall", "copy", "a copy of the state in memory", "1"),
+    ("save", "cp", "`cp`, synced", "-"),
+    ("resume", "cp", "`cp`, synced", "2"),
+)
 STATE = TrainerState(1, 0, 1, 1, 1, 1, 1, 1, 0, "bf16", "adamw")
 
 
@@ -70,7 +75,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         load.run(Path(folder), arguments.model_layers, [1, 2, 4])
     print("\n## Saving and resuming", flush=True)
-    config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=arguments.state_layers, num_attention_heads=16)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=arguments.state_layers,
+        num_attention_heads=16,
+    )
     config.tie_word_embeddings = False
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         measure(Path(folder), config, arguments.pairs)
@@ -81,7 +92,7 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     import deepspeed
 
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports its memory
-    from training.engine import train_step
+    from training.engine.pipeline_engine import train_step
 
     deepspeed.init_distributed("gloo")
     run_config = compose_config()
@@ -90,11 +101,17 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     checkpoints, copy = folder / "checkpoints", folder / "copy"
     config.save_pretrained(checkpoints)
     times: dict[str, list[tuple[float, float]]] = {"stall": [], "save": [], "resume": []}
-    writers = {asynchronous: CheckpointWriter(engine, checkpoints, asynchronous=asynchronous) for asynchronous in (False, True)}
+    writers = {
+        asynchronous: CheckpointWriter(engine, checkpoints, asynchronous=asynchronous) for asynchronous in (False, True)
+    }
     for pair in range(pairs + 1):  # the first warms up
         state = replace(STATE, step=pair + 1)
         step_dir = checkpoints / f"global_step{state.step}"
-        taken = {"copy": clock(lambda: [tensor.to("cpu", copy=True) for file in plan_share(engine) for tensor in file.tensors.values()])}
+        taken = {
+            "copy": clock(
+                lambda: [tensor.to("cpu", copy=True) for file in plan_share(engine) for tensor in file.tensors.values()]
+            )
+        }
         taken["stall"] = clock(lambda: writers[True].save(state))
         writers[True].wait()
         shutil.rmtree(step_dir)
@@ -107,7 +124,10 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
         for name, other, *_ in COMPARED:
             times[name] += [(taken[name], taken[other])] if pair else []
     print(f"\n{size / 1e9:.2f} GB, medians of {pairs} pairs.\n", file=sys.__stdout__)
-    print("| what | seconds | against | ratio: median (least to most) | allowed |\n|---|---|---|---|---|", file=sys.__stdout__)
+    print(
+        "| what | seconds | against | ratio: median (least to most) | allowed |\n|---|---|---|---|---|",
+        file=sys.__stdout__,
+    )
     for name, _, against, allowed in COMPARED:
         ratios = sorted(ours / theirs for ours, theirs in times[name])
         seconds = statistics.median(ours for ours, _ in times[name])
@@ -128,7 +148,7 @@ def compose_config() -> Any:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from training.config import register_schema
+    from training.config.schema import register_schema
 
     register_schema()
     overrides = [
@@ -140,9 +160,9 @@ def compose_config() -> Any:
 
 
 def build_engine(source: Any, run_config: Any) -> Any:
-    from training.engine import initialize_engine
-    from training.layout import Layout
-    from training.pipeline import StageModule
+    from training.distributed.topology import Layout
+    from training.engine.pipeline_engine import initialize_engine
+    from training.pipeline.module import StageModule
 
     layers = build_layers(source.config)
     module = StageModule(layers, [0, len(layers)], source, torch.bfloat16, 0)

@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 import models.llama  # noqa: E402, F401  (imports are no part of the measure)
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
-from models.conversion import convert_to_pipeline, export_hugging_face  # noqa: E402
-from models.safetensors_writer import (  # noqa: E402
+from models.weights.conversion import convert_to_pipeline, export_hugging_face  # noqa: E402
+from models.weights.safetensors_writer import (  # noqa: E402
     INDEX_NAME,
     TensorInfo,
     build_index,
@@ -40,7 +40,7 @@ from models.safetensors_writer import (  # noqa: E402
     plan_shards,
     write_safetensors,
 )
-from models.weights import open_weights  # noqa: E402
+from models.weights.sources import open_weights  # noqa: E402
 
 SHARD_SIZE = 500 * 10**6
 REQUIRED_SPEED = 0.8
@@ -81,8 +81,12 @@ def run_pairs(root: Path, pairs: int, num_layers: int) -> None:
             conversions[name].append(run_in_fresh_process(name, source, root / "target"))
     size = sum(file.stat().st_size for file in (root / "hf").iterdir())
     print(f"Llama, bf16, {size / 1e9:.2f} GB, largest layer {largest / 1e6:.0f} MB.")
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores. Medians of {pairs} interleaved pairs, both synced to disk.\n")
-    print("| direction | cp, s | converter, s | speed / cp: median, least | required | peak memory / largest layer | allowed |")
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores. Medians of {pairs} interleaved pairs, both synced to disk.\n"
+    )
+    print(
+        "| direction | cp, s | converter, s | speed / cp: median, least | required | peak memory / largest layer | allowed |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name in DIRECTIONS:
         ratios = [copy / conversion.seconds for copy, conversion in zip(copies[name], conversions[name], strict=True)]
@@ -110,7 +114,8 @@ def save_model(folder: Path, num_layers: int) -> int:
     )
     config.save_pretrained(folder)
     layers = [
-        [TensorInfo(layer.hf_prefix + name, tuple(shape), torch.bfloat16) for name, shape in layer.shapes().items()] for layer in build_layers(config)
+        [TensorInfo(layer.hf_prefix + name, tuple(shape), torch.bfloat16) for name, shape in layer.shapes().items()]
+        for layer in build_layers(config)
     ]
     shards = plan_shards([info for layer in layers for info in layer], SHARD_SIZE)
     for name, shard in zip(name_shards(len(shards)), shards, strict=True):

@@ -46,16 +46,22 @@ def main() -> None:
     parser.add_argument("--max_seq_length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps that a way takes in a round")
-    parser.add_argument("--num_proc", type=int, nargs="+", default=[1, 2], help="processes that tokenize; each number is measured")
+    parser.add_argument(
+        "--num_proc", type=int, nargs="+", default=[1, 2], help="processes that tokenize; each number is measured"
+    )
     parser.add_argument("--scale", type=int, nargs="+", help="MB of text, two sizes or more")
-    parser.add_argument("--tokenize_up_to", type=int, default=10**6, help="MB of text; the cache of more is that of less, repeated")
+    parser.add_argument(
+        "--tokenize_up_to", type=int, default=10**6, help="MB of text; the cache of more is that of less, repeated"
+    )
     parser.add_argument("--only_scale", action="store_true", help="leave out the rest")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
         demo = [sys.executable, ROOT / "scripts" / "make_demo.py", "--output_dir", folder]
         subprocess.run(demo, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if not arguments.only_scale:
-            report_tokenizing({num_proc: measure_tokenizing(Path(folder), arguments, num_proc) for num_proc in arguments.num_proc})
+            report_tokenizing(
+                {num_proc: measure_tokenizing(Path(folder), arguments, num_proc) for num_proc in arguments.num_proc}
+            )
             report_training(measure_training(Path(folder), arguments, WAYS))
         if arguments.scale:
             largest = report_scale(build_config, Path(folder), arguments)
@@ -67,10 +73,14 @@ def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from training.config import register_schema
+    from training.config.schema import register_schema
 
     register_schema()
-    defaults = [] if any(override.startswith("train_file=") for override in overrides) else [f"train_file={os.path.abspath(arguments.file)}"]
+    defaults = (
+        []
+        if any(override.startswith("train_file=") for override in overrides)
+        else [f"train_file={os.path.abspath(arguments.file)}"]
+    )
     given = [
         *defaults, f"model_name_or_path={folder}/model", f"output_dir={folder}/out",
         f"data.cache_dir={folder}/cache", f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
@@ -86,7 +96,7 @@ def measure_tokenizing(folder: Path, arguments: argparse.Namespace, num_proc: in
     import datasets
     from transformers import AutoTokenizer
 
-    from training.preparation import prepare_file
+    from training.inputs.datasets import prepare_file
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -101,7 +111,12 @@ def measure_tokenizing(folder: Path, arguments: argparse.Namespace, num_proc: in
 
     def run_bare(name: str) -> None:
         raw = datasets.Dataset.from_json(arguments.file, cache_dir=str(folder / name))
-        options = {"batched": True, "remove_columns": raw.column_names, "new_fingerprint": name, "num_proc": num_proc if num_proc > 1 else None}
+        options = {
+            "batched": True,
+            "remove_columns": raw.column_names,
+            "new_fingerprint": name,
+            "num_proc": num_proc if num_proc > 1 else None,
+        }
         raw.map(tokenize, **options).save_to_disk(folder / name / "bare")
 
     def run_ours(name: str) -> None:
@@ -152,11 +167,13 @@ class Way:
         self.seconds = 0.0
 
 
-def measure_training(folder: Path, arguments: argparse.Namespace, overrides: dict[str, tuple[str, ...]]) -> dict[str, Way]:
+def measure_training(
+    folder: Path, arguments: argparse.Namespace, overrides: dict[str, tuple[str, ...]]
+) -> dict[str, Way]:
     import deepspeed
     import torch.distributed as dist
 
-    from training.ranks import read_ranks
+    from training.distributed.ranks import read_ranks
 
     ranks = read_ranks()
     deepspeed.init_distributed()
@@ -171,16 +188,16 @@ def measure_training(folder: Path, arguments: argparse.Namespace, overrides: dic
 
 
 def build_way(config: Any, ranks: Any) -> Way:
-    from data.rows import Rows, compute_fill, count_rows
+    from data.storage.rows import Rows, compute_fill, count_rows
     from models.architecture import build_layers, choose_attention
-    from models.weights import open_weights
-    from training.engine import initialize_engine, train_step
-    from training.horizon import Horizon
-    from training.layout import build_layout
-    from training.pipeline import StageModule
-    from training.precision import DTYPES
-    from training.preparation import build_row_plan, load_tokenizer, tokenize
-    from training.stage_loaders import build_loaders
+    from models.weights.sources import open_weights
+    from training.config.precision import DTYPES
+    from training.distributed.topology import build_layout
+    from training.engine.pipeline_engine import initialize_engine, train_step
+    from training.inputs.datasets import build_row_plan, load_tokenizer, tokenize
+    from training.inputs.loaders import build_loaders
+    from training.inputs.step_budget import StepBudget
+    from training.pipeline.module import StageModule
 
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
@@ -191,7 +208,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     module = StageModule(layers, [0, len(layers)], source, DTYPES[config.precision], 0)
     engine = initialize_engine(module, config, layout)
     plan = build_row_plan(config, "train_file")
-    horizon = Horizon(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
+    horizon = StepBudget(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
     loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
     waits: list[float] = []
     micro_batches = time_waiting(loader.iterate(0, HORIZON), waits)
@@ -215,12 +232,16 @@ def report_tokenizing(ratios: dict[int, list[float]]) -> None:
 
 
 def report_training(ways: dict[str, Way]) -> None:
-    print("| rows | filled | tokens/s | / padded to max_seq_length: median | least - most | share of time waiting for data |")
+    print(
+        "| rows | filled | tokens/s | / padded to max_seq_length: median | least - most | share of time waiting for data |"
+    )
     print("|---|---|---|---|---|---|")
     for name, way in ways.items():
         ratios = [rate / reference for rate, reference in zip(way.rates, ways[REFERENCE].rates)]
         waiting = sum(way.waits) / way.seconds
-        print(f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | {waiting:.3%} |")
+        print(
+            f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | {waiting:.3%} |"
+        )
 
 
 def report_waiting(ways: dict[str, Way]) -> None:

@@ -61,7 +61,12 @@ def report_scale(build_config: BuildConfig, folder: Path, arguments: argparse.Na
                 raise SystemExit("the smallest size of --scale must be tokenized; raise --tokenize_up_to")
             with open(file, "wb") as holes:
                 holes.truncate(size * MB)
-            alone(repeat_cache, partial(build_config, folder, arguments, f"train_file={files[tokenized_of]}"), config, size / tokenized_of)
+            alone(
+                repeat_cache,
+                partial(build_config, folder, arguments, f"train_file={files[tokenized_of]}"),
+                config,
+                size / tokenized_of,
+            )
         stages = {name: alone(measure_loader, config, *reads) for name, reads in STAGES.items()}
         measured[size] = tokenized, alone(count_token_bytes, config), stages
     print_table(measured)
@@ -80,7 +85,12 @@ def write_text(source: Path, file: Path, num_bytes: int) -> None:
     with open(file, "w") as out:
         while written < num_bytes:
             for record in records:
-                line = json.dumps({name: f"{text} {round_}" if isinstance(text, str) else text for name, text in record.items()}) + "\n"
+                line = (
+                    json.dumps(
+                        {name: f"{text} {round_}" if isinstance(text, str) else text for name, text in record.items()}
+                    )
+                    + "\n"
+                )
                 out.write(line)
                 written += len(line)
                 if written >= num_bytes:
@@ -94,7 +104,7 @@ def repeat_cache(config_of: Callable[[], Any], config_to: Callable[[], Any], tim
 
     import numpy as np
 
-    from data.tokenized import TokenizedDataset, TokenizedWriter, load_summary
+    from data.storage.tokenized import TokenizedDataset, TokenizedWriter, load_summary
 
     source, path = (find_cache(build()) for build in (config_of, config_to))
     data = TokenizedDataset(source, True, True)
@@ -111,8 +121,8 @@ def repeat_cache(config_of: Callable[[], Any], config_to: Callable[[], Any], tim
 
 
 def find_cache(config: Any) -> Path:
-    from data.encoding import Encoding
-    from training.preparation import build_encoder
+    from data.encoders.encoding import Encoding
+    from training.inputs.datasets import build_encoder
 
     encoding = Encoding(build_encoder(config.data), load_tokenizer(config), config.max_seq_length)
     return Path(config.data.cache_dir) / encoding.compute_key([[config.train_file]])
@@ -125,7 +135,7 @@ def load_tokenizer(config: Any) -> Any:
 
 
 def prepare(config: Any, tokenizer: Any = None) -> Path:
-    from training.preparation import prepare_file
+    from training.inputs.datasets import prepare_file
 
     return prepare_file(config, "train_file", tokenizer or load_tokenizer(config), None)
 
@@ -143,8 +153,8 @@ def measure_tokenizing(build: Callable[[], Any]) -> Tokenized:
 def measure_loader(build: Callable[[], Any], reads_inputs: bool, reads_labels: bool) -> Loaded:
     from data.loader import LoaderOptions, build_train_loader
     from data.order import GlobalOrder
-    from data.rows import count_rows
-    from training.preparation import build_row_plan
+    from data.storage.rows import count_rows
+    from training.inputs.datasets import build_row_plan
 
     config = build()
     tokenizer = load_tokenizer(config)
@@ -167,7 +177,7 @@ def measure_loader(build: Callable[[], Any], reads_inputs: bool, reads_labels: b
 
 
 def count_token_bytes(build: Callable[[], Any]) -> int:
-    from data.tokenized import BYTES_PER_TOKEN, load_summary
+    from data.storage.tokenized import BYTES_PER_TOKEN, load_summary
 
     return load_summary(find_cache(build())).num_tokens * BYTES_PER_TOKEN
 
@@ -214,7 +224,11 @@ def print_table(measured: dict[int, tuple[Tokenized | None, int, dict[str, Loade
         slowest = max(stage.start for stage in stages.values())
         memory = [f"{stages[name].memory / MB:,.1f} MB" for name in STAGES]
         pace = [f"{stages[name].micro_batch * 1000:.2f} ms" for name in ("first", "last")]
-        print("| " + " | ".join([f"{size:,} MB", f"{token_bytes / MB:,.0f} MB", *spent, f"{slowest:.2f} s", *memory, *pace]) + " |")
+        print(
+            "| "
+            + " | ".join([f"{size:,} MB", f"{token_bytes / MB:,.0f} MB", *spent, f"{slowest:.2f} s", *memory, *pace])
+            + " |"
+        )
     least, most = measured[min(measured)], measured[max(measured)]
     whole = [tokenized for tokenized, _, _ in measured.values() if tokenized is not None]
     ratios = [f"{getattr(whole[-1], name) / getattr(whole[0], name):.2f}" for name in ("main", "worker")]

@@ -28,10 +28,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-IMPORTS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "hydra", "omegaconf", "safetensors", "numpy", "packaging")
+IMPORTS = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "accelerate",
+    "peft",
+    "hydra",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+    "packaging",
+)
 WARM_UP = 2
 VOCABULARY = 128_256
-_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 SHAPES: dict[str, dict[str, Any]] = {  # of Llama 3.2 and 3
     "1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -44,7 +61,13 @@ SHAPES: dict[str, dict[str, Any]] = {  # of Llama 3.2 and 3
     "8b": _8B,
     "8b-lora": _8B,
 }  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,9 @@ class Job:
     def architecture(self) -> Any:
         from benchmarks.workload import build_llama
 
-        return build_llama(**self.shape, vocab_size=self.vocab_size, max_position_embeddings=self.seq_length, rope_theta=500_000.0)
+        return build_llama(
+            **self.shape, vocab_size=self.vocab_size, max_position_embeddings=self.seq_length, rope_theta=500_000.0
+        )
 
     def config(self, num_stages: int) -> Any:
         from benchmarks.workload import compose_run
@@ -97,7 +122,12 @@ def main() -> None:
     if unknown := [name for name in names if name not in SHAPES]:
         parser.error(f"no such shape: {', '.join(unknown)}")
     gpus = count_devices(arguments)
-    lines = [describe_machine(arguments.device), "", "| shape | runner | tokens/s | MFU | peak, GiB a card |", "|---|---|---|---|---|"]
+    lines = [
+        describe_machine(arguments.device),
+        "",
+        "| shape | runner | tokens/s | MFU | peak, GiB a card |",
+        "|---|---|---|---|---|",
+    ]
     print("\n".join(lines), flush=True)
     for name in names:
         job = build_job(name, arguments)
@@ -123,8 +153,14 @@ def describe_machine(device: str) -> str:
     import torch
     import transformers
 
-    cards = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if device == "cuda" else f"CPU, {os.cpu_count()} cores"
-    return f"{cards}; Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
+    cards = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        if device == "cuda"
+        else f"CPU, {os.cpu_count()} cores"
+    )
+    return (
+        f"{cards}; Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
 
 
 def build_job(name: str, arguments: argparse.Namespace) -> Job:
@@ -143,7 +179,9 @@ def list_runners(job: Job, gpus: int) -> dict[str, Callable[[], list[Outcome]]]:
         weights = "bf16" if in_bf16 else "fp32"
         runners[f"Trainer, {weights} weights"] = lambda b=in_bf16: [run_alone(measure_trainer, job, b, 1)]
         if gpus > 1:
-            runners[f"Trainer, {weights} weights, dp{gpus}"] = lambda b=in_bf16: run_ranks(measure_trainer, gpus, job, b, gpus)
+            runners[f"Trainer, {weights} weights, dp{gpus}"] = lambda b=in_bf16: run_ranks(
+                measure_trainer, gpus, job, b, gpus
+            )
     return runners
 
 
@@ -164,14 +202,16 @@ def compute_mfu(job: Job, rate_of_card: float) -> float | None:
     import torch
 
     from models.architecture import build_layers
-    from training.config import load_hardware
-    from training.plan import compute_model_flops
-    from training.plan_cost import count_layers
+    from training.config.schema import load_hardware
+    from training.planner.cost import count_layers
+    from training.planner.plan import compute_model_flops
 
     if job.device == "cpu":
         return None
     card = torch.cuda.get_device_name(0)
-    peak = next((h.peak_flops["bf16"] for h in load_hardware() if h.peak_flops and re.search(h.device_name, card)), None)
+    peak = next(
+        (h.peak_flops["bf16"] for h in load_hardware() if h.peak_flops and re.search(h.device_name, card)), None
+    )
     architecture = job.architecture()
     costs = count_layers(build_layers(architecture), architecture, 1, job.seq_length, torch.bfloat16)
     return rate_of_card * compute_model_flops(costs, job.seq_length) / peak if peak else None
@@ -182,9 +222,9 @@ def measure_ours(job: Job, num_stages: int) -> Outcome:
     import torch
 
     from benchmarks.workload import RandomWeights, build_engine, repeat_batch
-    from training.engine import train_step
-    from training.process import current_device
-    from training.stage_clock import MemoryPeak
+    from training.distributed.process import current_device
+    from training.engine.pipeline_engine import train_step
+    from training.observability.stage_timer import MemoryPeak
 
     device = current_device()
     memory, config, architecture = MemoryPeak(device), job.config(num_stages), job.architecture()
@@ -208,9 +248,13 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from benchmarks.workload import repeat_batch
-    from training.stage_clock import MemoryPeak
+    from training.observability.stage_timer import MemoryPeak
 
-    device = torch.device(job.device, int(os.environ.get("LOCAL_RANK", "0"))) if job.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(job.device, int(os.environ.get("LOCAL_RANK", "0")))
+        if job.device == "cuda"
+        else torch.device("cpu")
+    )
     memory, config = MemoryPeak(device), job.architecture()
     config.use_cache = False
     torch.set_default_dtype(torch.bfloat16 if in_bf16 else torch.float32)
@@ -220,7 +264,9 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
     if job.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         model.enable_input_require_grads()
     marks = []
 

@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
 from benchmarks.convert import save_model  # noqa: E402
-from models.conversion import convert_to_pipeline  # noqa: E402
-from models.folders import drop_from_memory  # noqa: E402
-from models.weights import open_weights  # noqa: E402
+from models.weights.conversion import convert_to_pipeline  # noqa: E402
+from models.weights.folders import drop_from_memory  # noqa: E402
+from models.weights.sources import open_weights  # noqa: E402
 
 ALLOWED_MEMORY, ALLOWED_READ = 1.2, 1.1
 PORT = 29519
@@ -57,7 +57,9 @@ def run(root: Path, num_layers: int, num_stages: list[int]) -> None:
             ranks = start_ranks(root / source, count)
             memory = max(rank["peak_bytes"] / rank["stage_bytes"] for rank in ranks)
             read = sum(rank["read_bytes"] for rank in ranks) / size
-            print(f"| {source}, {size / 1e9:.2f} GB | {count} | {memory:.2f} | {ALLOWED_MEMORY} | {read:.2f} | {ALLOWED_READ} |")
+            print(
+                f"| {source}, {size / 1e9:.2f} GB | {count} | {memory:.2f} | {ALLOWED_MEMORY} | {read:.2f} | {ALLOWED_READ} |"
+            )
 
 
 def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
@@ -65,12 +67,21 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
     for file in folder.rglob("*"):
         if file.is_file():
             drop_from_memory(file)
-    given = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
+    given = {
+        "WORLD_SIZE": count,
+        "LOCAL_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": PORT,
+        "OMP_NUM_THREADS": 1,
+    }
     environments = [
-        {**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}} for rank in range(count)
+        {**os.environ, **{key: str(value) for key, value in {**given, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+        for rank in range(count)
     ]
     command = [sys.executable, __file__, "--load", str(folder)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for environment in environments]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for environment in environments
+    ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"a rank ended with {[process.returncode for process in processes]}")
@@ -82,9 +93,9 @@ def load_stage(folder: str) -> dict[str, int]:
     import deepspeed
     import torch
 
-    import training.engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
+    import training.engine.pipeline_engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
     from models.architecture import build_layers
-    from training.pipeline import StageModule
+    from training.pipeline.module import StageModule
 
     deepspeed.init_distributed("gloo")
     source = open_weights(folder)

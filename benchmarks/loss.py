@@ -22,7 +22,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.allocation import AllocationPeak
-from models.loss import IGNORE_INDEX, causal_lm_loss
+from models.losses.cross_entropy import IGNORE_INDEX, causal_lm_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -52,7 +52,11 @@ def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"dtype": DTYPES[arguments.precision], "device": device}
     hidden_states = torch.randn(1, arguments.tokens, arguments.hidden_size, **options, requires_grad=True)
-    weight = torch.randn(arguments.vocab_size, arguments.hidden_size, **options).mul_(arguments.hidden_size**-0.5).requires_grad_()
+    weight = (
+        torch.randn(arguments.vocab_size, arguments.hidden_size, **options)
+        .mul_(arguments.hidden_size**-0.5)
+        .requires_grad_()
+    )
     labels = torch.randint(arguments.vocab_size, (1, arguments.tokens), device=device)
     return hidden_states, weight, labels, torch.tensor(float(arguments.tokens), device=device)
 
@@ -66,7 +70,9 @@ def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.
     return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator
 
 
-def take_pass(loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor) -> None:
+def take_pass(
+    loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor
+) -> None:
     torch.autograd.grad(loss((hidden_states, weight), (labels, denominator)), (hidden_states, weight))
 
 
@@ -88,12 +94,16 @@ def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
 
 def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:
     ratios = [ours / plain for ours, plain in zip(seconds["in pieces"], seconds["plain"], strict=True)]
-    print(f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, {arguments.precision}")
+    print(
+        f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, {arguments.precision}"
+    )
     print("| loss | peak, GiB | s, median |\n|---|---|---|")
     for name, peak in peaks.items():
         print(f"| {name} | {peak / 2**30:.2f} | {statistics.median(seconds[name]):.2f} |")
     print(f"peak: in pieces / plain = {peaks['in pieces'] / peaks['plain']:.3f}")
-    print(f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, {arguments.rounds} rounds)")
+    print(
+        f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, {arguments.rounds} rounds)"
+    )
 
 
 if __name__ == "__main__":

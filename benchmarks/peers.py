@@ -55,7 +55,7 @@ class Work:
 
 def build_copies(work: Work) -> Step:
     """The whole model on this rank, without a pipeline or an engine."""
-    from models.loss import causal_lm_loss
+    from models.losses.cross_entropy import causal_lm_loss
 
     modules = work.build(range(len(work.layers)))
     parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -106,8 +106,8 @@ def build_dualpipev(work: Work, bounds: list[int]) -> Step:
 def _start_engine(work: Work, module_class: type) -> Step:
     import deepspeed
 
-    from models.loss import causal_lm_loss
-    from training.pipeline import build_layer_specs
+    from models.losses.cross_entropy import causal_lm_loss
+    from training.pipeline.module import build_layer_specs
 
     module = module_class(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
     config: dict[str, Any] = {
@@ -115,7 +115,9 @@ def _start_engine(work: Work, module_class: type) -> Step:
         "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9,
         "bf16": {"enabled": work.dtype is torch.bfloat16}, "data_types": {"grad_accum_dtype": "fp32"},
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), config=config
+    )
     batches = work.repeat()
     return lambda: engine.train_batch(batches)
 
@@ -139,7 +141,7 @@ def build_torch(work: Work, bounds: Sequence[int]) -> Step:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-    from models.loss import causal_lm_loss
+    from models.losses.cross_entropy import causal_lm_loss
 
     rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in range(rank, num_chunks, ranks)}
@@ -210,7 +212,14 @@ def build_trainer(connection: Connection | None) -> Step:
     return step
 
 
-def serve_trainer(connection: Connection, model: dict[str, int], micro_batches: int, micro_batch_size: int, seq_length: int, precision: str) -> None:
+def serve_trainer(
+    connection: Connection,
+    model: dict[str, int],
+    micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    precision: str,
+) -> None:
     """Takes an optimizer step whenever it is told to; ends with the process at the other end."""
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 

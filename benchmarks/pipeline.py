@@ -41,10 +41,27 @@ from benchmarks import peers
 from benchmarks.workload import build_llama, compose_run, run_ranks
 
 NUM_STAGES = 2
-RUNNERS = ("ours", "ours-interleaved", "copies", "bare", "bare-default", "torch", "torch-default", "interleaved", "dualpipev", "trainer")
+RUNNERS = (
+    "ours",
+    "ours-interleaved",
+    "copies",
+    "bare",
+    "bare-default",
+    "torch",
+    "torch-default",
+    "interleaved",
+    "dualpipev",
+    "trainer",
+)
 # With the default vocabulary the head is as much work as one decoder layer, so that two stages can be given the same: what is measured
 # is the pipeline, and not how well ten layers happen to divide by two.
-MODEL = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
+MODEL = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 
 
 def main() -> None:
@@ -56,7 +73,9 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=6144)
     parser.add_argument("--seq_length", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=4)
-    parser.add_argument("--runners", default="ours,copies,bare", help=f"all, or some of {', '.join(RUNNERS)}, with commas between")
+    parser.add_argument(
+        "--runners", default="ours,copies,bare", help=f"all, or some of {', '.join(RUNNERS)}, with commas between"
+    )
     arguments = parser.parse_args()
     arguments.runners = RUNNERS if arguments.runners == "all" else tuple(arguments.runners.split(","))
     if unknown := set(arguments.runners) - set(RUNNERS):
@@ -78,10 +97,14 @@ def make_material(folder: Path, arguments: argparse.Namespace) -> None:
     vocabulary = {f"w{i}": i for i in range(arguments.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2").save_pretrained(
+        folder / "model"
+    )
     with open(folder / "train.jsonl", "w") as file:
         for _ in range(arguments.micro_batches * arguments.micro_batch_size * 4):
-            words = " ".join(f"w{i}" for i in torch.randint(3, arguments.vocab_size, (arguments.seq_length - 2,)).tolist())
+            words = " ".join(
+                f"w{i}" for i in torch.randint(3, arguments.vocab_size, (arguments.seq_length - 2,)).tolist()
+            )
             file.write(f'{{"prompt": "w3", "completion": "{words}"}}\n')
 
 
@@ -89,7 +112,14 @@ def start_trainer(arguments: argparse.Namespace) -> Connection:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     model = {**MODEL, "vocab_size": arguments.vocab_size}
-    options = (theirs, model, arguments.micro_batches, arguments.micro_batch_size, arguments.seq_length, arguments.precision)
+    options = (
+        theirs,
+        model,
+        arguments.micro_batches,
+        arguments.micro_batch_size,
+        arguments.seq_length,
+        arguments.precision,
+    )
     context.Process(target=peers.serve_trainer, args=options, daemon=True).start()
     theirs.close()
     return ours
@@ -113,14 +143,16 @@ def work(folder: Path, arguments: argparse.Namespace, trainer: Connection | None
     return {name: values[1:] for name, values in rates.items()}  # the first round warms up
 
 
-def build_runners(folder: Path, arguments: argparse.Namespace, trainer: Connection | None) -> dict[str, Callable[[], object]]:
+def build_runners(
+    folder: Path, arguments: argparse.Namespace, trainer: Connection | None
+) -> dict[str, Callable[[], object]]:
     """Name -> a function that takes one optimizer step."""
     import torch.distributed as dist
 
     from models.architecture import build_layers
-    from models.weights import open_weights
-    from training.layout import build_layout
-    from training.partition import compute_bounds
+    from models.weights.sources import open_weights
+    from training.distributed.topology import build_layout
+    from training.pipeline.partition import compute_bounds
 
     config = compose_run(
         f"model_name_or_path={folder}/model", f"train_file={folder}/train.jsonl", f"output_dir={folder}/out", f"data.cache_dir={folder}/cache",
@@ -153,7 +185,7 @@ def build_runners(folder: Path, arguments: argparse.Namespace, trainer: Connecti
 def split_folded(layers: list[Any]) -> list[int]:
     """Bounds of two chunks a process, the first and the last, the second and the last but one, ..., such that the process with the most
     work has the least; then the largest chunk. By trying all."""
-    from training.partition import compute_work
+    from training.pipeline.partition import compute_work
 
     work, num_chunks = [compute_work(layer) for layer in layers], 2 * NUM_STAGES
 
@@ -163,24 +195,26 @@ def split_folded(layers: list[Any]) -> list[int]:
         return max(processes), max(chunks)
 
     inner = itertools.combinations(range(1, len(layers)), num_chunks - 1)
-    return list(min(((0, *cuts, len(layers)) for cuts in inner), key=judge))
+    return list(min(((0, *shard_specs, len(layers)) for shard_specs in inner), key=judge))
 
 
 def build_ours(shared: peers.Work) -> Callable[[], object]:
-    from data.tokenized import TokenizedDataset
-    from training.engine import initialize_engine, train_step
-    from training.horizon import Horizon
-    from training.pipeline import StageModule
-    from training.preparation import load_tokenizer, tokenize
-    from training.ranks import read_ranks
-    from training.stage_loaders import build_loaders
+    from data.storage.tokenized import TokenizedDataset
+    from training.distributed.ranks import read_ranks
+    from training.engine.pipeline_engine import initialize_engine, train_step
+    from training.inputs.datasets import load_tokenizer, tokenize
+    from training.inputs.loaders import build_loaders
+    from training.inputs.step_budget import StepBudget
+    from training.pipeline.module import StageModule
 
     config, ranks, horizon_steps = shared.config, read_ranks(), 10**5
     tokenizer = load_tokenizer(config, shared.source)
     datasets = tokenize(config, tokenizer)
-    module = StageModule(shared.layers, shared.bounds, shared.source, shared.dtype, 0, num_chunks=shared.layout.num_chunks)
+    module = StageModule(
+        shared.layers, shared.bounds, shared.source, shared.dtype, 0, num_chunks=shared.layout.num_chunks
+    )
     engine = initialize_engine(module, config, shared.layout)
-    horizon = Horizon(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)
+    horizon = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)
     loader, _ = build_loaders(config, shared.layout, datasets, horizon, module, tokenizer, ranks)
     micro_batches, steps = loader.iterate(0, horizon_steps), itertools.count()
     return lambda: train_step(engine, micro_batches, config, next(steps), horizon_steps)
@@ -188,7 +222,10 @@ def build_ours(shared: peers.Work) -> Callable[[], object]:
 
 def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:
     """A runner's rate is that of its slower rank; the copies' rates add up."""
-    rates = {name: [sum(pair) if name == "copies" else min(pair) for pair in zip(*(rank[name] for rank in ranks))] for name in arguments.runners}
+    rates = {
+        name: [sum(pair) if name == "copies" else min(pair) for pair in zip(*(rank[name] for rank in ranks))]
+        for name in arguments.runners
+    }
     if "trainer" in rates:  # which one rank waits for
         rates["trainer"] = ranks[0]["trainer"]
     print(
@@ -197,10 +234,14 @@ def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -
     )
     print("| runner | tokens/s | ours / this |\n|---|---|---|")
     for name, values in rates.items():
-        print(f"| {name} | {describe(values, ',.0f')} | {describe([a / b for a, b in zip(rates['ours'], values)], '.3f')} |")
+        print(
+            f"| {name} | {describe(values, ',.0f')} | {describe([a / b for a, b in zip(rates['ours'], values)], '.3f')} |"
+        )
     if "copies" in rates:
         bound = arguments.micro_batches / (arguments.micro_batches + NUM_STAGES - 1)
-        print(f"\nours / ({bound:.3f} of the copies): {describe([a / (b * bound) for a, b in zip(rates['ours'], rates['copies'])], '.3f')}")
+        print(
+            f"\nours / ({bound:.3f} of the copies): {describe([a / (b * bound) for a, b in zip(rates['ours'], rates['copies'])], '.3f')}"
+        )
 
 
 def describe(values: list[float], form: str) -> str:

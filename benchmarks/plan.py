@@ -83,7 +83,11 @@ RUNS = [
     Run("160M", 2, 1, 1, 4, 128, precision="bf16"),
     Run("110M", 1, 2, 1, 4, 128, precision="bf16"),
 ]
-SMALL = [Run("tiny", 2, 1, 2, 4, 64), Run("tiny", 1, 2, 2, 4, 64, checkpoint=1), Run("tiny", 1, 1, 2, 4, 64, precision="bf16")]
+SMALL = [
+    Run("tiny", 2, 1, 2, 4, 64),
+    Run("tiny", 1, 2, 2, 4, 64, checkpoint=1),
+    Run("tiny", 1, 1, 2, 4, 64, precision="bf16"),
+]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class Row:
     @property
     def memory_ratios(self) -> list[float]:
         """Of stages on which a rank needs 1 GB or more."""
-        return [predicted / real for predicted, real in zip(self.predicted_bytes, self.bytes, strict=True) if real >= GB]
+        return [
+            predicted / real for predicted, real in zip(self.predicted_bytes, self.bytes, strict=True) if real >= GB
+        ]
 
 
 def main() -> None:
@@ -142,8 +148,8 @@ def compare(run: Run, rounds: int, steps: int) -> Row:
 
 def plan(run: Run) -> Any:
     from models.architecture import build_layers
-    from training.hardware import complete_hardware
-    from training.plan_run import build_plan
+    from training.planner.hardware import complete_hardware
+    from training.planner.run import build_plan
 
     config, architecture = run.config(), run.architecture()
     hardware = complete_hardware(config.hardware, config.precision, config.world_size)
@@ -155,8 +161,8 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     import torch.distributed as dist
 
     import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory
-    from training.engine import train_step
-    from training.stage_clock import MemoryPeak
+    from training.engine.pipeline_engine import train_step
+    from training.observability.stage_timer import MemoryPeak
 
     config, architecture = run.config(), run.architecture()
     memory = MemoryPeak(torch.device("cpu"))
@@ -196,14 +202,33 @@ def draw(rows: list[Row], file: Path) -> None:
     time_axes, memory_axes = figure.subplots(1, 2)
     panels = [
         (time_axes, "step, s", [(row.seconds, row.predicted_seconds) for row in rows], 0.2),
-        (memory_axes, "peak memory of a rank, GB", [(b / GB, a / GB) for row in rows for a, b in zip(row.predicted_bytes, row.bytes)], 0.1),
+        (
+            memory_axes,
+            "peak memory of a rank, GB",
+            [(b / GB, a / GB) for row in rows for a, b in zip(row.predicted_bytes, row.bytes)],
+            0.1,
+        ),
     ]
     for axes, label, points, band in panels:
         ends = min(min(p) for p in points) / 1.3, max(max(p) for p in points) * 1.3
-        axes.fill_between(ends, [(1 - band) * end for end in ends], [(1 + band) * end for end in ends], color="0.9", label=f"within {band:.0%}")
+        axes.fill_between(
+            ends,
+            [(1 - band) * end for end in ends],
+            [(1 + band) * end for end in ends],
+            color="0.9",
+            label=f"within {band:.0%}",
+        )
         axes.plot(ends, ends, color="0.5", linewidth=0.8)
         axes.scatter(*zip(*points), s=22, color="#4c8eda", zorder=3)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured {label}", ylabel=f"predicted {label}", aspect="equal")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=ends,
+            ylim=ends,
+            xlabel=f"measured {label}",
+            ylabel=f"predicted {label}",
+            aspect="equal",
+        )
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")

@@ -51,7 +51,7 @@ def main() -> None:
 def save_layers(folder: Path, arguments: argparse.Namespace) -> int:
     """A pipeline checkpoint of random weights. Returns its parameters."""
     from models.architecture import build_layers
-    from models.weights import layer_file
+    from models.weights.sources import layer_file
 
     hidden = arguments.hidden_size
     config = build_llama(
@@ -90,9 +90,9 @@ def measure(folder: Path, pairs: int) -> dict[str, list[float]]:
 
 def build_ours(folder: Path) -> Any:
     from models.architecture import build_layers
-    from models.weights import open_weights
-    from training.partition import compute_bounds
-    from training.pipeline import StageModule
+    from models.weights.sources import open_weights
+    from training.pipeline.module import StageModule
+    from training.pipeline.partition import compute_bounds
 
     source = open_weights(str(folder))
     layers = build_layers(source.config)
@@ -104,9 +104,9 @@ def build_bare(folder: Path) -> Any:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     from models.architecture import build_layers
-    from models.loss import causal_lm_loss
-    from models.weights import load_config
-    from training.pipeline import build_layer_specs
+    from models.losses.cross_entropy import causal_lm_loss
+    from models.weights.sources import load_config
+    from training.pipeline.module import build_layer_specs
 
     module = PipelineModule(build_layer_specs(build_layers(load_config(folder))), num_stages=2, loss_fn=causal_lm_loss)
     module.load_state_dir(str(folder / "global_step0"), TorchCheckpointEngine())

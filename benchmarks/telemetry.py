@@ -2,7 +2,7 @@
 
     python benchmarks/telemetry.py [--pairs 40] [--micro_batches 16]
 
-Two ranks of one core each, a Llama of two stages. One engine takes steps in pairs, one with the clock of `training/stage_clock.py` and one
+Two ranks of one core each, a Llama of two stages. One engine takes steps in pairs, one with the clock of `training/observability/stage_timer.py` and one
 without, in turns the first; printed is the median ratio, and beside it what the clock itself takes of a step when its marks are
 made and read around nothing, since a per cent of a step is less than the noise of a shared machine.
 """
@@ -34,7 +34,9 @@ def main() -> None:
     timed, plain, alone = run_ranks(measure, NUM_STAGES, arguments.pairs, arguments.micro_batches)[0]
     ratios = sorted(a / b for a, b in zip(timed, plain, strict=True))
     step = statistics.median(plain)
-    print(f"pp{NUM_STAGES}, {arguments.micro_batches} micro-batches, a step of {step * 1000:.0f} ms, {arguments.pairs} pairs")
+    print(
+        f"pp{NUM_STAGES}, {arguments.micro_batches} micro-batches, a step of {step * 1000:.0f} ms, {arguments.pairs} pairs"
+    )
     print(
         f"with the clock / without: {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.4f} - {ratios[3 * len(ratios) // 4]:.4f}, the middle half)"
     )
@@ -43,19 +45,24 @@ def main() -> None:
 
 def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], float]:
     """(seconds of the timed steps, of the others, of the clock without a step)."""
-    from training.engine import train_step
-    from training.stage_clock import MemoryPeak, StageClock
+    from training.engine.pipeline_engine import train_step
+    from training.observability.stage_timer import MemoryPeak, StageTimer
 
     config = compose_run(
         f"num_stages={NUM_STAGES}", f"micro_batch_size={MICRO_BATCH_SIZE}", f"gradient_accumulation_steps={micro_batches}", f"max_seq_length={SEQ_LENGTH}",
         "precision=fp32", "activation_checkpoint_interval=0",
     )  # fmt: skip
     architecture = build_llama(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, vocab_size=VOCAB_SIZE
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCAB_SIZE,
     )
     engine, *_ = build_engine(architecture, config)
     batches = repeat_batch(MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE)
-    clock = StageClock(engine, MemoryPeak(engine.device))
+    clock = StageTimer(engine, MemoryPeak(engine.device))
 
     def step(is_timed: bool) -> float:
         dist.barrier()
@@ -83,7 +90,7 @@ def measure_alone(micro_batches: int, rounds: int = 200) -> float:
     """Seconds of a step whose instructions do nothing, timed, less those of the same step untimed; the least of a few."""
     from deepspeed.runtime.pipe import schedule
 
-    from training.stage_clock import MemoryPeak, StageClock
+    from training.observability.stage_timer import MemoryPeak, StageTimer
 
     class Idle:
         device = torch.device("cpu")
@@ -101,7 +108,7 @@ def measure_alone(micro_batches: int, rounds: int = 200) -> float:
                     self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
 
     engine: Any = Idle()
-    clock = StageClock(engine, MemoryPeak(engine.device))
+    clock = StageTimer(engine, MemoryPeak(engine.device))
 
     def seconds(is_timed: bool) -> float:
         dist.barrier()

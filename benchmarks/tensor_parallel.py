@@ -35,17 +35,26 @@ def main() -> None:
     layouts = {f"pp{ranks}": (ranks, 1), f"tp{ranks}": (1, ranks), f"dp{ranks}": (1, 1)}
     if ranks % 4 == 0:
         layouts |= {f"tp2 x pp{ranks // 2}": (ranks // 2, 2)}
-    measured = {name: run_ranks(measure, ranks, *layout, arguments.hidden_size, arguments.rounds)[0] for name, layout in layouts.items()}
+    measured = {
+        name: run_ranks(measure, ranks, *layout, arguments.hidden_size, arguments.rounds)[0]
+        for name, layout in layouts.items()
+    }
     first = statistics.median(measured[next(iter(layouts))][0])
-    print(f"{ranks} ranks, hidden {arguments.hidden_size}, {GLOBAL_BATCH_SIZE} samples of {SEQ_LENGTH} tokens a step, {arguments.rounds} rounds")
+    print(
+        f"{ranks} ranks, hidden {arguments.hidden_size}, {GLOBAL_BATCH_SIZE} samples of {SEQ_LENGTH} tokens a step, {arguments.rounds} rounds"
+    )
     for name, (seconds, shares) in measured.items():
         step = statistics.median(seconds)
-        print(f"{name:>10}  step {step * 1000:7.0f} ms  {step / first:.2f} x  sums over the ranks {statistics.median(shares):.1%} of it")
+        print(
+            f"{name:>10}  step {step * 1000:7.0f} ms  {step / first:.2f} x  sums over the ranks {statistics.median(shares):.1%} of it"
+        )
 
 
-def measure(num_stages: int, tensor_parallel_size: int, hidden_size: int, rounds: int) -> tuple[list[float], list[float]]:
+def measure(
+    num_stages: int, tensor_parallel_size: int, hidden_size: int, rounds: int
+) -> tuple[list[float], list[float]]:
     """(seconds of each step, the share of it in sums over the tensor-parallel group)."""
-    from training.engine import train_step
+    from training.engine.pipeline_engine import train_step
 
     config = compose_run(
         f"num_stages={num_stages}", f"tensor_parallel_size={tensor_parallel_size}", f"micro_batch_size={MICRO_BATCH_SIZE}",

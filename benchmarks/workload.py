@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
-from models.architecture import Layer  # noqa: E402
+from models.layer import Layer  # noqa: E402
 
 
 class RandomWeights:
@@ -42,7 +42,9 @@ class RandomWeights:
 
 def build_llama(**fields: Any) -> LlamaConfig:
     """Untied unless asked, with the tokens that a tokenizer made here has."""
-    config = LlamaConfig(**{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields)
+    config = LlamaConfig(
+        **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False} | fields
+    )
     config._attn_implementation = "sdpa"
     return config
 
@@ -53,12 +55,14 @@ def compose_run(*overrides: str) -> Any:
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    from training.config import register_schema
+    from training.config.schema import register_schema
 
     GlobalHydra.instance().clear()
     register_schema()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_object(compose("base", ["model_name_or_path=none", "train_file=none", "output_dir=none", *overrides]))
+        return OmegaConf.to_object(
+            compose("base", ["model_name_or_path=none", "train_file=none", "output_dir=none", *overrides])
+        )
 
 
 def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> tuple[Any, Any, list[int]]:
@@ -66,21 +70,29 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
     import torch.distributed as dist
 
     from models.architecture import build_layers
-    from models.tensor_parallel import cut_layers
-    from training.engine import initialize_engine
-    from training.layout import build_layout
-    from training.partition import compute_bounds
-    from training.pipeline import StageModule, join_tensor_parallel
-    from training.precision import DTYPES
-    from training.trainable import build_adapter
+    from models.parallel.tensor_parallel import shard_layers
+    from training.config.precision import DTYPES
+    from training.distributed.topology import build_layout
+    from training.engine.pipeline_engine import initialize_engine
+    from training.pipeline.module import StageModule, join_tensor_parallel
+    from training.pipeline.partition import compute_bounds
+    from training.pipeline.trainable import build_adapter
 
-    layers = cut_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
     layout = build_layout(config, dist.get_world_size(), len(layers), True)
     bounds = compute_bounds(layers, config.num_stages, config.partition_method)
     dtype = DTYPES[config.precision]
     source = source or RandomWeights(architecture, dtype)
     parallel = join_tensor_parallel(layout, dist.get_rank())
-    module = StageModule(layers, bounds, source, dtype, config.activation_checkpoint_interval, build_adapter(config, layers), parallel=parallel)
+    module = StageModule(
+        layers,
+        bounds,
+        source,
+        dtype,
+        config.activation_checkpoint_interval,
+        build_adapter(config, layers),
+        parallel=parallel,
+    )
     return initialize_engine(module, config, layout), layout, bounds
 
 
@@ -118,7 +130,9 @@ def run_alone(work: Callable[..., Any], *arguments: Any) -> Any:
     return _run_processes([{}], work, arguments)[0]
 
 
-def _run_processes(environments: list[dict[str, str]], work: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+def _run_processes(
+    environments: list[dict[str, str]], work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     processes, ends = [], []
     for environment in environments:
@@ -151,7 +165,9 @@ def _receive(end: Connection) -> Any:
         return RankFailed("killed, perhaps for memory")
 
 
-def _run_process(environment: dict[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run_process(
+    environment: dict[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ.update(environment)
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports what it finds
     try:
@@ -171,9 +187,9 @@ def _run_process(environment: dict[str, str], answer: Connection, work: Callable
 def _join() -> None:
     import deepspeed
 
-    import training.engine  # noqa: F401, it keeps DeepSpeed from compiling an op
-    from training.process import take_device
-    from training.ranks import read_ranks
+    import training.engine.pipeline_engine  # noqa: F401, it keeps DeepSpeed from compiling an op
+    from training.distributed.process import take_device
+    from training.distributed.ranks import read_ranks
 
     take_device(read_ranks())
     deepspeed.init_distributed()

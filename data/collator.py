@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.sample import IGNORE_INDEX
+from data.encoders.sample import IGNORE_INDEX
 from errors import UserError
 
 NumpyRows = Sequence[np.ndarray]  # int, one array a row, of its own length
@@ -20,7 +20,9 @@ Shape = tuple[int, int]
 
 
 class Collator(Protocol):
-    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(
+        self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int
+    ) -> tuple[Tensor, Tensor]:
         """input_ids and position_ids, int64 [B, T]. Positions that restart keep documents apart."""
         ...
 
@@ -33,7 +35,9 @@ class Collator(Protocol):
 class PadRight:
     """Padding behind the tokens: a causal model needs no mask for it."""
 
-    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(
+        self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int
+    ) -> tuple[Tensor, Tensor]:
         return _pad(input_ids, shape, pad_token_id), _pad_positions(position_ids, shape)
 
     def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
@@ -47,7 +51,9 @@ class Checked:
     collator: Collator
     name: str
 
-    def collate_inputs(self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    def collate_inputs(
+        self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int
+    ) -> tuple[Tensor, Tensor]:
         ids, positions = self.collator.collate_inputs(input_ids, position_ids, shape, pad_token_id)
         self._check("input_ids", ids, shape)
         self._check("position_ids", positions, shape)
@@ -60,7 +66,9 @@ class Checked:
         expected = sum(np.count_nonzero(row[1:] != IGNORE_INDEX) for row in labels)
         found = int((collated[:, 1:] != IGNORE_INDEX).sum())
         if found != expected:
-            raise UserError(f"{self.name}: {found} targets in a micro-batch that had {expected}; which tokens carry loss is for the encoder to say")
+            raise UserError(
+                f"{self.name}: {found} targets in a micro-batch that had {expected}; which tokens carry loss is for the encoder to say"
+            )
         return collated
 
     def _check(self, what: str, tensor: object, shape: Shape) -> None:

@@ -9,10 +9,10 @@ import matplotlib
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.packing import pack_best_fit
-from data.rows import Packing, RowPlan, Rows, compute_fill
-from data.sample import IGNORE_INDEX
-from data.tokenized import TokenizedDataset, load_summary
+from data.encoders.sample import IGNORE_INDEX
+from data.storage.packing import pack_best_fit
+from data.storage.rows import Packing, RowPlan, Rows, compute_fill
+from data.storage.tokenized import TokenizedDataset, load_summary
 
 MAX_TOKENS_SHOWN = 600
 HISTOGRAM_BINS = 60

@@ -10,7 +10,7 @@ In training it is targets of the global batch / (dp_size * gradient_accumulation
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
 loss is a sum.
 
-A row is one sample, or several that are packed (`data/rows.py`); the order and micro_batch_size count rows.
+A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
 
 Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs, tensors are
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.collator import Collator, PadRight
 from data.order import GlobalOrder, micro_batch_ids
-from data.rows import RowPlan, Rows, list_rows
+from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
 
@@ -61,7 +61,7 @@ class LoaderOptions:
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
-    reference_file: Path | None = None  # of the data set's preferences; see data/reference.py
+    reference_file: Path | None = None  # of the data set's preferences; see data/storage/reference.py
 
     @property
     def reads_nothing(self) -> bool:
@@ -99,7 +99,9 @@ class StepInfo:
 class TrainLoader:
     """The micro-batches of any range of steps."""
 
-    def __init__(self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int) -> None:
+    def __init__(
+        self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
+    ) -> None:
         self._options = options
         self._order = order
         self._gradient_accumulation_steps = gradient_accumulation_steps
@@ -136,7 +138,9 @@ class TrainLoader:
         step, micro_batch = divmod(index, self._gradient_accumulation_steps)
         info = self.step_info(step)
         options = self._options
-        ids = micro_batch_ids(self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size)
+        ids = micro_batch_ids(
+            self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
+        )
         denominator = info.num_terms / (options.dp_size * self._gradient_accumulation_steps)
         return _collate(self._rows, ids, info.seq_length, denominator, options)
 
@@ -164,7 +168,9 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size)
+        ids = micro_batch_ids(
+            range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size
+        )
         return _collate(self._rows, ids, self._seq_length, 1.0, options)
 
 
@@ -225,7 +231,9 @@ class PlaceholderLoader:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError("this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here")
+        raise RuntimeError(
+            "this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here"
+        )
 
 
 def build_train_loader(
@@ -249,7 +257,13 @@ def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
 
 
 def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
-    rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels, options.reference_file if options.reads_labels else None)
+    rows = Rows(
+        path,
+        options.row_plan,
+        options.reads_inputs,
+        options.reads_labels,
+        options.reference_file if options.reads_labels else None,
+    )
     # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
     if len(rows) != num_rows * options.group_size:
         raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
@@ -258,7 +272,9 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
     return rows
 
 
-def _collate(rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions) -> Batch:
+def _collate(
+    rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions
+) -> Batch:
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)
     inputs = targets = None
@@ -268,7 +284,11 @@ def _collate(rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denom
     if options.reads_labels:
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
-        targets = (labels, denominator) if options.group_size == 1 else (labels, _pad_reference(rows, ids, shape[0]), denominator)
+        targets = (
+            (labels, denominator)
+            if options.group_size == 1
+            else (labels, _pad_reference(rows, ids, shape[0]), denominator)
+        )
     return inputs, targets
 
 

@@ -21,20 +21,21 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from errors import UserError
-from models.architecture import Layer
-from models.cuts import ALONE, TensorParallel
-from models.tensor_files import load_json, open_safetensors
-from models.tensor_parallel import cut_adapter, list_cuts
+from models.layer import Layer
+from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.tensor_parallel import list_shard_specs, shard_adapter
+from models.weights.tensor_files import load_json, open_safetensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
-    from models.weights import WeightSource
 
 # What peft imports tells, on machines without a GPU, of a kernel that nobody asked for: a line for the log of the rank, where there is one.
 logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
-ReadAdapter = Callable[[int, Layer, list[str]], dict[str, torch.Tensor]]  # number, layer, names in its module -> its adapter's tensors
+ReadAdapter = Callable[
+    [int, Layer, list[str]], dict[str, torch.Tensor]
+]  # number, layer, names in its module -> its adapter's tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -58,7 +59,13 @@ def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], 
     for layer in layers:
         known |= {name: type(module) for name, module in list_projections(layer.build_on_meta()).items()}
     short = sorted({name.rsplit(".", 1)[-1] for name in known})
-    targets = short if target_modules == ALL_LINEAR else [target_modules] if isinstance(target_modules, str) else list(target_modules)
+    targets = (
+        short
+        if target_modules == ALL_LINEAR
+        else [target_modules]
+        if isinstance(target_modules, str)
+        else list(target_modules)
+    )
     for target in targets:
         if not any(_is_named(name, target) for name in known):
             raise UserError(
@@ -92,29 +99,38 @@ class Adapter:
         Raises UserError for start weights that do not fit.
         """
         module.requires_grad_(False)
-        if not _list_targets(module, self.config):
+        if not list_targets(module, self.config):
             return
-        if self.in_4bit and not next(module.parameters()).is_meta:  # a plan counts on meta, where nothing can be quantized
+        if (
+            self.in_4bit and not next(module.parameters()).is_meta
+        ):  # a plan counts on meta, where nothing can be quantized
             quantize_projections(module)
         self._inject_random(module, index)
         is_meta = next(module.parameters()).is_meta
-        tensors = {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)} if self.tensors else None
+        tensors = (
+            {name: self.tensors.get(to_peft_name(name, layer)) for name in adapter_names(module)}
+            if self.tensors
+            else None
+        )
         if parallel.size > 1:
             for projection in _list_adapted(module):
-                cut_adapter(projection, parallel)
+                shard_adapter(projection, parallel)
             if tensors is None and not is_meta:  # drawn whole: so they are the same however they are cut
                 whole = layer.build_on_meta().to_empty(device="cpu")  # pages that nobody touches are no memory
                 self._inject_random(whole, index)
                 tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
-            cuts = list_cuts(module)
-            tensors = tensors and {name: cuts[name].take(t, parallel) if t is not None and name in cuts else t for name, t in tensors.items()}
+            shard_specs = list_shard_specs(module)
+            tensors = tensors and {
+                name: shard_specs[name].take(t, parallel) if t is not None and name in shard_specs else t
+                for name, t in tensors.items()
+            }
         if tensors:
             fill_adapter(module, tensors)
 
     def _inject_random(self, module: nn.Module, index: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
-            _inject(self.config, module)
+            inject_adapter(self.config, module)
 
 
 @contextmanager
@@ -144,9 +160,15 @@ def quantize_projections(module: nn.Module) -> None:
     for name, linear in list_projections(module).items():
         weight = linear.weight
         quantized = Linear4bit(
-            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            compute_dtype=weight.dtype,
+            quant_type="nf4",
+            device="meta",
         )
-        quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized).to(weight.device)  # type: ignore[misc]
+        packed = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized)
+        quantized.weight = packed.to(weight.device)  # type: ignore[misc]
         quantized.bias = linear.bias
         module.set_submodule(name, quantized)
     module.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft asks for it before it puts an adapter on such a projection
@@ -169,7 +191,9 @@ def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) 
     for name in adapter_names(module):
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != parameters[name].shape:
-            state = "missing" if tensor is None else f"of shape {list(tensor.shape)}, not {list(parameters[name].shape)}"
+            state = (
+                "missing" if tensor is None else f"of shape {list(tensor.shape)}, not {list(parameters[name].shape)}"
+            )
             raise UserError(f"the adapter's '{name}' is {state}; it was trained with other targets or another rank")
         parameters[name].copy_(tensor)
 
@@ -183,12 +207,18 @@ def load_lora_config(path: Path) -> LoraConfig:
         what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
         raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
     if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
-        raise UserError(f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; adapters of all layers alike are carried, without it")
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; adapters of all layers alike are carried, without it"
+        )
     patterns = [key for name in ("alpha_pattern", "rank_pattern") for key in fields.get(name) or {}]
     if single := [key for key in patterns if re.search(r"\d", key)]:
-        raise UserError(f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; adapters of all layers alike are carried, without it")
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; adapters of all layers alike are carried, without it"
+        )
     if not isinstance(fields.get("target_modules"), list):
-        raise UserError(f"{path / ADAPTER_CONFIG} has target_modules={fields.get('target_modules')!r}; write a list of names there")
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} has target_modules={fields.get('target_modules')!r}; write a list of names there"
+        )
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
@@ -197,7 +227,9 @@ def load_lora_config(path: Path) -> LoraConfig:
 
 def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
     """How a peft folder's tensors are read, by their names in a layer's module."""
-    return lambda index, layer, names: {name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors}
+    return lambda index, layer, names: {
+        name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors
+    }
 
 
 def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -213,58 +245,30 @@ def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence
     """Raises UserError for a tensor, by peft's name, that no layer takes: its share of what was learned would be lost."""
     taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
     if left := sorted(set(names) - taken):
-        raise UserError(f"the adapter's '{left[0]}' is on no projection of a decoder layer of this model; only those are carried")
+        raise UserError(
+            f"the adapter's '{left[0]}' is on no projection of a decoder layer of this model; only those are carried"
+        )
 
 
 def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
     """What a peft folder has for a layer."""
     module = layer.build_on_meta()
-    if not _list_targets(module, config):
+    if not list_targets(module, config):
         return []
-    _inject(config, module)
+    inject_adapter(config, module)
     return [to_peft_name(name, layer) for name in adapter_names(module)]
 
 
-def _list_targets(module: nn.Module, config: LoraConfig) -> list[str]:
+def list_targets(module: nn.Module, config: LoraConfig) -> list[str]:
     """The projections that get an adapter."""
-    return [name for name in list_projections(module) if any(_is_named(name, target) for target in config.target_modules or ())]
+    return [
+        name
+        for name in list_projections(module)
+        if any(_is_named(name, target) for target in config.target_modules or ())
+    ]
 
 
-class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft folder's tensors."""
-
-    def __init__(
-        self, base: WeightSource, path: Path, config: LoraConfig, read_adapter: ReadAdapter, adapter_files: list[Path], names: Collection[str] = ()
-    ) -> None:
-        self.base, self.config, self._names = base, base.config, names
-        self.path = path if (path / "config.json").is_file() else base.path
-        self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
-
-    def files(self) -> list[Path]:
-        return [*self.base.files(), *self._adapter_files]
-
-    def check_complete(self, layers: list[Layer]) -> None:
-        self.base.check_complete(layers)
-        check_all_taken(self._names, self._lora, layers)
-
-    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        tensors = self.base.read_layer(index, layer)
-        module = layer.build_on_meta()
-        targets = _list_targets(module, self._lora)
-        if not tensors or not targets:
-            return tensors
-        changed = {f"{name}.weight" for name in targets}
-        module.load_state_dict({name: t.clone() if name in changed else t for name, t in tensors.items()}, assign=True)
-        _inject(self._lora, module)
-        fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
-        for name in targets:
-            projection: Any = module.get_submodule(name)  # peft's, around the layer's own
-            projection.merge()
-            tensors[f"{name}.weight"] = projection.base_layer.weight.detach()
-        return tensors
-
-
-def _inject(config: LoraConfig, module: nn.Module) -> None:
+def inject_adapter(config: LoraConfig, module: nn.Module) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(copy.deepcopy(config), module, adapter_name=_NAME)

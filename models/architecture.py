@@ -4,7 +4,7 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/published.py`). Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
+and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/pipeline_plan.py`). Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
 also say, where its family differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
@@ -17,7 +17,7 @@ What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary
 
     first layer   (input_ids [B, T], position_ids [B, T])      -> (hidden_states [B, T, D], position_ids)
     each decoder  (hidden_states, position_ids)                -> (hidden_states, position_ids)
-    head          (hidden_states, position_ids)                -> (hidden_states, head_weight [V, D])  for `models.loss`
+    head          (hidden_states, position_ids)                -> (hidden_states, head_weight [V, D])  for `models.losses.cross_entropy`
 
 Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary.
 """
@@ -26,17 +26,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
 from types import ModuleType
-from typing import Any
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.layer import Layer, Styles, refuse_sharding
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
@@ -56,80 +51,6 @@ _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_atten
 _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A Hugging Face tensor that is a part of one of the module's: `tensor[index]`. `hf_name` is without the layer's prefix."""
-
-    hf_name: str
-    index: tuple[int | slice, ...] = ()
-
-
-class Style(Enum):
-    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and `models/tensor_parallel.py`."""
-
-    COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
-    ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
-    SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, in a block that is cut behind it: the gradients are summed
-    EXPERTS = "experts"  # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
-    NORM = "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
-    VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
-
-
-@dataclass(frozen=True)
-class Fused:
-    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each cut by itself."""
-
-    sizes: tuple[int, ...]
-
-
-Styles = Mapping[str, Style | Fused]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of the pipeline.
-
-    hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
-    tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
-    forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
-    pieces: of a tensor that Hugging Face keeps in several.
-    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty without it.
-    """
-
-    hf_prefix: str
-    module_class: type[nn.Module]
-    args: tuple[Any, ...]
-    tied_key: str | None = None
-    forward_fn: Callable[[nn.Module, Any], Any] | None = None
-    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    styles: Styles = field(default_factory=dict)
-
-    @property
-    def owns_weights(self) -> bool:
-        return self.forward_fn is None
-
-    def build_on_meta(self) -> nn.Module:
-        """The module without storage: its parameter names, shapes and counts cost nothing."""
-        with torch.device("meta"):
-            return self.module_class(*self.args)
-
-    def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
-        return replace(self, pieces=pieces)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Parameter name (as in the layer file) -> shape."""
-        return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
-
-    def buffer_names(self) -> set[str]:
-        """The tensors of the layer file that are not trained and keep their own dtype."""
-        module = self.build_on_meta()
-        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
-
-    def get_pieces(self, name: str) -> list[Piece]:
-        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; most often one, all of it."""
-        return [Piece(self.hf_prefix + piece.hf_name, piece.index) for piece in self.pieces.get(name, (Piece(name),))]
-
-
 def build_layers(config: PretrainedConfig) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
@@ -147,13 +68,18 @@ def choose_attention(config: PretrainedConfig, requested: str) -> str:
     if requested == "auto":
         return available[0]
     if requested not in available:
-        raise UserError(f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}")
+        raise UserError(
+            f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}"
+        )
     return requested
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
     """Raises UserError for samples longer than a table of learned positions."""
-    if getattr(_load_architecture(config), "LEARNED_POSITIONS", False) and max_seq_length > config.max_position_embeddings:
+    if (
+        getattr(_load_architecture(config), "LEARNED_POSITIONS", False)
+        and max_seq_length > config.max_position_embeddings
+    ):
         raise UserError(
             f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned {config.max_position_embeddings} positions; "
             f"give at most max_seq_length={config.max_position_embeddings}"
@@ -173,12 +99,8 @@ def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
     family = _load_architecture(config)
     plan = getattr(family, "tensor_parallel_plan", None)
     if plan is None:
-        raise refuse_cut(config, "its file in models/ has no plan for it")
+        raise refuse_sharding(config, "its file in models/ has no plan for it")
     return plan(config)
-
-
-def refuse_cut(config: PretrainedConfig, reason: str) -> UserError:
-    return UserError(f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; give tensor_parallel_size=1 and more num_stages")
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
@@ -194,11 +116,11 @@ def _load_architecture(config: PretrainedConfig) -> ModuleType:
         return importlib.import_module(ARCHITECTURES[config.model_type])
     if not is_supported(config):
         raise UserError(unsupported(config.model_type))
-    return importlib.import_module("models.published")
+    return importlib.import_module("models.pipeline_plan")
 
 
 def is_supported(config: PretrainedConfig) -> bool:
-    return config.model_type in ARCHITECTURES or importlib.import_module("models.published").is_published(config)
+    return config.model_type in ARCHITECTURES or importlib.import_module("models.pipeline_plan").is_published(config)
 
 
 def unsupported(model_type: str | None) -> str:

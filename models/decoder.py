@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from models.architecture import Layer
+from models.layer import Layer
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -82,9 +82,13 @@ class DecoderContext:
     def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         """What all layers share."""
         self.rotary.to(hidden_states.device)
-        return {"position_embeddings": self.rotary(hidden_states, position_ids=position_ids)}  # cos, sin [B, T, head_dim]
+        return {
+            "position_embeddings": self.rotary(hidden_states, position_ids=position_ids)
+        }  # cos, sin [B, T, head_dim]
 
-    def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor | BlockMask | None:
+    def _mask(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str
+    ) -> torch.Tensor | BlockMask | None:
         return _MASKS[attention_type](
             config=self.config,
             inputs_embeds=hidden_states,
@@ -104,7 +108,9 @@ class PipelineDecoderLayer(nn.Module):
 
     def forward(self, inputs: Activations) -> Activations:
         hidden_states, position_ids = inputs
-        return super().forward(hidden_states, **self.context(hidden_states, position_ids, self.attention_type)), position_ids
+        return super().forward(
+            hidden_states, **self.context(hidden_states, position_ids, self.attention_type)
+        ), position_ids
 
     def share_heads(self, rank: int, size: int) -> None:
         """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks how many heads it has."""
@@ -169,7 +175,11 @@ def build_decoder(
     """Embedding, decoder layers, final norm, head; a tied head is the embedding used again."""
     tied = config.tie_word_embeddings
     tied_key = "embedding" if tied else None
-    head = Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss) if tied else Layer(names.head, LMHead, (config,))
+    head = (
+        Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss)
+        if tied
+        else Layer(names.head, LMHead, (config,))
+    )
     return [
         Layer(names.embedding, embedding, (config,), tied_key),
         *(Layer(names.layer.format(i), decoder_layer, (config, i, context)) for i in range(config.num_hidden_layers)),

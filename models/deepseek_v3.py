@@ -16,8 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from models.architecture import Layer, Piece, Style, Styles
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.layer import Layer, Piece, Style, Styles
 
 
 class DecoderLayer(PipelineDecoderLayer, DeepseekV3DecoderLayer):
@@ -32,9 +32,12 @@ def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
     """Heads are cut behind the compressed queries, keys and values, which each rank has whole; the router too. Dense layers have the MLP's
     parts, the others the experts'."""
     whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
-    attention = {"q_proj": Style.COLUMN, "q_b_proj": Style.COLUMN, "kv_b_proj": Style.COLUMN, "o_proj": Style.ROW} | dict.fromkeys(
-        whole, Style.SUMMED
-    )
+    attention = {
+        "q_proj": Style.COLUMN,
+        "q_b_proj": Style.COLUMN,
+        "kv_b_proj": Style.COLUMN,
+        "o_proj": Style.ROW,
+    } | dict.fromkeys(whole, Style.SUMMED)
     mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
     return {
         **{f"self_attn.{name}": style for name, style in attention.items()},
@@ -51,7 +54,9 @@ def build_layers(config: DeepseekV3Config) -> list[Layer]:
     layers = build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, DeepseekV3RotaryEmbedding(config)))
     first_sparse = 1 + config.first_k_dense_replace
     for index in range(first_sparse, 1 + config.num_hidden_layers):
-        layers[index] = layers[index].with_pieces(stacked_experts(config.n_routed_experts, config.moe_intermediate_size))
+        layers[index] = layers[index].with_pieces(
+            stacked_experts(config.n_routed_experts, config.moe_intermediate_size)
+        )
     return layers
 
 
@@ -61,7 +66,9 @@ def stacked_experts(num_experts: int, intermediate_size: int) -> dict[str, list[
     name = "mlp.experts.{}.{}_proj.weight"
     return {
         "mlp.experts.gate_up_proj": [
-            Piece(name.format(i, which), (i, rows)) for i in range(num_experts) for which, rows in (("gate", gate), ("up", up))
+            Piece(name.format(i, which), (i, rows))
+            for i in range(num_experts)
+            for which, rows in (("gate", gate), ("up", up))
         ],
         "mlp.experts.down_proj": [Piece(name.format(i, "down"), (i,)) for i in range(num_experts)],
     }

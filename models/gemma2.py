@@ -1,6 +1,6 @@
 """Gemma 2 (2408.00118): scaled embedding, soft caps on attention scores and logits, windows in every other layer, tied head.
 
-The cap on the logits is the loss's business (`models.loss.build_loss`); the one on attention scores rules out SDPA.
+The cap on the logits is the loss's business (`models.losses.cross_entropy.build_loss`); the one on attention scores rules out SDPA.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from transformers import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RMSNorm, Gemma2RotaryEmbedding
 
-from models.architecture import Layer
 from models.decoder import Activations, DecoderContext, Embedding, PipelineDecoderLayer, PipelineNorm, build_decoder
-from models.tensor_parallel import read_published_plan
+from models.layer import Layer
+from models.parallel.plan import read_published_plan
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 tensor_parallel_plan = read_published_plan

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from models.architecture import Fused, Layer, Style, Styles
 from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
+from models.layer import Fused, Layer, Style, Styles
 
 LEARNED_POSITIONS = True
 NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_head.")
@@ -50,7 +50,12 @@ class DecoderLayer(PipelineDecoderLayer, GPT2Block):
 
 def tensor_parallel_plan(config: GPT2Config) -> Styles:
     width = config.hidden_size
-    return {"attn.c_attn": Fused((width, width, width)), "attn.c_proj": Style.ROW, "mlp.c_fc": Style.COLUMN, "mlp.c_proj": Style.ROW}
+    return {
+        "attn.c_attn": Fused((width, width, width)),
+        "attn.c_proj": Style.ROW,
+        "mlp.c_fc": Style.COLUMN,
+        "mlp.c_proj": Style.ROW,
+    }
 
 
 def build_layers(config: GPT2Config) -> list[Layer]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
-from models.tensor_parallel import read_published_plan
+from models.layer import Layer
+from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 

@@ -13,8 +13,8 @@ from transformers import MptConfig
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock, build_mpt_alibi_tensor
 
 from errors import UserError
-from models.architecture import Fused, Layer, Style, Styles
 from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
+from models.layer import Fused, Layer, Style, Styles
 
 ATTENTION_IMPLEMENTATIONS = ("eager",)
 NAMES = Names("transformer.wte.", "transformer.blocks.{}.", "transformer.norm_f.", "lm_head.")
@@ -59,12 +59,19 @@ class FinalNorm(FinalLayerNorm):
 
 def tensor_parallel_plan(config: MptConfig) -> Styles:
     width = config.hidden_size
-    return {"attn.Wqkv": Fused((width, width, width)), "attn.out_proj": Style.ROW, "ffn.up_proj": Style.COLUMN, "ffn.down_proj": Style.ROW}
+    return {
+        "attn.Wqkv": Fused((width, width, width)),
+        "attn.out_proj": Style.ROW,
+        "ffn.up_proj": Style.COLUMN,
+        "ffn.down_proj": Style.ROW,
+    }
 
 
 def build_layers(config: MptConfig) -> list[Layer]:
     """Raises UserError for what MosaicML's own code has and `transformers` leaves out without a word."""
     for field, ignored in {"prefix_lm": False, "qk_ln": False, "alibi": True}.items():
         if getattr(config.attn_config, field) != ignored:
-            raise UserError(f"config.json: attn_config.{field}={getattr(config.attn_config, field)} is not carried by transformers' MPT")
+            raise UserError(
+                f"config.json: attn_config.{field}={getattr(config.attn_config, field)} is not carried by transformers' MPT"
+            )
     return build_decoder(config, DecoderLayer, FinalNorm, AlibiContext(config), names=NAMES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer, Olmo2RMSNorm, Olmo2RotaryEmbedding
 
-from models.architecture import Layer, Style, Styles
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.layer import Layer, Style, Styles
 
 
 class DecoderLayer(PipelineDecoderLayer, Olmo2DecoderLayer):
@@ -19,7 +19,13 @@ class FinalNorm(PipelineNorm, Olmo2RMSNorm):
 
 def tensor_parallel_plan(config: Olmo2Config) -> Styles:
     """transformers gathers queries and keys for their norms, which run over all heads; here the norms are cut too."""
-    attention = {"q_proj": Style.COLUMN, "k_proj": Style.COLUMN, "v_proj": Style.COLUMN, "q_norm": Style.NORM, "k_norm": Style.NORM}
+    attention = {
+        "q_proj": Style.COLUMN,
+        "k_proj": Style.COLUMN,
+        "v_proj": Style.COLUMN,
+        "q_norm": Style.NORM,
+        "k_norm": Style.NORM,
+    }
     mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
     return {
         **{f"self_attn.{name}": style for name, style in attention.items()},

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer, Phi3RMSNorm, Phi3RotaryEmbedding
 
-from models.architecture import Fused, Layer, Style, Styles
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.layer import Fused, Layer, Style, Styles
 
 
 class DecoderLayer(PipelineDecoderLayer, Phi3DecoderLayer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
-from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
-from models.tensor_parallel import read_published_plan
+from models.layer import Layer
+from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 

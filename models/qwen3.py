@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from models.architecture import Layer
 from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
-from models.tensor_parallel import read_published_plan
+from models.layer import Layer
+from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 

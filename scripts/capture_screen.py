@@ -27,15 +27,28 @@ _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|\x08|([^\x1b\r\n\x08]+)")
 class Capture:
     code: int
     written: str  # as it was sent to the terminal
-    lines: list[str]  # as they stand on the screen at the end, those that scrolled away first; longer than the terminal where it broke them
+    lines: list[
+        str
+    ]  # as they stand on the screen at the end, those that scrolled away first; longer than the terminal where it broke them
 
 
-def capture(command: Sequence[str], width: int, cwd: str | os.PathLike[str] | None = None, environment: dict[str, str] | None = None) -> Capture:
+def capture(
+    command: Sequence[str],
+    width: int,
+    cwd: str | os.PathLike[str] | None = None,
+    environment: dict[str, str] | None = None,
+) -> Capture:
     """Runs the command with all three streams on a terminal of `width` columns."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", _HEIGHT, width, 0, 0))
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env={**(environment or os.environ), "TERM": "xterm"}, start_new_session=True
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=cwd,
+        env={**(environment or os.environ), "TERM": "xterm"},
+        start_new_session=True,
     )
     os.close(slave)
     written = bytearray()

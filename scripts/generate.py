@@ -22,13 +22,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer  # noqa: E402
+from transformers import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
-from models.vocabulary import add_end  # noqa: E402
-from models.weights import WeightSource, open_weights  # noqa: E402
+from models.weights.source import WeightSource  # noqa: E402
+from models.weights.sources import open_weights  # noqa: E402
+from models.weights.vocabulary import add_end  # noqa: E402
 
 Messages = list[dict[str, str]]
 DEFAULT_TEMPLATE = "{prompt}\n"
@@ -43,30 +50,47 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         for name, tensor in source.read_layer(index, layer).items():
             tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)].from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype).eval()
+    model = (
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+        .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype)
+        .eval()
+    )
     return model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 class Generator:
     """Answers to messages, or to text that is to be continued."""
 
-    def __init__(self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float) -> None:
+    def __init__(
+        self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float
+    ) -> None:
         self.model = load_model(source)
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path)
         self._template = prompt_template or (None if self.tokenizer.chat_template else DEFAULT_TEMPLATE)
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        sampling: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        )
         ends = add_end(self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
-        self._options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.eos_token_id, "eos_token_id": ends, **sampling}
+        self._options = {
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": self.tokenizer.eos_token_id,
+            "eos_token_id": ends,
+            **sampling,
+        }
 
     def answer(self, messages: Messages, streamer: TextStreamer | None = None) -> str:
         """What comes after `messages`. Without a chat template only the last of them counts."""
         if self._template is None:
-            inputs = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            inputs = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         else:
             inputs = self.tokenizer(self._template.replace("{prompt}", messages[-1]["content"]), return_tensors="pt")
         input_ids = inputs["input_ids"].to(self.model.device)
         with torch.inference_mode():
-            output = self.model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options)
+            output = self.model.generate(
+                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **self._options
+            )
         return self.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
 
     def chat(self, read: Callable[[str], str] = input) -> None:
@@ -89,7 +113,9 @@ def read_prompts(file: Path) -> Iterator[Messages]:
     """From text, a prompt a line, or from JSON lines with `prompt` or `messages`. Raises UserError."""
     if not file.is_file():
         raise UserError(f"--prompt_file {file} is not there")
-    with open(file, encoding="utf-8") as lines:  # not splitlines(): it ends lines at characters that JSON has in its texts
+    with open(
+        file, encoding="utf-8"
+    ) as lines:  # not splitlines(): it ends lines at characters that JSON has in its texts
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -110,9 +136,16 @@ def main() -> None:
     parser.add_argument("--prompt", nargs="+", default=[], help="one or more prompts")
     parser.add_argument("--prompt_file", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`")
     parser.add_argument("--output", type=Path, help="JSON lines of prompts and answers; without it they are printed")
-    parser.add_argument("--prompt_template", help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} where there is no chat template")
+    parser.add_argument(
+        "--prompt_template",
+        help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} where there is no chat template",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--trust_remote_code", action="store_true", help="accept a config.json that points to custom code; it is never run")
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="accept a config.json that points to custom code; it is never run",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
@@ -140,7 +173,11 @@ def generate(arguments: argparse.Namespace) -> None:
             if output is None:
                 print(f"> {messages[-1]['content']}\n{answer}\n")
             else:
-                print(json.dumps({"messages": [*messages, {"role": "assistant", "content": answer}]}, ensure_ascii=False), file=output, flush=True)
+                print(
+                    json.dumps({"messages": [*messages, {"role": "assistant", "content": answer}]}, ensure_ascii=False),
+                    file=output,
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

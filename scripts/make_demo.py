@@ -25,7 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # transformers imports DeepSpeed when it saves, which otherwise warns that it found no GPU
+os.environ["DS_ACCELERATOR"] = (
+    "cpu"  # transformers imports DeepSpeed when it saves, which otherwise warns that it found no GPU
+)
 MODEL_CONFIG = Path(__file__).resolve().parent.parent / "conf" / "model" / "llama_tiny.yaml"
 EVAL_RECORDS = 200
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "pydoc_data"}
@@ -104,7 +106,10 @@ def train_tokenizer(records: list[dict[str, str]], vocab_size: int) -> PreTraine
 def save_model(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        **fields, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+        **fields,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 

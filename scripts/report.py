@@ -40,10 +40,17 @@ def plot_loss(training: list[dict[str, Any]], evaluations: list[dict[str, Any]],
     figure.savefig(picture, dpi=120)
 
 
-def print_table(training: list[dict[str, Any]], evaluations: list[dict[str, Any]], output_dir: Path, picture: Path) -> None:
+def print_table(
+    training: list[dict[str, Any]], evaluations: list[dict[str, Any]], output_dir: Path, picture: Path
+) -> None:
     rows = [("training loss, first and last report", f"{training[0]['loss']:.3f} -> {training[-1]['loss']:.3f}")]
     if evaluations:
-        rows.append(("evaluation loss, before and after", f"{evaluations[0]['eval_loss']:.3f} -> {evaluations[-1]['eval_loss']:.3f}"))
+        rows.append(
+            (
+                "evaluation loss, before and after",
+                f"{evaluations[0]['eval_loss']:.3f} -> {evaluations[-1]['eval_loss']:.3f}",
+            )
+        )
     rows += [
         ("tokens/s without padding, median", f"{statistics.median(r['tokens_per_second'] for r in training):,.0f}"),
         ("figures of each step", str(output_dir / "metrics.jsonl")),

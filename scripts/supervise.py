@@ -49,8 +49,13 @@ class Supervisor:
         self._mark = uuid.uuid4().hex.encode()
         self._process = subprocess.Popen(command, start_new_session=True, env={**os.environb, MARK: self._mark})
         while self._process.poll() is None:
-            if self._stuck_seconds is not None and time.time() - max(started, self._last_change()) > self._stuck_seconds:
-                say(f"nothing in {self._output_dir} has changed for {self._stuck_seconds / 60:g} minutes: ending the run")
+            if (
+                self._stuck_seconds is not None
+                and time.time() - max(started, self._last_change()) > self._stuck_seconds
+            ):
+                say(
+                    f"nothing in {self._output_dir} has changed for {self._stuck_seconds / 60:g} minutes: ending the run"
+                )
                 break  # `_end_all` ends it
             time.sleep(SECONDS_BETWEEN_LOOKS)
         self._end_all()
@@ -67,8 +72,8 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """Ends what is left of the command. A launcher's ranks may have sessions of their own (torchrun's do), so it goes by the mark."""
-        for signum, patience in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
-            deadline = time.monotonic() + patience
+        for signum, pause_watchdog in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
+            deadline = time.monotonic() + pause_watchdog
             _signal(self._processes(), signum)
             while self._processes():
                 if time.monotonic() > deadline:
@@ -80,7 +85,9 @@ class Supervisor:
         self.signum = signum
         processes = self._processes()
         ranks = {
-            pid for pid, (parent, environment) in processes.items() if b"RANK" in environment and b"RANK" not in processes.get(parent, (0, {}))[1]
+            pid
+            for pid, (parent, environment) in processes.items()
+            if b"RANK" in environment and b"RANK" not in processes.get(parent, (0, {}))[1]
         }
         _signal(ranks or processes, signum)
 
@@ -91,7 +98,9 @@ class Supervisor:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                environment = dict(entry.partition(b"=")[::2] for entry in (folder / "environ").read_bytes().split(b"\0"))
+                environment = dict(
+                    entry.partition(b"=")[::2] for entry in (folder / "environ").read_bytes().split(b"\0")
+                )
                 state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:  # it has ended, or is not ours to read
                 continue
@@ -125,7 +134,9 @@ def supervise(command: Sequence[str], output_dir: Path, max_restarts: int, stuck
             return 128 + supervisor.signum
         if restarts < max_restarts:
             attempt = build_restart(command, output_dir)
-            say(f"the run ended with code {code} before it had finished; start {restarts + 2} of {max_restarts + 1}: {' '.join(attempt)}")
+            say(
+                f"the run ended with code {code} before it had finished; start {restarts + 2} of {max_restarts + 1}: {' '.join(attempt)}"
+            )
     say(f"the run has not finished after {max_restarts + 1} starts; {output_dir}/logs says why")
     return code if code > 0 else 1
 
@@ -138,7 +149,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True, help="that of the run")
     parser.add_argument("--max_restarts", type=int, default=3)
-    parser.add_argument("--stuck_minutes", type=float, help="longer than a step, an evaluation and a save take; without it nothing counts as stuck")
+    parser.add_argument(
+        "--stuck_minutes",
+        type=float,
+        help="longer than a step, an evaluation and a save take; without it nothing counts as stuck",
+    )
     parser.add_argument("command", nargs="+", help="the training command, after --")
     arguments = parser.parse_args()
     sys.exit(supervise(arguments.command, arguments.output_dir, arguments.max_restarts, arguments.stuck_minutes))

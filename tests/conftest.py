@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from distributed import WorkerGroup  # noqa: E402
+from support.workers import WorkerGroup  # noqa: E402
 
 
 @pytest.fixture(scope="session")

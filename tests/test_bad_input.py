@@ -12,19 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from configs import CONF, compose_config
-from launching import Ended, run_alone, run_deepspeed, run_torchrun
-from tiny import save_llama, save_records, save_tokenizer
+from support.configs import CONF, compose_config
+from support.launching import Ended, run_alone, run_deepspeed, run_torchrun
+from support.tiny import save_llama, save_records, save_tokenizer
 
 from errors import UserError
-from models.conversion import convert_to_pipeline
-from models.weights import open_weights
-from training.checked_run import check_run
-from training.command_line import check_command_line, clean_arguments
-from training.config import register_schema, to_typed
-from training.horizon import compute_horizon
-from training.preparation import load_tokenizer, tokenize
-from training.ranks import Ranks
+from models.weights.conversion import convert_to_pipeline
+from models.weights.sources import open_weights
+from training.cli.command_line import check_command_line, clean_arguments
+from training.config.schema import register_schema, to_typed
+from training.distributed.ranks import Ranks
+from training.inputs.datasets import load_tokenizer, tokenize
+from training.inputs.step_budget import compute_step_budget
+from training.setup import check_run
 
 SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is no test of speed
 OUR_FRAMES = 'trainer_base_ds_mp.py", line'  # in a stack trace; torchrun prints one of its own
@@ -60,7 +60,7 @@ def prepare_run(line: list[str], world_size: int) -> None:
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks)
     tokenizer = load_tokenizer(config, plan.source)
-    compute_horizon(config, plan, tokenize(config, tokenizer, ranks.say))
+    compute_step_budget(config, plan.layout, tokenize(config, tokenizer, ranks.say), plan.resume_from)
 
 
 @pytest.fixture
@@ -89,11 +89,23 @@ KEYS = {
         ("gradient_accumulation_steps=3",),
         "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=1 is 6, not global_batch_size=4; give two of them",
     ),
-    "stages beyond the layers": (("num_stages=6",), "num_stages=6 exceeds the model's 5 layers; set num_stages to 5 or less"),
-    "fp16 without a GPU": (("precision=fp16",), "precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32"),
-    "flash attention without a GPU": (("attn_implementation=flash_attention_2",), "needs a GPU and the package flash_attn; use sdpa"),
+    "stages beyond the layers": (
+        ("num_stages=6",),
+        "num_stages=6 exceeds the model's 5 layers; set num_stages to 5 or less",
+    ),
+    "fp16 without a GPU": (
+        ("precision=fp16",),
+        "precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32",
+    ),
+    "flash attention without a GPU": (
+        ("attn_implementation=flash_attention_2",),
+        "needs a GPU and the package flash_attn; use sdpa",
+    ),
     "another size": (("model=llama_7b",), "config.json says"),
-    "a split that does not add up": (("partition_method=[1,1]",), "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5"),
+    "a split that does not add up": (
+        ("partition_method=[1,1]",),
+        "partition_method=[1, 1] gives 2 layers to 2 stages; it must give 5",
+    ),
     "a stage left empty": (
         ("partition_method=[5,0]",),
         "it must give 5 layers (embedding, norm and head count as one each) to num_stages=2, at least one each",
@@ -108,13 +120,28 @@ KEYS = {
         ("schedule=interleaved", "global_batch_size=2"),
         "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; gradient_accumulation_steps=1 is none, the nearest is 2",
     ),
-    "no such checkpointing": (("activation_checkpoint_mode=some",), "activation_checkpoint_mode=some: must be one of grouped, every, selective"),
-    "a step to draw beyond the end": (("profile_step=9", "max_steps=3"), "profile_step=9: the run has 3 steps; give one of them, or null"),
+    "no such checkpointing": (
+        ("activation_checkpoint_mode=some",),
+        "activation_checkpoint_mode=some: must be one of grouped, every, selective",
+    ),
+    "a step to draw beyond the end": (
+        ("profile_step=9", "max_steps=3"),
+        "profile_step=9: the run has 3 steps; give one of them, or null",
+    ),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
-    "raw text not packed": (("data=pretrain", "data.packing=false"), "data=pretrain lays documents end to end and cuts them; leave data.packing"),
-    "no such kind": (("data=dialogue",), "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft"),
-    "preferences without pairs": (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
+    "raw text not packed": (
+        ("data=pretrain", "data.packing=false"),
+        "data=pretrain lays documents end to end and cuts them; leave data.packing",
+    ),
+    "no such kind": (
+        ("data=dialogue",),
+        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft",
+    ),
+    "preferences without pairs": (
+        ("task=dpo",),
+        "task=dpo and data=sft do not go together; give data=preference, or task=sft",
+    ),
     "pairs without preferences": (
         ("data=preference", "task=sft"),
         "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo",
@@ -128,10 +155,19 @@ KEYS = {
         "data.length_policy=split: an answer cut in pieces cannot be preferred",
     ),
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
-    "no preference left": (("data=preference", "dpo.label_smoothing=0.5"), "dpo.label_smoothing=0.5: from 0 to below 0.5"),
-    "a smoothing that nothing reads": (("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"), "has no meaning with dpo.loss_type=ipo"),
+    "no preference left": (
+        ("data=preference", "dpo.label_smoothing=0.5"),
+        "dpo.label_smoothing=0.5: from 0 to below 0.5",
+    ),
+    "a smoothing that nothing reads": (
+        ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),
+        "has no meaning with dpo.loss_type=ipo",
+    ),
     "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
-    "a weight below zero": (("train_file=[{path: a.jsonl, weight: -1}]",), "train_file: entry 1 has weight=-1; give a number of 0 or more"),
+    "a weight below zero": (
+        ("train_file=[{path: a.jsonl, weight: -1}]",),
+        "train_file: entry 1 has weight=-1; give a number of 0 or more",
+    ),
     "nothing in the mixture": (("train_file=[{path: a.jsonl, weight: 0}]",), "train_file: every entry has weight 0"),
     "shares of two kinds": (
         ("train_file=[{path: a.jsonl, weight: 1}, {path: b.jsonl, epochs: 1}]",),
@@ -141,25 +177,55 @@ KEYS = {
         ("train_file=[{path: a.jsonl, weight: 1}, b.jsonl]",),
         "train_file: give every entry a weight, or every entry a number of epochs",
     ),
-    "a source without a path": (("train_file=[{file: a.jsonl, weight: 1}]",), "train_file: entry 1 is {'file': 'a.jsonl', 'weight': 1}; give a path"),
+    "a source without a path": (
+        ("train_file=[{file: a.jsonl, weight: 1}]",),
+        "train_file: entry 1 is {'file': 'a.jsonl', 'weight': 1}; give a path",
+    ),
     "a misnamed weight": (
         ("train_file=[{path: a.jsonl, wieght: 1}]",),
         "train_file: entry 1 has an unknown key 'wieght'; known are path, weight, epochs",
     ),
-    "an evaluation mixture": (("eval_file=[{path: a.jsonl, weight: 1}]",), "eval_file takes no weight: evaluation reads every sample once"),
-    "no encoder": (("data.encoder={_target_: json.JSONDecoder}",), "data.encoder: json.JSONDecoder must be a dataclass with a method encode"),
-    "an encoder that is text": (("data.encoder=json",), "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder"),
-    "an encoder without a name": (("data.encoder={field: a}",), "data.encoder: _target_=None; name a class or a function with its module"),
+    "an evaluation mixture": (
+        ("eval_file=[{path: a.jsonl, weight: 1}]",),
+        "eval_file takes no weight: evaluation reads every sample once",
+    ),
+    "no encoder": (
+        ("data.encoder={_target_: json.JSONDecoder}",),
+        "data.encoder: json.JSONDecoder must be a dataclass with a method encode",
+    ),
+    "an encoder that is text": (
+        ("data.encoder=json",),
+        "data.encoder=json: give a mapping, such as {_target_: my_data.MyEncoder",
+    ),
+    "an encoder without a name": (
+        ("data.encoder={field: a}",),
+        "data.encoder: _target_=None; name a class or a function with its module",
+    ),
     "no collator": (
         ("data.collator={_target_: json.JSONDecoder}",),
         "data.collator: json.JSONDecoder must be a class with the methods collate_inputs and",
     ),
-    "no loss": (("loss={_target_: json.JSONDecoder}",), "loss: json.JSONDecoder must be a class whose objects are called with (outputs, targets)"),
-    "a loss that is text": (("loss=focal",), "loss=focal: give a mapping, such as {_target_: my_losses.MyLoss, field: value}"),
-    "a loss that is not there": (("loss={_target_: json.Loss}",), "loss: _target_=json.Loss: the module json has no class or function 'Loss'"),
-    "a reader that is not there": (("train_file={_target_: json.read}",), "train_file: entry 1: _target_=json.read: the module json has no class"),
+    "no loss": (
+        ("loss={_target_: json.JSONDecoder}",),
+        "loss: json.JSONDecoder must be a class whose objects are called with (outputs, targets)",
+    ),
+    "a loss that is text": (
+        ("loss=focal",),
+        "loss=focal: give a mapping, such as {_target_: my_losses.MyLoss, field: value}",
+    ),
+    "a loss that is not there": (
+        ("loss={_target_: json.Loss}",),
+        "loss: _target_=json.Loss: the module json has no class or function 'Loss'",
+    ),
+    "a reader that is not there": (
+        ("train_file={_target_: json.read}",),
+        "train_file: entry 1: _target_=json.read: the module json has no class",
+    ),
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
-    "a converted folder to resume": (("resume={root}/checkpoint",), "checkpoint/global_step0 is no training checkpoint"),
+    "a converted folder to resume": (
+        ("resume={root}/checkpoint",),
+        "checkpoint/global_step0 is no training checkpoint",
+    ),
 }
 
 
@@ -179,8 +245,10 @@ def test_stages_that_do_not_divide_the_ranks(message_of: Callable[..., str]) -> 
 
 
 def test_an_older_deepspeed(message_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.checks.version", lambda name: "0.18.9")
-    assert message_of().startswith("deepspeed 0.18.9 computes wrong gradients with pipeline stages; install deepspeed>=")
+    monkeypatch.setattr("training.config.validate.version", lambda name: "0.18.9")
+    assert message_of().startswith(
+        "deepspeed 0.18.9 computes wrong gradients with pipeline stages; install deepspeed>="
+    )
 
 
 def test_a_run_on_top_of_another(message_of: Callable[..., str], tmp_path: Path) -> None:
@@ -188,7 +256,9 @@ def test_a_run_on_top_of_another(message_of: Callable[..., str], tmp_path: Path)
     (tmp_path / "run" / "checkpoints" / "latest").touch()
     message = message_of()
     assert (
-        message.startswith(f"output_dir={tmp_path}/run holds checkpoints") and "resume=latest" in message and "overwrite_output_dir=true" in message
+        message.startswith(f"output_dir={tmp_path}/run holds checkpoints")
+        and "resume=latest" in message
+        and "overwrite_output_dir=true" in message
     )
 
 
@@ -271,7 +341,10 @@ def test_a_mistyped_key_alone(root: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Path) -> None:
     ended = run_deepspeed(arguments(root, tmp_path, "num_stages=3"), tmp_path)
-    assert_one_message(ended, "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 trainer")
+    assert_one_message(
+        ended,
+        "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 trainer",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -281,7 +354,10 @@ def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> No
     file = tmp_path / "train.jsonl"
     file.write_text((root / "train.jsonl").read_text() + '{"prompt": "a", "completion": \n')
     assert_one_message(
-        run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path), "error", f"{file}:11: not valid JSON", "mend or remove the line"
+        run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path),
+        "error",
+        f"{file}:11: not valid JSON",
+        "mend or remove the line",
     )
 
 
@@ -300,7 +376,9 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
     """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
-    assert_one_message(ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)")
+    assert_one_message(
+        ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)"
+    )
 
 
 LOSS = """
@@ -312,9 +390,14 @@ class Loss:
 
 @pytest.mark.full
 @pytest.mark.parametrize("start", [run_deepspeed, run_torchrun])
-def test_an_unexpected_exception_is_one_line_and_its_trace_is_in_the_log(start: Callable[..., Ended], root: Path, tmp_path: Path) -> None:
+def test_an_unexpected_exception_is_one_line_and_its_trace_is_in_the_log(
+    start: Callable[..., Ended], root: Path, tmp_path: Path
+) -> None:
     (tmp_path / "failing.py").write_text(LOSS)
     ended = start(arguments(root, tmp_path, "loss={_target_: failing.Loss}"), tmp_path)
     logs = tmp_path / "run" / "logs"
     assert_one_message(ended, f'error (rank 1): KeyError: "the head\'s name"; the stack trace is in {logs}/rank_1.log')
-    assert "failing.py" in (logs / "rank_1.log").read_text() and "failing.py" not in ended.output.partition("error (rank 1)")[2]
+    assert (
+        "failing.py" in (logs / "rank_1.log").read_text()
+        and "failing.py" not in ended.output.partition("error (rank 1)")[2]
+    )

@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from configs import CONF, REQUIRED, compose_config
 from omegaconf import OmegaConf
+from support.configs import CONF, REQUIRED, compose_config
 
-from training.checks import check_config
-from training.command_line import check_command_line
-from training.config import RunConfig
-from training.layout import build_layout
+from training.cli.command_line import check_command_line
+from training.config.schema import RunConfig
+from training.config.validate import check_config
+from training.distributed.topology import build_layout
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -48,7 +48,12 @@ def test_its_first_line_is_its_command_line(name: str) -> None:
     check_command_line(shlex.split(arguments), CONF, "no default")
     if started := re.search(r"--num_(?:gpus|nodes) (\d+)(?:.*--num_gpus (\d+))?", launcher):
         world_size = int(started[1]) * int(started[2] or 1)
-        build_layout(OmegaConf.to_object(compose_config(name, *overrides_of(name))), world_size, num_layers=1000, has_accelerator=True)
+        build_layout(
+            OmegaConf.to_object(compose_config(name, *overrides_of(name))),
+            world_size,
+            num_layers=1000,
+            has_accelerator=True,
+        )
 
 
 @pytest.mark.parametrize("name", PRIMARY)
@@ -83,11 +88,13 @@ def test_a_group_is_a_key_of_the_schema(group: str) -> None:
 def test_a_size_is_a_config_of_transformers(name: str) -> None:
     """What `conf/model/` says, `transformers` takes: a model that the layers can be built of."""
     from models.architecture import build_layers
-    from models.weights import parse_config
+    from models.weights.sources import parse_config
 
     stated = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
     if not stated:
         return
     config = parse_config(stated, CONF / "model" / f"{name}.yaml")
     assert all(getattr(config, key) == value for key, value in stated.items())
-    assert sum(layer.module_class.__name__ == "DecoderLayer" for layer in build_layers(config)) == config.num_hidden_layers
+    assert (
+        sum(layer.module_class.__name__ == "DecoderLayer" for layer in build_layers(config)) == config.num_hidden_layers
+    )

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import VOCAB_SIZE, save_llama, save_tokenizer
+from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import console
 import convert2ckpt
-import screen
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,9 @@ def test_the_real_command_there_and_back(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path"]
     there = subprocess.run([*command, "hf", "--output_dir", "new/ckpt"], cwd=tmp_path, capture_output=True, text=True)
     assert (there.returncode, there.stdout, there.stderr) == (0, "wrote new/ckpt\n", "")
-    back = subprocess.run([*command, "new/ckpt", "--output_dir", "back", "--to_hf"], cwd=tmp_path, capture_output=True, text=True)
+    back = subprocess.run(
+        [*command, "new/ckpt", "--output_dir", "back", "--to_hf"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (back.returncode, back.stdout, back.stderr) == (0, "wrote back\n", "")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
@@ -43,15 +45,38 @@ def test_the_real_command_there_and_back(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hf, pipeline, back = tmp_path / "hf", tmp_path / "pipeline", tmp_path / "back"
     save_llama(hf)
     save_tokenizer(hf)
     fields = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
     assert run(monkeypatch, "--model_name_or_path", hf, "--output_dir", pipeline) == 1
-    tokens = ["--bos_token", "<begin>", "--eos_token", "<end>", "--pad_token", "<none>", "--add_special_tokens", "<a>", "<b>"]
-    there = ["--model_name_or_path", hf, "--output_dir", pipeline, "--trust_remote_code", "--dtype", "bf16", "--workers", "2", "--verify"]
+    tokens = [
+        "--bos_token",
+        "<begin>",
+        "--eos_token",
+        "<end>",
+        "--pad_token",
+        "<none>",
+        "--add_special_tokens",
+        "<a>",
+        "<b>",
+    ]
+    there = [
+        "--model_name_or_path",
+        hf,
+        "--output_dir",
+        pipeline,
+        "--trust_remote_code",
+        "--dtype",
+        "bf16",
+        "--workers",
+        "2",
+        "--verify",
+    ]
     assert run(monkeypatch, *there, *tokens) == 0
     assert run(monkeypatch, *there, *tokens) == 1
     assert run(monkeypatch, *there, *tokens, "--overwrite") == 0
@@ -77,15 +102,23 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
     assert "auto_map" not in json.loads((pipeline / "config.json").read_text())
     config = json.loads((back / "config.json").read_text())
-    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2]
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
+        VOCAB_SIZE,
+        VOCAB_SIZE + 1,
+        VOCAB_SIZE + 2,
+    ]
     assert config["vocab_size"] == VOCAB_SIZE + 5 and config["dtype"] == "float16"
     assert AutoTokenizer.from_pretrained(back)("<a><b>").input_ids == [VOCAB_SIZE + 3, VOCAB_SIZE + 4]
     shards = list(back.glob("*.safetensors"))
-    assert len(shards) > 5 and all(tensor.dtype == torch.float16 for shard in shards for tensor in load_file(shard).values())
+    assert len(shards) > 5 and all(
+        tensor.dtype == torch.float16 for shard in shards for tensor in load_file(shard).values()
+    )
     assert torch.load(pipeline / "global_step0/layer_00-model_states.pt")["weight"].dtype == torch.bfloat16
 
 
-def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hf, pipeline, out = tmp_path / "hf", tmp_path / "pipeline", tmp_path / "out"
     save_llama(hf)
     capsys.readouterr()
@@ -93,11 +126,17 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().err == f"warning: {hf} holds no tokenizer, so {pipeline} will hold none\n"
     for arguments, message in (
         (["--model_name_or_path", hf, "--output_dir", pipeline], "exists; pass --overwrite"),
-        (["--model_name_or_path", "no/such: id", "--output_dir", pipeline], "exists; pass --overwrite"),  # before any download
+        (
+            ["--model_name_or_path", "no/such: id", "--output_dir", pipeline],
+            "exists; pass --overwrite",
+        ),  # before any download
         (["--model_name_or_path", pipeline, "--output_dir", out], "pass --to_hf"),
         (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
         (["--model_name_or_path", tmp_path, "--output_dir", out], f"did you mean {hf} or {pipeline}?"),
-        (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"], "--max_shard_size 'big'"),
+        (
+            ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"],
+            "--max_shard_size 'big'",
+        ),
         (["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--pad_token", "<p>"], "with --to_hf"),
         (["--model_name_or_path", hf, "--output_dir", out, "--workers", "0"], "--workers 0: at least 1"),
     ):
@@ -113,7 +152,9 @@ def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def test_no_permission_is_one_line(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")
-    assert run(monkeypatch, "--model_name_or_path", tmp_path / "hf", "--output_dir", tmp_path / "warm") == 0  # imports: Python may be root's own
+    assert (
+        run(monkeypatch, "--model_name_or_path", tmp_path / "hf", "--output_dir", tmp_path / "warm") == 0
+    )  # imports: Python may be root's own
     (tmp_path / "target").mkdir()
     for file in (tmp_path / "hf").iterdir():
         os.chmod(file, 0o644)
@@ -127,25 +168,44 @@ def test_no_permission_is_one_line(closed: str, tmp_path: Path, monkeypatch: pyt
             torch.set_num_threads(1)
             sys.stderr = open(said, "w", buffering=1)
             os.seteuid(65534)
-            sys.argv = ["convert2ckpt.py", "--model_name_or_path", str(tmp_path / "hf"), "--output_dir", str(tmp_path / "target" / "new")]
+            sys.argv = [
+                "convert2ckpt.py",
+                "--model_name_or_path",
+                str(tmp_path / "hf"),
+                "--output_dir",
+                str(tmp_path / "target" / "new"),
+            ]
             code = convert2ckpt.main()
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     line = said.read_text()
-    assert line.startswith("error: ") and line.count("\n") == 1 and "ermission denied" in line and str(tmp_path / closed) in line, line
+    assert (
+        line.startswith("error: ")
+        and line.count("\n") == 1
+        and "ermission denied" in line
+        and str(tmp_path / closed) in line
+    ), line
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_and_cleans_up(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_it_and_cleans_up(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_llama(tmp_path / "hf")
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        screen.Progress.reach = lambda self, done, total: os.kill(os.getpid(), number) if done else None
-        sys.argv = ["convert2ckpt.py", "--model_name_or_path", str(tmp_path / "hf"), "--output_dir", str(tmp_path / "pipeline")]
+        console.Progress.reach = lambda self, done, total: os.kill(os.getpid(), number) if done else None
+        sys.argv = [
+            "convert2ckpt.py",
+            "--model_name_or_path",
+            str(tmp_path / "hf"),
+            "--output_dir",
+            str(tmp_path / "pipeline"),
+        ]
         exit_code = 1
         try:
             exit_code = convert2ckpt.main()

@@ -23,23 +23,25 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from configs import CONF
-from distributed import free_port
 from hydra._internal.utils import get_args_parser
-from launching import BIN
+from support.configs import CONF
+from support.launching import BIN
+from support.workers import free_port
 
 from errors import UserError
-from training.checks import check_config
-from training.command_line import asks_for_sweep, check_command_line, clean_arguments, compose_command
-from training.config import Init, register_schema, to_typed
-from training.plan_run import check_world_size
-from training.sweep import plan_sweep
+from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, compose_command
+from training.cli.sweep import plan_sweep
+from training.config.schema import Init, register_schema, to_typed
+from training.config.validate import check_config
+from training.planner.run import check_world_size
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {"GPUs", "two hosts", "slurm"}
 NO_COMMANDS = {"", "text", "python", "yaml", "json"}
-BLOCK = re.compile(r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?P<front>(?:<!--[^\n]*-->\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 TRAINER, DEFAULT_CONFIG = "trainer_base_ds_mp.py", "base"
 OF_THE_SHELL = {
     "cat",
@@ -110,8 +112,13 @@ def read_blocks(page: Path) -> list[Block]:
     text = page.read_text()
     found = []
     for match in BLOCK.finditer(text):
-        words = dict((part.strip() for part in comment.partition(":")[::2]) for comment in re.findall(r"<!--(.*?)-->", match["front"]))
-        found.append(Block(page, text.count("\n", 0, match.start("language")) + 1, match["language"], match["body"], words))
+        words = dict(
+            (part.strip() for part in comment.partition(":")[::2])
+            for comment in re.findall(r"<!--(.*?)-->", match["front"])
+        )
+        found.append(
+            Block(page, text.count("\n", 0, match.start("language")) + 1, match["language"], match["body"], words)
+        )
     assert len(found) == len(re.findall("^```", text, re.MULTILINE)) / 2, page
     return found
 
@@ -152,7 +159,10 @@ def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.M
 def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder: where it is typed."""
     arguments = clean_arguments([TRAINER, *arguments])[1:]
-    arguments = [str(folder / argument) if before == "--config-dir" else argument for before, argument in zip(["", *arguments], arguments)]
+    arguments = [
+        str(folder / argument) if before == "--config-dir" else argument
+        for before, argument in zip(["", *arguments], arguments)
+    ]
     register_schema()
     if asks_for_sweep(arguments):
         jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
@@ -163,7 +173,11 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     if options.help or options.cfg:
         return ""
     composed = compose_command(options, options.overrides, folder / "conf", DEFAULT_CONFIG)
-    unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random, "output_dir": False}
+    unread = {
+        "train_file": composed.evaluate_only,
+        "model_name_or_path": composed.init is Init.random,
+        "output_dir": False,
+    }
     config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
     check_config(config, has_accelerator=True)
     if config.plan:
@@ -210,7 +224,9 @@ class Reader:
         if checks_files:
             for file in list_files(command):
                 ships = not file.startswith("outputs/") and (ROOT / file).exists()
-                assert ships or any(Path(file).is_relative_to(made) for made in self.made), f"{file} is made by no command before"
+                assert ships or any(Path(file).is_relative_to(made) for made in self.made), (
+                    f"{file} is made by no command before"
+                )
         match command:
             case [launcher, *_] if launcher in LAUNCHER_OPTIONS:
                 script, *arguments = read_launcher(command)
@@ -278,7 +294,9 @@ def list_anchors(page: Path) -> list[str]:
 
 def copy_project(folder: Path) -> Path:
     """The files of the project as a stranger gets them, and `make` finds its environment there already."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +310,11 @@ def copy_project(folder: Path) -> Path:
 def run_commands(body: str, folder: Path) -> None:
     """As typed, but for the port: several launches may run on this machine."""
     body = re.sub(r"\bdeepspeed (?=-|trainer)", lambda _: f"deepspeed --master_port {free_port()} ", body)
-    launched = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    launched = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", body], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -310,7 +332,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "bash" and b.runs_here for b in BLOCKS[page])], ids=name_page)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.language == "bash" and b.runs_here for b in BLOCKS[page])], ids=name_page
+)
 def test_commands_run(page: Path, demo: Path, tmp_path: Path) -> None:
     """Those that need nothing that is not here, in their order, one page after the other in a copy of its own."""
     folder = shutil.copytree(demo, tmp_path / "project", symlinks=True)

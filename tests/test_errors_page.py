@@ -5,23 +5,34 @@ from __future__ import annotations
 import re
 
 import pytest
-from messages import HOLE, ROOT, Message, Sources, normalize, read_sources
+from support.messages import HOLE, ROOT, Message, Sources, normalize, read_sources
 
 PAGE = ROOT / "docs" / "errors.md"
 # Functions that put a reason into words, which stands inside a message or is said alone.
 REASONS = {
-    "models/published.py": ("_find_fault",),
-    "training/manifest.py": ("find_wrong_size", "find_wrong_content"),
-    "training/resume.py": ("_find_quick_damage", "find_damage"),
+    "models/pipeline_plan.py": ("_find_fault",),
+    "training/checkpoint/manifest.py": ("find_wrong_size", "find_wrong_content"),
+    "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
 # What is said by other means than an exception: file -> the function that says it.
-SAID = {"training/watchdog.py": "self._tell", "training/requests.py": "_say", "scripts/supervise.py": "say"}
+SAID = {
+    "training/distributed/watchdog.py": "self._tell",
+    "training/distributed/interrupts.py": "_say",
+    "scripts/supervise.py": "say",
+}
 
 
 def list_messages(sources: Sources) -> list[Message]:
     raised = sources.calls("UserError") + sources.calls("RawRecord", "problem")
-    raised = [message for message in raised if not message.code.endswith(".problem")]  # a RawRecord's, which is listed where it is made
-    reasons = [message for file, functions in REASONS.items() for function in functions for message in sources.returns(function, file)]
+    raised = [
+        message for message in raised if not message.code.endswith(".problem")
+    ]  # a RawRecord's, which is listed where it is made
+    reasons = [
+        message
+        for file, functions in REASONS.items()
+        for function in functions
+        for message in sources.returns(function, file)
+    ]
     return raised + reasons + [message for file, callee in SAID.items() for message in sources.calls(callee, 0, file)]
 
 
@@ -54,7 +65,11 @@ def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> No
     """In every file where a plain search finds it, so that none is written in a way that it does not see; and none whose words it cannot tell."""
     texts = read_sources()
     found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
-    assert found == {name for name, text in texts.items() if re.search(r"\bUserError\(f?\W*\w", text.replace("class UserError(ValueError)", ""))}
+    assert found == {
+        name
+        for name, text in texts.items()
+        if re.search(r"\bUserError\(f?\W*\w", text.replace("class UserError(ValueError)", ""))
+    }
     assert HOLE not in {message.text for message in list_messages(sources)}
     assert not [name for name, text in texts.items() if re.search(r"import .*UserError as|\w\.UserError\b", text)]
 
@@ -107,4 +122,6 @@ def test_a_new_message_and_a_gone_one_are_both_found() -> None:
     assert compare(messages, list_entries(page.replace("really not there", "not there"))) == (
         ["made_up.py:13: ... is really not there"], ["... is not there"]
     )  # fmt: skip
-    assert list_entries("| ``use `make demo` or ....`` | | x |\n| message | cause | cure |\n|---|---|---|\n") == ["use `make demo` or ..."]
+    assert list_entries("| ``use `make demo` or ....`` | | x |\n| message | cause | cure |\n|---|---|---|\n") == [
+        "use `make demo` or ..."
+    ]

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lora import make_adapter
-from tiny import save_llama, save_tokenizer
+from support.adapters import make_adapter
+from support.tiny import save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.conversion import convert_to_pipeline
-from models.weights import open_weights
+from models.weights.conversion import convert_to_pipeline
+from models.weights.sources import open_weights
 from scripts import generate
 
 PROMPT = "def fill(text, width=70):"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
+CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def expected(root: Path, text: str, adapter: Path | None = None) -> str:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(root / "hf").eval(), AutoTokenizer.from_pretrained(root / "hf")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(root / "hf").eval(),
+        AutoTokenizer.from_pretrained(root / "hf"),
+    )
     if adapter is not None:
         from peft import PeftModel
 
@@ -57,7 +58,9 @@ def expected(root: Path, text: str, adapter: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("form", ["hf", "converted", "adapter"])
-def test_every_form_gives_the_text_of_the_model(form: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_form_gives_the_text_of_the_model(
+    form: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(monkeypatch, "--model_name_or_path", str(root / form), "--prompt", PROMPT)
     text = expected(root, PROMPT + "\n", root / "adapter" if form == "adapter" else None)
     assert text and capsys.readouterr().out == f"> {PROMPT}\n{text}\n\n"
@@ -65,15 +68,21 @@ def test_every_form_gives_the_text_of_the_model(form: str, root: Path, monkeypat
 
 def test_a_build_for_gpus_answers_on_the_cpu_where_there_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "torch.accelerator.current_accelerator", lambda check_available=False: None if check_available else torch.device("cuda")
+        "torch.accelerator.current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
     )
     assert generate.load_model(open_weights(str(root / "hf"))).device.type == "cpu"
 
 
-def test_a_file_of_prompts_becomes_a_file_of_conversations(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_prompts_becomes_a_file_of_conversations(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
-    records = [{"prompt": PROMPT}, {"messages": [*asked, {"role": "assistant", "content": "of the data set, not of the model"}]}]
+    records = [
+        {"prompt": PROMPT},
+        {"messages": [*asked, {"role": "assistant", "content": "of the data set, not of the model"}]},
+    ]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     run(
         monkeypatch,
@@ -87,12 +96,18 @@ def test_a_file_of_prompts_becomes_a_file_of_conversations(root: Path, tmp_path:
         "{prompt}",
     )
     answer = {"role": "assistant", "content": expected(root, PROMPT)}
-    assert [json.loads(line)["messages"] for line in answers.read_text().splitlines()] == [[asked[1], answer], [*asked, answer]]
+    assert [json.loads(line)["messages"] for line in answers.read_text().splitlines()] == [
+        [asked[1], answer],
+        [*asked, answer],
+    ]
 
 
 def test_texts_with_line_separators_are_one_prompt(tmp_path: Path) -> None:
     text = "first\u2028second\x85third"
-    for name, content in (("a.jsonl", json.dumps({"prompt": text}, ensure_ascii=False) + "\n\n"), ("a.txt", f"{text}\n")):
+    for name, content in (
+        ("a.jsonl", json.dumps({"prompt": text}, ensure_ascii=False) + "\n\n"),
+        ("a.txt", f"{text}\n"),
+    ):
         (tmp_path / name).write_text(content, encoding="utf-8")
         assert list(generate.read_prompts(tmp_path / name)) == [[{"role": "user", "content": text}]]
 
@@ -107,7 +122,9 @@ def test_the_tokenizers_end_token_ends_an_answer_too(root: Path, tmp_path: Path)
     assert generator._options["eos_token_id"] == [3, generator.tokenizer.eos_token_id]
 
 
-def test_a_chat_keeps_its_turns(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_keeps_its_turns(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = generate.Generator(open_weights(str(root / "hf")), None, max_new_tokens=8, temperature=0.0)
     generator.tokenizer.chat_template, generator._template = CHAT_TEMPLATE, None
     lines = iter(["def", "class", ""])
@@ -131,9 +148,14 @@ def test_ctrl_c_leaves_a_chat_without_a_trace(root: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"text": "a"}\n', "prompts.jsonl:1: not a JSON object with 'prompt' or 'messages'"), (None, "prompts.jsonl is not there")],
+    [
+        ('{"text": "a"}\n', "prompts.jsonl:1: not a JSON object with 'prompt' or 'messages'"),
+        (None, "prompts.jsonl is not there"),
+    ],
 )
-def test_bad_prompts_are_one_line(content: str | None, message: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_prompts_are_one_line(
+    content: str | None, message: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "prompts.jsonl"
     if content is not None:
         file.write_text(content)

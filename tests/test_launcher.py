@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import free_port
-from launching import BIN, ROOT, Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
 from omegaconf import OmegaConf
-from tiny import save_llama, save_records, save_tokenizer
+from support.launching import BIN, ROOT, Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.conversion import convert_to_pipeline
-from models.weights import open_weights
+from models.weights.conversion import convert_to_pipeline
+from models.weights.sources import open_weights
 from scripts.capture_screen import capture
 
 FIELDS = [
@@ -55,18 +55,27 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     assert "pp2 x dp1 = 2 ranks; global batch 8 = micro-batch 2 x accumulation 4 x dp 1" in ended.output
 
-    assert "\nmemory: " in ended.output and "\ndone: 3 steps\n" in ended.output and f"\nexported: {out}/hf" in ended.output
+    assert (
+        "\nmemory: " in ended.output and "\ndone: 3 steps\n" in ended.output and f"\nexported: {out}/hf" in ended.output
+    )
     assert "FITS: stage" in (out / "plan.txt").read_text()
 
     lines = read_metrics(out)
     assert [list(line) for line in lines[:3]] == [FIELDS] * 3 and [line["step"] for line in lines] == [1, 2, 3, 3]
     assert list(lines[3]) == ["step", "eval_loss", "eval_tokens"]
     completed = json.loads((out / "completed.json").read_text())
-    assert completed == {"step": 3, "num_tokens": lines[2]["num_tokens"], "eval_loss": lines[3]["eval_loss"], "eval_tokens": lines[3]["eval_tokens"]}
+    assert completed == {
+        "step": 3,
+        "num_tokens": lines[2]["num_tokens"],
+        "eval_loss": lines[3]["eval_loss"],
+        "eval_tokens": lines[3]["eval_tokens"],
+    }
     config = OmegaConf.load(out / "config.yaml")
     assert (config.num_stages, config.max_steps, config.precision) == (2, 3, "fp32")
     assert sorted(file.name for file in (out / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
-    assert "built successfully" not in (out / "logs" / "rank_1.log").read_text()  # no op is compiled: see training/engine.py
+    assert (
+        "built successfully" not in (out / "logs" / "rank_1.log").read_text()
+    )  # no op is compiled: see training/engine/pipeline_engine.py
     assert (out / "checkpoints" / "latest").read_text() == "global_step3"
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")
@@ -79,9 +88,22 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(root: Path, tmp_path: Path) -> None:
-    command = ["deepspeed", "-q", "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "trainer_base_ds_mp.py")]
+    command = [
+        "deepspeed",
+        "-q",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        str(ROOT / "trainer_base_ds_mp.py"),
+    ]
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    shown = capture([*command, *arguments(root, tmp_path / "out", "eval_steps=2", f"data.cache_dir={tmp_path}/cache")], 80, tmp_path, environment)
+    shown = capture(
+        [*command, *arguments(root, tmp_path / "out", "eval_steps=2", f"data.cache_dir={tmp_path}/cache")],
+        80,
+        tmp_path,
+        environment,
+    )
     assert shown.code == 0, shown.lines
     firsts = [line.split()[0] for line in shown.lines if line and not line.startswith(" ")]
     rule = "\u2500"
@@ -90,7 +112,9 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
         2 * rule, 80 * rule,
     ]  # fmt: skip
     assert not [line for line in shown.lines if len(line) > 80 and str(tmp_path) not in line and str(root) not in line]
-    assert "\x1b[A" not in shown.written and all(f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3"))
+    assert "\x1b[A" not in shown.written and all(
+        f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3")
+    )
 
 
 @pytest.mark.full
@@ -115,9 +139,13 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: 
     assert ended.left_alive == [] and ended.errors() == [], ended.output
     step = read_metrics(out)[-1]["step"]
     assert f"stopped by SIGTERM at step {step}; go on with resume=latest" in ended.output
-    assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}" and not (out / "completed.json").exists()
+    assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}" and not (
+        out / "completed.json"
+    ).exists()
 
-    ended = run_alone(arguments(root, out, "max_steps=100000", "stop_after_steps=1", "num_stages=1", "resume=latest"), tmp_path)
+    ended = run_alone(
+        arguments(root, out, "max_steps=100000", "stop_after_steps=1", "num_stages=1", "resume=latest"), tmp_path
+    )
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     assert json.loads((out / "completed.json").read_text())["step"] == step + 1
 
@@ -133,7 +161,9 @@ def test_a_supervised_run_outlives_two_killed_ranks(root: Path, tmp_path: Path) 
         launch.wait_for("step 30/")
         os.kill(launch.rank(0), signal.SIGKILL)
 
-    ended = run_supervised(out, arguments(root, out, "save_steps=1", "max_steps=60"), tmp_path, while_running=kill_twice)
+    ended = run_supervised(
+        out, arguments(root, out, "save_steps=1", "max_steps=60"), tmp_path, while_running=kill_twice
+    )
     assert (ended.code, ended.left_alive) == (0, []), ended.output
     assert "start 3 of 4" in ended.output and "start 4 of 4" not in ended.output
     assert json.loads((out / "completed.json").read_text())["step"] == 60
@@ -143,7 +173,9 @@ def test_a_supervised_run_outlives_two_killed_ranks(root: Path, tmp_path: Path) 
 @pytest.mark.full
 def test_a_sweep_starts_a_launch_for_each_run_and_ends_in_a_table(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = run_alone(["--multirun", "num_gpus=2", *arguments(root, out, "stop_after_steps=1", "learning_rate=1e-4,1e-2")], tmp_path)
+    ended = run_alone(
+        ["--multirun", "num_gpus=2", *arguments(root, out, "stop_after_steps=1", "learning_rate=1e-4,1e-2")], tmp_path
+    )
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     header, low, high = (line.split() for line in ended.output.rstrip().splitlines()[-3:])
     assert header == ["run", "step", "eval_loss", "folder"]

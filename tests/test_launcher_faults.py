@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Ended, Launch, run_deepspeed
-from small_disk import small_disk
-from test_checkpoint_faults import damage
+from support.damage import damage
+from support.launching import Ended, Launch, run_deepspeed
+from support.small_disk import small_disk
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
-from training.checkpoint import list_checkpoints, step_of
-from training.resume import find_damage, find_resume
+from training.checkpoint.resume import find_damage, find_resume
+from training.checkpoint.state import list_checkpoints, step_of
 
 pytestmark = pytest.mark.full
 STEPS = 60
@@ -31,8 +31,17 @@ def train(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     """train(out, *overrides, while_running=None): a run of STEPS steps, each saved."""
 
     def start(out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None) -> Ended:
-        options = ("optimizer=adamw", f"max_steps={STEPS}", "save_steps=1", "keep_last=3", "learning_rate=1e-3", *overrides)
-        return run_deepspeed(arguments(root, out, *options), tmp_path_factory.mktemp("launch"), while_running=while_running)
+        options = (
+            "optimizer=adamw",
+            f"max_steps={STEPS}",
+            "save_steps=1",
+            "keep_last=3",
+            "learning_rate=1e-3",
+            *overrides,
+        )
+        return run_deepspeed(
+            arguments(root, out, *options), tmp_path_factory.mktemp("launch"), while_running=while_running
+        )
 
     return start
 
@@ -51,7 +60,9 @@ def read_steps(out: Path) -> list[tuple[float, float]]:
 def check_whole(out: Path) -> int:
     """The newest step, and that nothing that looks like a checkpoint is broken."""
     resumable = find_resume("latest", out / "checkpoints", trust=False)
-    assert resumable.damages == [] and all(find_damage(step_dir, 0, 1) is None for step_dir in list_checkpoints(out / "checkpoints"))
+    assert resumable.damages == [] and all(
+        find_damage(step_dir, 0, 1) is None for step_dir in list_checkpoints(out / "checkpoints")
+    )
     return step_of(resumable.candidates[0])
 
 
@@ -87,7 +98,9 @@ def terminate_launchers(launch: Launch, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("strike", [kill_one, kill_all, terminate_launchers])
-def test_a_signal_loses_nothing(train, expected, tmp_path: Path, strike: Callable[[Launch, random.Random], None]) -> None:
+def test_a_signal_loses_nothing(
+    train, expected, tmp_path: Path, strike: Callable[[Launch, random.Random], None]
+) -> None:
     rng, out, step = random.Random(strike.__name__), tmp_path / "out", 0
     for attempt in range(TIMES):
         seen = step + rng.randrange(2, 12)
@@ -114,7 +127,10 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(train, expected, tmp_path: 
 
         ended = train(out, "stuck_minutes=0.15", *(["resume=latest"] if rank else []), while_running=stop)
         (error,) = ended.errors()
-        assert error.startswith(f"error: rank {rank} has not answered for stuck_minutes=0.15: it is stopped or stuck") and ended.code != 0, error
+        assert (
+            error.startswith(f"error: rank {rank} has not answered for stuck_minutes=0.15: it is stopped or stuck")
+            and ended.code != 0
+        ), error
         assert check_whole(out) >= 3 + 20 * rank
     finish(train, out, expected)
 
@@ -157,8 +173,15 @@ def test_a_second_run_on_the_folder_is_refused(train, expected, tmp_path: Path) 
         launch.wait_for("step 1/")
         for _ in range(TIMES):
             second = train(out, "resume=latest")
-            assert second.code != 0 and "is in use by another run that has not ended" in second.errors()[0], second.output
+            assert second.code != 0 and "is in use by another run that has not ended" in second.errors()[0], (
+                second.output
+            )
 
-    ended = train(out, "max_steps=100000", "lr_scheduler_type=constant", while_running=lambda launch: (start_others(launch), (out / "STOP").touch()))
+    ended = train(
+        out,
+        "max_steps=100000",
+        "lr_scheduler_type=constant",
+        while_running=lambda launch: (start_others(launch), (out / "STOP").touch()),
+    )
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     check_whole(out)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import screen
+import console
 from scripts.capture_screen import Capture, capture, replay
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = "outputs/a/folder/that/is/named/at/some/length/global_step100"
 RUN = """
     import time
-    import screen
-    from screen import Progress, progress, say, say_last, show_panel
+    import console
+    from console import Progress, progress, say, say_last, show_panel
 
     show_panel("demo: training on 2 ranks", {"layout": "pp2 x dp1 = 2 ranks; " + 12 * "word ", "checkpoint": "PATH"})
     run = Progress("step", 4, stays=True)
@@ -48,23 +48,31 @@ def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
     shown = show(width)
     assert shown.code == 0 and not [line for line in shown.lines if len(line) > width and PATH not in line]
     assert "\x1b[A" not in shown.written  # a second bar would stand on a line of its own
-    assert sum(line.startswith(("step 0/", "step 1/", "step 2/", "step 3/", "evaluating", "saving")) for line in shown.lines) == 1
+    assert (
+        sum(
+            line.startswith(("step 0/", "step 1/", "step 2/", "step 3/", "evaluating", "saving"))
+            for line in shown.lines
+        )
+        == 1
+    )
     assert all(text in shown.written for text in ("evaluating 0/3 micro-batches", "saving 0.00B", "saving 500M/1.00GB"))
     assert "quiet" not in shown.written
     text = "\n".join(shown.lines)
     assert f" checkpoint  {PATH}" in shown.lines
-    assert [line for line in shown.lines if "eval_loss" in line] == [f"step {step}: eval_loss 1.5" for step in (1, 2, 3)]
+    assert [line for line in shown.lines if "eval_loss" in line] == [
+        f"step {step}: eval_loss 1.5" for step in (1, 2, 3)
+    ]
     after = text.partition("step 3/4")[2].split("\n", 1)[1]
     assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing behind it
 
 
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = io.StringIO()
-    monkeypatch.setattr(screen, "stream", lambda: heard)
+    monkeypatch.setattr(console, "stream", lambda: heard)
     clock = iter([0.0, 5.0, 11.0, 12.0, 50.0])
-    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
-    screen.show_panel("demo: training on 2 ranks", {"layout": "pp2 " + "x" * 200, "steps": "0 to 6"})
-    with screen.progress("saving", 2e9, "B") as saving:  # at second 0
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    console.show_panel("demo: training on 2 ranks", {"layout": "pp2 " + "x" * 200, "steps": "0 to 6"})
+    with console.progress("saving", 2e9, "B") as saving:  # at second 0
         for _ in range(4):
             saving.advance(5e8)
     assert heard.getvalue().splitlines() == [
@@ -77,9 +85,11 @@ def test_a_replayed_terminal_shows_what_was_written_last() -> None:
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main_rank(is_main: bool, tmp_path: Path) -> None:
-    from training.process import hold_noise, send_noise_to_log
-    from training.ranks import Ranks
+def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main_rank(
+    is_main: bool, tmp_path: Path
+) -> None:
+    from training.distributed.process import buffer_library_logs, redirect_output_to_log
+    from training.distributed.ranks import Ranks
 
     person, log = tmp_path / "screen", tmp_path / "logs" / "rank_0.log"
     pid = os.fork()
@@ -92,9 +102,9 @@ def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main
             os.dup2(os.open(person, os.O_WRONLY | os.O_CREAT), 2)
             sys.__stderr__ = os.fdopen(2, "w")
             ranks = Ranks(0 if is_main else 1, 2, 0, 2)
-            hold_noise()
+            buffer_library_logs()
             logging.getLogger("transformers.models").warning("before there was a log")
-            send_noise_to_log(log, ranks)
+            redirect_output_to_log(log, ranks)
             for _ in range(2):
                 logging.getLogger("DeepSpeed").warning("mind this\nin two lines")
             with warnings.catch_warnings(action="always"):
@@ -103,7 +113,7 @@ def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main
             os.write(2, b"from another language\n")
             print("printed")
             ranks.say("said")
-            screen.say_last("the end")
+            console.say_last("the end")
             code = 0
         finally:
             os._exit(code)
@@ -113,4 +123,7 @@ def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main
     assert person.read_text().splitlines() == ([*warned, "said"] if is_main else []) + ["the end"]
     written = log.read_text()
     assert written.count("mind this\nin two lines\n") == 2
-    assert all(text in written for text in ("before there was a log\n", "look out", "will change", "from another language\n", "printed\n"))
+    assert all(
+        text in written
+        for text in ("before there was a log\n", "look out", "will change", "from another language\n", "printed\n")
+    )

@@ -15,19 +15,33 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE_FOLDERS = ("models", "data", "training", "scripts", "benchmarks")
 ENTRY_POINTS = {"trainer_base_ds_mp", "convert2ckpt"}
 CONFIGURATION = {"hydra", "omegaconf"}
+# The wings of training/, from the lowest: a module imports from its own wing and from those in rows above its own.
+# Those of one row do not know each other.
+WINGS = (
+    ("config",),
+    ("distributed",),
+    ("pipeline",),
+    ("engine",),
+    ("checkpoint", "objectives"),
+    ("inputs", "planner"),
+    ("setup", "observability"),
+    ("build",),
+    ("loop", "evaluate", "export", "summary"),
+    ("run",),
+)
+ABOVE = {wing: row for row, wings in enumerate(WINGS) for wing in wings}
+CLI_IMPORTS = {"cli", "config", "distributed"}  # cli/ stands beside the rows: it runs before torch is imported
+MOST_AT_THE_TOP = 10  # modules of training/ itself
 # Where DeepSpeed may appear in the project itself; benchmarks compare with it.
-DEEPSPEED_FILES = {
-    "training/checkpoint.py", "training/checkpoint_writer.py", "training/engine.py", "training/interleaved.py", "training/loop.py", "training/offload.py", "training/pipeline.py", "training/process.py",
-    "training/run.py", "training/stage_loaders.py",
-}  # fmt: skip
+DEEPSPEED_WINGS = ("training/engine/", "training/pipeline/module.py", "training/distributed/process.py")
 # Where Hydra and OmegaConf end: behind these, only typed objects.
 CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
-    "training/command_line.py",
-    "training/config.py",
-    "training/outputs.py",
+    "training/cli/command_line.py",
+    "training/cli/sweep.py",
+    "training/config/schema.py",
+    "training/export.py",
     "training/run.py",
-    "training/sweep.py",
 }
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -46,7 +60,11 @@ def read_imports(file: Path) -> Iterator[str]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
             yield from (name.value for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
@@ -66,9 +84,16 @@ def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     file = tmp_path / "models" / "x.py"
     file.parent.mkdir()
-    file.write_text("import a.b\nfrom c import d\nfrom .e import f\nfrom .. import g\ndef h():\n    import i\n    importlib.import_module('j.k')\n")
+    file.write_text(
+        "import a.b\nfrom c import d\nfrom .e import f\nfrom .. import g\ndef h():\n    import i\n    importlib.import_module('j.k')\n"
+    )
     assert sorted(read_imports(file)) == ["a.b", "c.d", "g", "i", "j.k", "models.e.f"]
-    assert len(SOURCES) > 25 and {"trainer_base_ds_mp.py", "models/llama.py", "data/order.py", "training/run.py"} <= set(SOURCES)
+    assert len(SOURCES) > 25 and {
+        "trainer_base_ds_mp.py",
+        "models/llama.py",
+        "data/order.py",
+        "training/run.py",
+    } <= set(SOURCES)
 
 
 @pytest.mark.parametrize("source", [source for source in SOURCES if source.startswith(("models/", "data/"))])
@@ -83,24 +108,124 @@ def test_nothing_imports_an_entry_point() -> None:
 
 
 def test_training_is_imported_by_its_entry_point_alone() -> None:
-    assert {source for source in users_of("training") if not source.startswith(("training/", "benchmarks/", "scripts/"))} == {"trainer_base_ds_mp.py"}
+    assert {
+        source for source in users_of("training") if not source.startswith(("training/", "benchmarks/", "scripts/"))
+    } == {"trainer_base_ds_mp.py"}
 
 
-def test_deepspeed_appears_in_few_files() -> None:
-    assert {source for source in users_of("deepspeed") if not source.startswith(("benchmarks/", "scripts/"))} == DEEPSPEED_FILES
+def test_deepspeed_is_imported_by_the_engine_and_the_stage_alone() -> None:
+    users = {source for source in users_of("deepspeed") if not source.startswith(("benchmarks/", "scripts/"))}
+    assert users and not {source for source in users if not source.startswith(DEEPSPEED_WINGS)}
+
+
+def find_wing(module: str) -> str | None:
+    """The wing of a dotted name below `training`; a module at its top is one by itself."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "training" and rest else None
+
+
+def list_wrong_arrows(imports: dict[str, set[str]]) -> list[str]:
+    """Imports against the order of the wings. imports: module -> the modules that it imports."""
+    wrong = []
+    for module, imported in imports.items():
+        wing = find_wing(module)
+        for other in imported:
+            to = find_wing(other)
+            if wing is None or to is None or wing == to:
+                continue
+            is_allowed = to in CLI_IMPORTS if wing == "cli" else to != "cli" and ABOVE[to] < ABOVE[wing]
+            if not is_allowed:
+                wrong.append(f"{module} -> {other}")
+    return sorted(wrong)
+
+
+def find_circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        path.append(module)
+        for other in imports[module]:
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == number[module]:
+            start = path.index(module)
+            group = path[start:]
+            del path[start:]
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for module in imports:
+        if module not in number:
+            visit(module)
+    return circles
+
+
+def resolve(name: str) -> str | None:
+    """The module of the project in which an imported dotted name lies."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+MODULES = {source.removesuffix(".py").removesuffix("/__init__").replace("/", "."): source for source in SOURCES}
+MODULE_IMPORTS = {
+    module: {found for name in IMPORTS[source] if (found := resolve(name)) and found != module}
+    for module, source in MODULES.items()
+}
+
+
+def test_the_wings_of_training_import_downwards_only() -> None:
+    assert {find_wing(module) for module in MODULES if module.startswith("training.")} <= {*ABOVE, "cli"}
+    assert list_wrong_arrows(MODULE_IMPORTS) == []
+
+
+def test_a_wrong_arrow_is_found() -> None:
+    wrong = {
+        "training.config.schema": {"training.engine.pipeline_engine"},
+        "training.cli.sweep": {"training.planner.plan", "training.config.schema"},
+        "training.planner.plan": {"training.cli.sweep", "training.inputs.loaders", "training.planner.cost"},
+        "training.run": {"training.config.schema"},
+    }
+    assert list_wrong_arrows(wrong) == [
+        "training.cli.sweep -> training.planner.plan",
+        "training.config.schema -> training.engine.pipeline_engine",
+        "training.planner.plan -> training.cli.sweep",
+        "training.planner.plan -> training.inputs.loaders",
+    ]
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert find_circles(MODULE_IMPORTS) == []
+
+
+def test_the_room_of_training_stays_small() -> None:
+    at_the_top = [source for source in SOURCES if source.startswith("training/") and source.count("/") == 1]
+    assert len(at_the_top) <= MOST_AT_THE_TOP
 
 
 def test_bars_are_drawn_in_one_place() -> None:
-    assert users_of("tqdm") == {"screen.py"}
+    assert users_of("tqdm") == {"console.py"}
 
 
 def test_hydra_ends_where_typed_objects_begin() -> None:
-    assert {source for source in users_of(*CONFIGURATION) if not source.startswith(("benchmarks/", "scripts/"))} == CONFIGURATION_FILES
+    assert {
+        source for source in users_of(*CONFIGURATION) if not source.startswith(("benchmarks/", "scripts/"))
+    } == CONFIGURATION_FILES
 
 
 def test_nothing_imports_the_tests() -> None:
     tests = {file.stem for file in (ROOT / "tests").rglob("*.py")} - {Path(source).stem for source in SOURCES}
-    assert not [(source, name) for source in SOURCES for name in IMPORTS[source] if name.partition(".")[0] in tests | {"tests"}]
+    assert not [
+        (source, name) for source in SOURCES for name in IMPORTS[source] if name.partition(".")[0] in tests | {"tests"}
+    ]
 
 
 def list_files() -> list[Path]:
@@ -111,7 +236,11 @@ def list_files() -> list[Path]:
 
 
 def test_sources_are_ascii() -> None:
-    texts = [file for file in list_files() if file.suffix in (".py", ".yaml", ".yml", ".sh", ".txt", ".ini", ".toml") or file.name == "Makefile"]
+    texts = [
+        file
+        for file in list_files()
+        if file.suffix in (".py", ".yaml", ".yml", ".sh", ".txt", ".ini", ".toml") or file.name == "Makefile"
+    ]
     assert len(texts) > len(SOURCES)
     found = {
         f"{file.relative_to(ROOT)}:{number}": line
@@ -134,4 +263,6 @@ def own_name(file: Path) -> str:
 
 
 def test_no_version_in_a_name() -> None:
-    assert not [file for file in list_files() if re.search(r"_v\d+(?=[._]|$)|_(old|new|copy|final|bak)$", own_name(file))]
+    assert not [
+        file for file in list_files() if re.search(r"_v\d+(?=[._]|$)|_(old|new|copy|final|bak)$", own_name(file))
+    ]

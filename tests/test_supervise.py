@@ -57,8 +57,14 @@ def command(out: Path, words: str, *options: str, arguments: tuple[str, ...] = (
 
 def run(out: Path, words: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str, list[list[str]]]:
     """Exit code, what it said, and the arguments of each start."""
-    ended = subprocess.run(command(out, words, *options, arguments=arguments), capture_output=True, text=True, timeout=60)
-    return ended.returncode, ended.stderr, [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+    ended = subprocess.run(
+        command(out, words, *options, arguments=arguments), capture_output=True, text=True, timeout=60
+    )
+    return (
+        ended.returncode,
+        ended.stderr,
+        [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()],
+    )
 
 
 def test_a_finished_run_is_known_by_its_record(tmp_path: Path) -> None:

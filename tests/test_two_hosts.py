@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import TwoHosts, two_hosts, why_not
-from launching import Launch, run_alone, run_on_hosts
-from tiny import save_llama, save_records, save_tokenizer
+from support.hosts import TwoHosts, two_hosts, why_not
+from support.launching import Launch, run_alone, run_on_hosts
+from support.tiny import save_llama, save_records, save_tokenizer
 
 PORT = "29517"  # the hosts have all ports to themselves
 REASON = why_not()
@@ -73,14 +73,19 @@ def test_a_pipeline_across_two_hosts(hosts: TwoHosts, root: Path, tmp_path: Path
     ended = run_on_hosts(hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out), tmp_path)
     assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
     a, b = hosts.names
-    assert f"hosts: {a}: stage 0; {b}: stage 1; 1 of 1 stage boundaries and the replicas of 0 of 2 stages cross hosts" in ended[0].output
+    assert (
+        f"hosts: {a}: stage 0; {b}: stage 1; 1 of 1 stage boundaries and the replicas of 0 of 2 stages cross hosts"
+        in ended[0].output
+    )
     assert len(read_losses(out)) == 2 and (out / "completed.json").is_file() and (out / "hf" / "config.json").is_file()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_every_launcher_gives_the_losses_of_one_host(hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str, slots: int) -> None:
+def test_every_launcher_gives_the_losses_of_one_host(
+    hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str, slots: int
+) -> None:
     words = torchrun(hosts, slots) if launcher == "torchrun" else deepspeed(hosts, slots, tmp_path)
     ended = run_on_hosts(hosts, words, arguments(root, tmp_path / "out"), tmp_path)
     assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
@@ -98,10 +103,16 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(hosts: TwoHosts, root: 
 
     out = tmp_path / "out"
     overrides = ("max_steps=100000", "save_steps=1", "stuck_minutes=0.15")
-    ended = run_on_hosts(hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out, *overrides), tmp_path, while_running=cut)
+    ended = run_on_hosts(
+        hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out, *overrides), tmp_path, while_running=cut
+    )
     for host, peer in ((0, 1), (1, 0)):
         assert ended[host].code != 0 and ended[host].left_alive == [], ended[host].output
-        assert any(f"rank {peer} has not answered for stuck_minutes=0.15" in line for line in ended[host].errors()), ended[host].output
+        assert any(f"rank {peer} has not answered for stuck_minutes=0.15" in line for line in ended[host].errors()), (
+            ended[host].output
+        )
 
-    alone = run_alone(arguments(root, out, "max_steps=100000", "num_stages=1", "resume=latest", "stop_after_steps=1"), tmp_path)
+    alone = run_alone(
+        arguments(root, out, "max_steps=100000", "num_stages=1", "resume=latest", "stop_after_steps=1"), tmp_path
+    )
     assert (alone.code, alone.errors()) == (0, []), alone.output

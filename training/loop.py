@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-import screen
+import console
 from errors import UserError
-from training.checkpoint import TrainerState
-from training.checkpoint_writer import CheckpointWriter
-from training.config import OnNonfinite, OptimizerName, RunConfig, Task, get_task
-from training.engine import evaluate, is_nonfinite, train_step
-from training.horizon import Horizon
-from training.metrics import Record, Reporter
-from training.preferences import Rewards
-from training.ranks import raise_together
-from training.requests import Requests
-from training.run_folder import RunFolder
-from training.stage_probe import StageProbe
-from training.telemetry import Telemetry
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import TrainerState
+from training.checkpoint.writer import CheckpointWriter
+from training.config.schema import OnNonfinite, OptimizerName, RunConfig, Task, get_task
+from training.distributed.interrupts import Interrupts
+from training.distributed.ranks import raise_together
+from training.engine.pipeline_engine import evaluate, is_nonfinite, train_step
+from training.inputs.step_budget import StepBudget
+from training.objectives.dpo import Rewards
+from training.observability.metrics import Record, Reporter
+from training.observability.nonfinite_probe import NonfiniteProbe
+from training.observability.telemetry import Telemetry
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
 
@@ -38,22 +38,24 @@ class TrainingLoop:
         train_loader: Any,
         eval_loader: Any | None,
         config: RunConfig,
-        horizon: Horizon,
+        horizon: StepBudget,
         state: TrainerState,
         folder: RunFolder,
         reporters: list[Reporter],
         telemetry: Telemetry,
-        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
+        pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """state: where the run starts. reporters: empty on all ranks but the main one. patience: what waiting for the disk is done within."""
+        """state: where the run starts. reporters: empty on all ranks but the main one. pause_watchdog: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
         self._telemetry = telemetry
         self.last_eval: Record | None = None
-        self._patience = patience
-        self._writer = CheckpointWriter(engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save)
-        self._probe = StageProbe(engine.module, engine.device)
-        self._requests = Requests(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
+        self._pause_watchdog = pause_watchdog
+        self._writer = CheckpointWriter(
+            engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save
+        )
+        self._probe = NonfiniteProbe(engine.module, engine.device)
+        self._requests = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
@@ -73,7 +75,7 @@ class TrainingLoop:
             ended = self.state.step >= self.horizon.last_step
             while not ended:
                 ended = self._step_and_after(micro_batches)
-            with self._patience():
+            with self._pause_watchdog():
                 self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
         finally:
             self._requests.close()
@@ -85,11 +87,11 @@ class TrainingLoop:
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
         request = self._requests.agree(is_nonfinite(self.engine, loss))
-        laps = self._telemetry.finish_step()
+        spans = self._telemetry.finish_step()
         self.signum = request.signum
         self._account(loss, request.nonfinite)
         if profiled:
-            self._off_the_clock(lambda: self._telemetry.draw(laps, self.state.step, self.folder.path))
+            self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
         last = self.state.step == self.horizon.last_step or request.ends
         if self._due(self.config.logging_steps) or last:
             self._report_interval()
@@ -104,7 +106,9 @@ class TrainingLoop:
         return every is not None and self.state.step % every == 0
 
     def _train_step(self, micro_batches: Any) -> torch.Tensor:
-        loss, self._learning_rate = train_step(self.engine, micro_batches, self.config, self.state.step, self.horizon.total_steps)
+        loss, self._learning_rate = train_step(
+            self.engine, micro_batches, self.config, self.state.step, self.horizon.total_steps
+        )
         return loss
 
     def _account(self, loss: torch.Tensor, nonfinite: bool) -> None:
@@ -130,20 +134,20 @@ class TrainingLoop:
         error, place = None, self._probe.find_first()
         if self.reporters:
             ids = self.train_loader.sample_ids(step).tolist()
-            named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else "")
-            norm = float(self.engine.get_global_grad_norm())
-            text = (
-                f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
+            named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (
+                f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else ""
             )
+            norm = float(self.engine.get_global_grad_norm())
+            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
             if self.config.on_nonfinite is OnNonfinite.skip:
-                screen.say(f"skipped {text}")
+                console.say(f"skipped {text}")
             else:
                 error = UserError(
                     f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower learning_rate, "
                     "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
-            with self._patience():
+            with self._pause_watchdog():
                 self._writer.wait()
             raise_together(error)
 
@@ -178,7 +182,7 @@ class TrainingLoop:
     def _save(self) -> None:
         last = self.last_eval
         eval_loss = last["eval_loss"] if last is not None and last["step"] == self.state.step else None
-        with self._patience():
+        with self._pause_watchdog():
             self._writer.save(replace(self.state, eval_loss=eval_loss))
 
     def _report(self, record: Record) -> None:

@@ -15,38 +15,46 @@ from deepspeed import comm as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from screen import show_panel
-from training.checked_run import CheckedRun, check_run, open_source, take_up
-from training.checkpoint import TrainerState, load_checkpoint
-from training.checks import check_config
-from training.config import Device, Init, RunConfig, to_typed
-from training.engine import initialize_engine
-from training.environment import describe_environment
-from training.evaluation import evaluate_checkpoint
-from training.expectation import Expectation, expect, find_machine
-from training.hardware import Machine
-from training.horizon import Horizon, compute_horizon, measure_evaluation
-from training.inspection import print_inspection
-from training.loggers import build_loggers
+from console import show_panel
+from training.checkpoint.resume import choose_whole
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import TrainerState, load_checkpoint
+from training.config.precision import DTYPES
+from training.config.schema import Device, Init, RunConfig, to_typed
+from training.config.validate import check_config
+from training.distributed.interrupts import exit_code
+from training.distributed.process import (
+    buffer_library_logs,
+    choose_interface,
+    current_device,
+    describe_device,
+    has_accelerator,
+    redirect_output_to_log,
+    take_device,
+)
+from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
+from training.distributed.watchdog import Watchdog
+from training.engine.pipeline_engine import initialize_engine
+from training.evaluate import evaluate_checkpoint
+from training.export import export, prepare_folder
+from training.inputs.datasets import load_tokenizer, tokenize
+from training.inputs.inspection import print_inspection
+from training.inputs.loaders import build_loaders, build_options
+from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluation
 from training.loop import TrainingLoop
-from training.metrics import MetricsFile, ProgressBar, Reporter
-from training.outputs import export, prepare_folder
-from training.own import build_run_loss
-from training.panels import Totals, describe_end, describe_evaluation_run, describe_start
-from training.pipeline import StageModule, join_tensor_parallel
-from training.plan_report import list_figures, render_plan
-from training.precision import DTYPES
-from training.preparation import load_tokenizer, tokenize
-from training.process import choose_interface, current_device, describe_device, has_accelerator, hold_noise, send_noise_to_log, take_device
-from training.ranks import Ranks, exit_on_user_error, read_ranks
-from training.reference import prepare_reference
-from training.requests import exit_code
-from training.resume import choose_whole
-from training.run_folder import RunFolder
-from training.stage_clock import MemoryPeak, StageClock
-from training.stage_loaders import build_loaders, build_options
-from training.telemetry import Telemetry
-from training.watchdog import Watchdog
+from training.objectives.reference_logprobs import prepare_reference
+from training.objectives.user_loss import build_run_loss
+from training.observability.environment import describe_environment
+from training.observability.loggers import build_loggers
+from training.observability.metrics import MetricsFile, ProgressBar, Reporter
+from training.observability.stage_timer import MemoryPeak, StageTimer
+from training.observability.telemetry import Telemetry
+from training.pipeline.module import StageModule, join_tensor_parallel
+from training.planner.hardware import Machine
+from training.planner.prediction import Prediction, find_machine, predict
+from training.planner.report import list_figures, render_plan
+from training.setup import RunSetup, check_run, load_resumed, open_source
+from training.summary import RunTotals, describe_end, describe_evaluation_run, describe_start
 
 T = TypeVar("T")
 # Ranks wait this long for rank 0 of their host to tokenize.
@@ -56,7 +64,7 @@ PREPARATION_TIMEOUT = timedelta(hours=12)
 def run(composed: DictConfig) -> None:
     """Checks everything that can be known, then trains. A UserError ends the process with one line."""
     ranks = read_ranks()
-    hold_noise()
+    buffer_library_logs()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
         if config.evaluate_only:
@@ -67,9 +75,11 @@ def run(composed: DictConfig) -> None:
         plan = check_run(config, ranks)
     folder = RunFolder(config.output_dir)
     log = folder.path / "logs" / f"rank_{ranks.rank}.log"
-    send_noise_to_log(log, ranks)
+    redirect_output_to_log(log, ranks)
     with exit_on_user_error(ranks, log=log):
-        signum = evaluate_only(config, plan, folder, ranks) if config.evaluate_only else train(config, plan, folder, ranks)
+        signum = (
+            evaluate_only(config, plan, folder, ranks) if config.evaluate_only else train(config, plan, folder, ranks)
+        )
         dist.destroy_process_group()
     if signum:
         sys.exit(exit_code(signum))
@@ -90,11 +100,13 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
     print_inspection(config, tokenize(config, tokenizer, ranks.say), tokenizer)
 
 
-def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+def train(config: RunConfig, plan: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """The run itself: prepare the data, join the ranks, build the stage, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
         folder.take()
-    machine = find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None  # while all cores are ours
+    machine = (
+        find_machine(config.hardware, describe_device(), config, ranks.local_size) if ranks.is_main else None
+    )  # while all cores are ours
     tokenizer = join_ranks(config, plan, ranks)
     with Watchdog(ranks, config.stuck_minutes) as watchdog:
         signum = train_together(config, plan, folder, ranks, tokenizer, machine, watchdog)
@@ -102,14 +114,14 @@ def train(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) 
     return signum
 
 
-def evaluate_only(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks) -> int:
+def evaluate_only(config: RunConfig, plan: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """Instead of `train`."""
     tokenizer = join_ranks(config, plan, ranks)
     with Watchdog(ranks, config.stuck_minutes):
         datasets = tokenize(config, tokenizer)
         if plan.resumable is not None:
-            plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
-        size = tell_all(lambda: measure_evaluation(config, datasets["eval_file"]), ranks)
+            plan = load_resumed(plan, choose_whole(plan.resumable, ranks.say), config)
+        size = broadcast_from_main(lambda: measure_evaluation(config, datasets["eval_file"]), ranks)
         hosts = gather_hosts()
         reporters: list[Reporter] = []
         if ranks.is_main:
@@ -121,12 +133,14 @@ def evaluate_only(config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks:
     return 0
 
 
-def join_ranks(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> PreTrainedTokenizerBase:
+def join_ranks(config: RunConfig, plan: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
     """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
     with exit_on_user_error(ranks, speaks=ranks.is_main):
         tokenizer = load_tokenizer(config, plan.source)
     if ranks.local_rank == 0:
-        tokenize(config, tokenizer, ranks.say if ranks.is_main else None)  # the other ranks of the host wait for the process group meanwhile
+        tokenize(
+            config, tokenizer, ranks.say if ranks.is_main else None
+        )  # the other ranks of the host wait for the process group meanwhile
     take_device(ranks)
     choose_interface()
     deepspeed.init_distributed(timeout=PREPARATION_TIMEOUT)
@@ -135,19 +149,23 @@ def join_ranks(config: RunConfig, plan: CheckedRun, ranks: Ranks) -> PreTrainedT
 
 
 def train_together(
-    config: RunConfig, plan: CheckedRun, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig, plan: RunSetup, folder: RunFolder, ranks: Ranks, tokenizer: PreTrainedTokenizerBase,
     machine: Machine | None, watchdog: Watchdog,
 ) -> int:  # fmt: skip
     """The part of a run in which no rank may be missing. machine: what is known of it, on the main rank. Returns as `train`."""
     datasets = tokenize(config, tokenizer)  # finds it done
     if plan.resumable is not None:
-        plan = take_up(plan, choose_whole(plan.resumable, ranks.say), config)
-    plan = replace(plan, bounds=tell_all(lambda: plan.bounds, ranks))  # cards that are not alike may hold other layers
-    horizon, start = tell_all(lambda: compute_horizon(config, plan, datasets), ranks)
+        plan = load_resumed(plan, choose_whole(plan.resumable, ranks.say), config)
+    plan = replace(
+        plan, bounds=broadcast_from_main(lambda: plan.bounds, ranks)
+    )  # cards that are not alike may hold other layers
+    horizon, start = broadcast_from_main(
+        lambda: compute_step_budget(config, plan.layout, datasets, plan.resume_from), ranks
+    )
     hosts = gather_hosts()
     expectation = None
     if ranks.is_main:
-        expectation = foresee_run(config, plan, machine, ranks)
+        expectation = predict_run(config, plan, machine, ranks)
         facts = describe_start(config, plan, horizon, start, datasets, expectation, hosts)
         show_panel(f"{folder.path.name}: training on {ranks.world_size} ranks", facts)
 
@@ -166,8 +184,10 @@ def train_together(
     watchdog.limit_collectives()
     if plan.resume_from is not None:
         load_checkpoint(engine, plan.resume_from, start)
-    train_loader, eval_loader = build_loaders(config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference)
-    totals = Totals(start)
+    train_loader, eval_loader = build_loaders(
+        config, plan.layout, datasets, horizon, module, tokenizer, ranks, reference
+    )
+    totals = RunTotals(start)
     reporters: list[Reporter] = []
     if expectation is not None:
         if config.overwrite_output_dir:
@@ -175,10 +195,12 @@ def train_together(
         prepare_folder(config, plan.source, tokenizer, folder, plan.adapter)
         reporters = [totals, *open_reporters(config, expectation, machine, folder, horizon, start, hosts)]
 
-    clock = StageClock(engine, memory)
+    clock = StageTimer(engine, memory)
     clock.attach()
     telemetry = Telemetry(clock, plan.layout, expectation)
-    loop = TrainingLoop(engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused)
+    loop = TrainingLoop(
+        engine, train_loader, eval_loader, config, horizon, start, folder, reporters, telemetry, watchdog.paused
+    )
     with watchdog.watching(module):
         state = loop.run()
     for reporter in reporters:
@@ -190,16 +212,22 @@ def train_together(
     return loop.signum
 
 
-def foresee_run(config: RunConfig, plan: CheckedRun, machine: Machine | None, ranks: Ranks) -> Expectation:
+def predict_run(config: RunConfig, plan: RunSetup, machine: Machine | None, ranks: Ranks) -> Prediction:
     """What to expect of the run. machine: None when no file describes it."""
     if machine is None:
         ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     device = Device.cuda if has_accelerator() else Device.cpu
-    return expect(config, plan.source.config, plan.bounds, plan.layout, machine, device)
+    return predict(config, plan.source.config, plan.bounds, plan.layout, machine, device)
 
 
 def open_reporters(
-    config: RunConfig, expectation: Expectation, machine: Machine | None, folder: RunFolder, horizon: Horizon, start: TrainerState, hosts: list[str]
+    config: RunConfig,
+    expectation: Prediction,
+    machine: Machine | None,
+    folder: RunFolder,
+    horizon: StepBudget,
+    start: TrainerState,
+    hosts: list[str],
 ) -> list[Reporter]:
     """The run's own file, its loggers, which hear of the plan too, and the bar. Main rank only."""
     known = describe_run(config, hosts)
@@ -211,7 +239,7 @@ def open_reporters(
     return [MetricsFile(folder.metrics, start.step), *loggers, ProgressBar(start.step, horizon.last_step)]
 
 
-def conclude(plan: CheckedRun, folder: RunFolder, state: TrainerState, loop: TrainingLoop, totals: Totals) -> None:
+def conclude(plan: RunSetup, folder: RunFolder, state: TrainerState, loop: TrainingLoop, totals: RunTotals) -> None:
     """Exports what a finished run has made, and says how it ended. Main rank only."""
     if loop.signum:
         title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest"
@@ -224,10 +252,13 @@ def conclude(plan: CheckedRun, folder: RunFolder, state: TrainerState, loop: Tra
 
 def describe_run(config: RunConfig, hosts: list[str]) -> dict[str, Any]:
     """For a logger, and whoever looks at the run later."""
-    return {"config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), "environment": describe_environment(hosts)}
+    return {
+        "config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
+        "environment": describe_environment(hosts),
+    }
 
 
-def tell_all(compute: Callable[[], T], ranks: Ranks) -> T:
+def broadcast_from_main(compute: Callable[[], T], ranks: Ranks) -> T:
     """What rank 0 computes, on every rank: numbers on which all must agree, or they hang."""
     told: list[Any] = [compute() if ranks.is_main else None]
     dist.broadcast_object_list(told, src=0)

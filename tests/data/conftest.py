@@ -28,7 +28,9 @@ def build_tokenizer() -> BuildTokenizer:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        )
         backend.train_from_iterator(TEXT, trainer)
         if puts_bos:
             bos = ("<s>", backend.token_to_id("<s>"))

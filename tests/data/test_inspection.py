@@ -6,12 +6,12 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from data.encoding import Encoding, OnBadRecord
+from data.encoders.encoding import Encoding, OnBadRecord
+from data.encoders.length import LengthPolicy
+from data.encoders.sft import SFTEncoder
 from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
-from data.length import LengthPolicy
-from data.rows import Packing, RowPlan, Rows, prepare_rows
-from data.sft import SFTEncoder
-from data.tokenizing import prepare_dataset
+from data.storage.rows import Packing, RowPlan, Rows, prepare_rows
+from data.storage.tokenizing import prepare_dataset
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
 
@@ -19,7 +19,11 @@ PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BES
 @pytest.fixture(scope="module")
 def path(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspection")
-    records = [{"prompt": "Legs?", "completion": "Eight\x1b[2J."}, {"prompt": "How many legs?", "completion": "8"}, {"prompt": "a"}]
+    records = [
+        {"prompt": "Legs?", "completion": "Eight\x1b[2J."},
+        {"prompt": "How many legs?", "completion": "8"},
+        {"prompt": "a"},
+    ]
     records.append({"prompt": "a", "completion": "legs " * 99})
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     encoding = Encoding(SFTEncoder(), tokenizer, 64, LengthPolicy.DROP, OnBadRecord.SKIP)
@@ -36,7 +40,10 @@ def test_the_report_counts_everything(path: Path) -> None:
     assert "records: 4, of them 1 skipped as bad, 1 dropped, 0 truncated, 0 split" in single
     assert f"tokens a sample: {min(rows.lengths)} to {max(rows.lengths)}" in single
     assert f"target tokens: {targets / tokens:.1%} of all" in single
-    assert f"rows: 2, {tokens / 128:.1%} of max_seq_length=64 filled; data.packing=true would make 1 rows, {tokens / 64:.1%}" in single
+    assert (
+        f"rows: 2, {tokens / 128:.1%} of max_seq_length=64 filled; data.packing=true would make 1 rows, {tokens / 64:.1%}"
+        in single
+    )
     assert f"rows: 1, {tokens / 64:.1%} of max_seq_length=64 filled (packing efficiency)" in packed
     assert "skipped: " in single and "a.jsonl:3: no field 'completion'" in single
 
@@ -56,7 +63,9 @@ def test_a_long_row_is_shortened(tokenizer, tmp_path: Path) -> None:
     encoding = Encoding(SFTEncoder(), tokenizer, 1000)
     path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
     rows = Rows(path, RowPlan(1000), True, True)
-    assert render_row(rows, 0, tokenizer, in_colour=False).endswith(f"\n... and {rows.lengths[0] - MAX_TOKENS_SHOWN} tokens more")
+    assert render_row(rows, 0, tokenizer, in_colour=False).endswith(
+        f"\n... and {rows.lengths[0] - MAX_TOKENS_SHOWN} tokens more"
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=lambda plan: plan.packing)

@@ -8,18 +8,34 @@ import numpy as np
 import pytest
 import torch
 
-from data.encoding import Encoding
-from data.loader import Batch, EvalLoader, LoaderOptions, PlaceholderLoader, TrainLoader, build_eval_loader, build_train_loader
+from data.encoders.encoding import Encoding
+from data.encoders.sft import SFTEncoder
+from data.loader import (
+    Batch,
+    EvalLoader,
+    LoaderOptions,
+    PlaceholderLoader,
+    TrainLoader,
+    build_eval_loader,
+    build_train_loader,
+)
 from data.order import GlobalOrder
-from data.rows import RowPlan
-from data.sft import SFTEncoder
-from data.tokenized import TokenizedDataset
-from data.tokenizing import prepare_dataset
+from data.storage.rows import RowPlan
+from data.storage.tokenized import TokenizedDataset
+from data.storage.tokenizing import prepare_dataset
 
 PAD = 2
 NUM_SAMPLES = 21
 ORDER = GlobalOrder(num_samples=NUM_SAMPLES, global_batch_size=8, seed=1)
-OPTIONS = LoaderOptions(reads_inputs=True, reads_labels=True, dp_rank=0, dp_size=1, micro_batch_size=2, row_plan=RowPlan(60), pad_token_id=PAD)
+OPTIONS = LoaderOptions(
+    reads_inputs=True,
+    reads_labels=True,
+    dp_rank=0,
+    dp_size=1,
+    micro_batch_size=2,
+    row_plan=RowPlan(60),
+    pad_token_id=PAD,
+)
 # dp_size, micro_batch_size, gradient_accumulation_steps of the same global batch
 LAYOUTS = [(1, 2, 4), (1, 8, 1), (2, 2, 2), (4, 2, 1), (2, 1, 4)]
 
@@ -29,7 +45,9 @@ def path(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples that all differ, with lengths and numbers of targets that differ much."""
     assert tokenizer.pad_token_id == PAD
     folder = tmp_path_factory.mktemp("loader")
-    records = [{"prompt": f"{n}" + " legs" * (4 * (n % 7)), "completion": "Paris " * (1 + n % 4)} for n in range(NUM_SAMPLES)]
+    records = [
+        {"prompt": f"{n}" + " legs" * (4 * (n % 7)), "completion": "Paris " * (1 + n % 4)} for n in range(NUM_SAMPLES)
+    ]
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return prepare_dataset(
         [str(folder / "a.jsonl")],
@@ -153,7 +171,9 @@ def test_padding_to_a_fixed_length_and_to_a_cap(path: Path) -> None:
         build_layout(path, 1, 8, 1, pad_to="longst")[0].step_info(0)
 
 
-@pytest.mark.parametrize(("dp_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (2, 4, 0), (2, 4, 2), (4, 3, 0), (1, 64, 0), (4, 16, 0)])
+@pytest.mark.parametrize(
+    ("dp_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (2, 4, 0), (2, 4, 2), (4, 3, 0), (1, 64, 0), (4, 16, 0)]
+)
 def test_evaluation_takes_every_sample_exactly_once(path, data, dp_size, micro_batch_size, num_workers) -> None:
     options = replace(OPTIONS, dp_size=dp_size, micro_batch_size=micro_batch_size, num_workers=num_workers)
     loaders = [build_eval_loader(path, replace(options, dp_rank=rank), NUM_SAMPLES) for rank in range(dp_size)]

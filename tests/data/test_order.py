@@ -60,14 +60,21 @@ def test_permutations_are_as_good_as_random() -> None:
 
 def test_neighbours_do_not_stay_together() -> None:
     places = permute(np.arange(10**6), 10**6, 0, 0)
-    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005 and abs(np.corrcoef(places, np.arange(10**6))[0, 1]) < 0.005
+    assert (
+        abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.005
+        and abs(np.corrcoef(places, np.arange(10**6))[0, 1]) < 0.005
+    )
 
 
 @pytest.mark.parametrize(("dp_size", "micro_batch_size", "accumulation"), [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2)])
 def test_every_layout_reads_the_same_global_batch(dp_size: int, micro_batch_size: int, accumulation: int) -> None:
     for step in (0, 7):
         ids = ORDER.sample_ids(step)
-        read = [micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size) for micro_batch in range(accumulation) for rank in range(dp_size)]
+        read = [
+            micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size)
+            for micro_batch in range(accumulation)
+            for rank in range(dp_size)
+        ]
         assert np.concatenate(read).tolist() == ids.tolist()
         assert {len(part) for part in read} == {micro_batch_size}
 

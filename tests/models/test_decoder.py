@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE, save_llama
+from support.tiny import VOCAB_SIZE, save_llama
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from models.architecture import Layer, build_layers
+from models.architecture import build_layers
+from models.layer import Layer
 
 B, T = 3, 24
 BOUND = 1e-5

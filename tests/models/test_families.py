@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, build_family, save_family
-from model_folders import assert_same_bits, convert, export, load_transformers
 from safetensors.torch import load_file, save_file
+from support.families import FAMILIES, build_family, save_family
+from support.model_folders import assert_same_bits, convert, export, load_transformers
+from support.tiny import VOCAB_SIZE, save_tokenizer
 from test_decoder import BOUND, B, Chain, difference, positions, tokens
-from tiny import VOCAB_SIZE, save_tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from errors import UserError
 from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention, warn_of_length
-from models.loss import build_loss
-from models.vocabulary import SpecialTokens
-from models.weights import open_weights
+from models.losses.cross_entropy import build_loss
+from models.weights.sources import open_weights
+from models.weights.vocabulary import SpecialTokens
 
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 EVERY_FAMILY = pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -96,11 +96,18 @@ def test_names_without_the_models_prefix_are_understood(tmp_path: Path) -> None:
     save_family(tmp_path, "gpt2", tied=True)
     saved = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}
-    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}, tmp_path / "model.safetensors")
+    save_file(
+        {**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)},
+        tmp_path / "model.safetensors",
+    )
     source = open_weights(str(tmp_path))
     layers = build_layers(source.config)
     source.check_complete(layers)
-    read = {layer.hf_prefix + name: tensor for i, layer in enumerate(layers) for name, tensor in source.read_layer(i, layer).items()}
+    read = {
+        layer.hf_prefix + name: tensor
+        for i, layer in enumerate(layers)
+        for name, tensor in source.read_layer(i, layer).items()
+    }
     assert_same_bits(read, saved)
 
 
@@ -130,7 +137,9 @@ def test_and_those_longer_than_rotary_angles_were_made_for_are_told() -> None:
     config = build_family("llama").config
     known = config.max_position_embeddings
     check_length(config, known + 1)
-    assert warn_of_length(config, known) == "" and f"max_seq_length={known + 1} is more than" in warn_of_length(config, known + 1)
+    assert warn_of_length(config, known) == "" and f"max_seq_length={known + 1} is more than" in warn_of_length(
+        config, known + 1
+    )
     assert warn_of_length(build_family("mpt").config, 10**6) == ""
 
 
@@ -138,7 +147,9 @@ def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
     assert {name: choose_attention(build_family(name).config, "auto") for name in ("llama", "gemma2", "mpt")} == {
         "llama": "sdpa", "gemma2": "eager", "mpt": "eager",
     }  # fmt: skip
-    with pytest.raises(UserError, match="attn_implementation=sdpa cannot be used with 'gemma2'; it has eager, flash_attention_2"):
+    with pytest.raises(
+        UserError, match="attn_implementation=sdpa cannot be used with 'gemma2'; it has eager, flash_attention_2"
+    ):
         choose_attention(build_family("gemma2").config, "sdpa")
 
 
@@ -155,7 +166,10 @@ def test_windows_and_caps_bite() -> None:
         ("gemma2", "attn_logit_softcapping", None), ("gemma2", "final_logit_softcapping", None),
     ):  # fmt: skip
         with torch.no_grad():
-            logits, without = (hf_logits(model.eval(), input_ids) for model in (build_family(model_type), build_family(model_type, **{field: off})))
+            logits, without = (
+                hf_logits(model.eval(), input_ids)
+                for model in (build_family(model_type), build_family(model_type, **{field: off}))
+            )
         assert difference(logits, without) > 1e-3, (model_type, field)
 
 
@@ -183,4 +197,7 @@ def test_a_token_that_takes_a_padded_row_is_not_cut_off(tmp_path: Path) -> None:
     with_token = convert(padded, tmp_path / "token", special_tokens=SpecialTokens(extra=("<tool>",)))
     assert open_weights(str(with_token)).config.vocab_size == 384
     back = export(with_token, tmp_path / "back", unpad_vocab=True)
-    assert AutoConfig.from_pretrained(back).vocab_size == AutoTokenizer.from_pretrained(back).convert_tokens_to_ids("<tool>") + 1
+    assert (
+        AutoConfig.from_pretrained(back).vocab_size
+        == AutoTokenizer.from_pretrained(back).convert_tokens_to_ids("<tool>") + 1
+    )

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from distributed import WorkerGroup
-from model_folders import convert
-from tiny import save_llama
+from support.model_folders import convert
+from support.tiny import save_llama
+from support.workers import WorkerGroup
 
 from models.architecture import build_layers
-from models.weights import open_weights
+from models.weights.sources import open_weights
 
 
 class StageWeights(NamedTuple):
@@ -33,7 +33,9 @@ def load_with_deepspeed(hf_dir: Path, checkpoint: Path, num_stages: int) -> Stag
         else LayerSpec(layer.module_class, *layer.args)
         for layer in layers
     ]
-    module = PipelineModule(layers=specs, num_stages=num_stages, partition_method="uniform", loss_fn=lambda output, _: output[0])
+    module = PipelineModule(
+        layers=specs, num_stages=num_stages, partition_method="uniform", loss_fn=lambda output, _: output[0]
+    )
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -60,7 +62,9 @@ def load_with_deepspeed(hf_dir: Path, checkpoint: Path, num_stages: int) -> Stag
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_stock_deepspeed_loads_it(num_stages: int, tied: bool, tmp_path: Path, workers: Callable[[int], WorkerGroup]) -> None:
+def test_stock_deepspeed_loads_it(
+    num_stages: int, tied: bool, tmp_path: Path, workers: Callable[[int], WorkerGroup]
+) -> None:
     expected = save_llama(tmp_path / "hf", tied=tied).state_dict()
     convert(tmp_path / "hf", tmp_path / "pipeline")
     stages = workers(num_stages).run(load_with_deepspeed, tmp_path / "hf", tmp_path / "pipeline", num_stages)

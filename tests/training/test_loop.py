@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from configs import build_config
+from support.configs import build_config
 
 from training import loop
-from training.checkpoint import TrainerState
-from training.horizon import EvalSize, Horizon
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import TrainerState
+from training.distributed.interrupts import Interrupt
+from training.inputs.step_budget import EvalSize, StepBudget
 from training.loop import TrainingLoop
-from training.requests import Request
-from training.run_folder import RunFolder
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
 TARGETS = [10, 30, 20, 5, 5]
@@ -77,31 +77,50 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(*overrides, start=..., last=..., asked={step: request}): (events in order, the engine, the final state)."""
 
     def start(
-        *overrides: str, start: int = 0, last: int = 5, evaluates: bool = False, asked: dict[int, Request] | None = None
+        *overrides: str,
+        start: int = 0,
+        last: int = 5,
+        evaluates: bool = False,
+        asked: dict[int, Interrupt] | None = None,
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         monkeypatch.setattr(
             loop,
             "CheckpointWriter",
             lambda *_: SimpleNamespace(
-                save=lambda state: events.append(f"save {state.step}"), wait=lambda: None, check_room=lambda num_moments: None
+                save=lambda state: events.append(f"save {state.step}"),
+                wait=lambda: None,
+                check_room=lambda num_moments: None,
             ),
         )
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
         requests = SimpleNamespace(
-            start=nothing, close=nothing, saved=nothing, agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Request(nonfinite=nonfinite))
+            start=nothing,
+            close=nothing,
+            saved=nothing,
+            agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
         )
         monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
-        monkeypatch.setattr(loop, "StageProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0"))
-        config, engine = build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides), Engine()
+        monkeypatch.setattr(
+            loop, "NonfiniteProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0")
+        )
+        config, engine = (
+            build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides),
+            Engine(),
+        )
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
-        horizon = Horizon(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
+        horizon = StepBudget(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(
-            start_step=lambda profiled: None, finish_step=nothing, gather=object, describe=lambda measured, tokens_per_second: {}
+            start_step=lambda profiled: None,
+            finish_step=nothing,
+            gather=object,
+            describe=lambda measured, tokens_per_second: {},
         )
-        final = TrainingLoop(engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry).run()
+        final = TrainingLoop(
+            engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry
+        ).run()
         return events, engine, final
 
     return start
@@ -124,7 +143,9 @@ def test_a_line_holds_the_fields_of_the_contract(run) -> None:
 
 
 def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
-    events, _, _ = run("logging_steps=5", "eval_file=e", "eval_steps=2", "save_steps=3", "eval_on_start=true", evaluates=True)
+    events, _, _ = run(
+        "logging_steps=5", "eval_file=e", "eval_steps=2", "save_steps=3", "eval_on_start=true", evaluates=True
+    )
     assert [e if isinstance(e, str) else (e["step"], e.get("eval_loss")) for e in events] == [
         (0, 7.0), (2, 7.0), "save 3", (4, 7.0), (5, None), (5, 7.0), "save 5",
     ]  # fmt: skip
@@ -144,7 +165,9 @@ def test_a_resumed_run_goes_on_in_schedule_and_counts(run) -> None:
     events, second, final = run("logging_steps=1", start=3)
     assert first.rates[3:] == second.rates
     timed = ("tokens_per_second", "step_time")
-    strip = [[{k: v for k, v in e.items() if k not in timed} for e in es if isinstance(e, dict)] for es in (whole, events)]
+    strip = [
+        [{k: v for k, v in e.items() if k not in timed} for e in es if isinstance(e, dict)] for es in (whole, events)
+    ]
     assert strip[0][3:] == strip[1]
     assert final.step == 5 and events[-1] == "save 5"
 
@@ -157,22 +180,32 @@ def test_stopping_early_leaves_the_schedule(run) -> None:
 
 
 def test_a_request_comes_into_force_after_its_step(run) -> None:
-    events, _, final = run("logging_steps=10", "eval_file=e", evaluates=True, asked={2: Request(save=True), 3: Request(stop=True)})
+    events, _, final = run(
+        "logging_steps=10", "eval_file=e", evaluates=True, asked={2: Interrupt(save=True), 3: Interrupt(stop=True)}
+    )
     assert events[0] == "save 2" and final.step == 3
     assert [e if isinstance(e, str) else list(e)[1] for e in events[1:]] == ["loss", "eval_loss", "save 3"]
 
 
 def test_a_signal_leaves_no_time_for_an_evaluation(run) -> None:
-    events, _, final = run("logging_steps=10", "eval_file=e", "eval_steps=1", evaluates=True, asked={1: Request(signum=15)})
+    events, _, final = run(
+        "logging_steps=10", "eval_file=e", "eval_steps=1", evaluates=True, asked={1: Interrupt(signum=15)}
+    )
     assert [e if isinstance(e, str) else list(e)[1] for e in events] == ["loss", "save 1"] and final.step == 1
 
 
-def test_a_skipped_step_counts_for_nothing_but_its_tokens(run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_counts_for_nothing_but_its_tokens(
+    run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     monkeypatch.setattr(f"{__name__}.LOSSES", [4.0, float("nan"), *LOSSES[2:]])
     events, _, final = run("logging_steps=2", "on_nonfinite=skip")
     lines = [event for event in events if isinstance(event, dict)]
-    assert [(line["step"], line["loss"]) for line in lines] == [(2, 4.0), (4, pytest.approx((2 * 20 + 1 * 5) / 25)), (5, 0.5)]
+    assert [(line["step"], line["loss"]) for line in lines] == [
+        (2, 4.0),
+        (4, pytest.approx((2 * 20 + 1 * 5) / 25)),
+        (5, 0.5),
+    ]
     assert final.num_tokens == 1500
     assert (
         "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err)

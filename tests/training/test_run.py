@@ -7,60 +7,14 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cases import Case, mean_loss, relative_difference, train_run
-from distributed import WorkerError, WorkerGroup
 from safetensors.torch import load_file
-from tiny import save_llama, save_records, save_tokenizer
+from support.cases import mean_loss, relative_difference
+from support.runs import eval_dataset, export_of, read_metrics
+from support.workers import WorkerError
 from transformers import AutoModelForCausalLM
-
-from data.tokenized import TokenizedDataset
-
-# Fields that differ from run to run.
-MEASURED = {
-    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble",
-    "imbalance", "predicted_imbalance", "peak_memory",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("runs")
-    for tied in (False, True):
-        save_llama(root / f"tied{tied}", tied=tied)
-        save_tokenizer(root / f"tied{tied}")
-    save_records(root / "train.jsonl", 40)
-    save_records(root / "eval.jsonl", 11, seed=1)  # no multiple of any batch
-    return root
-
-
-@pytest.fixture
-def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., Path]:
-    """run(name, num_stages, world_size, *overrides): a whole run; returns its output_dir."""
-
-    def start(name: str, num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
-        defaults = (
-            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2", "max_grad_norm=1.0",
-            "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
-        )  # fmt: skip
-        case = Case(root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides))
-        workers(world_size).run(train_run, case)
-        return tmp_path / name
-
-    return start
-
-
-def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return records if timed else [{k: v for k, v in r.items() if k not in MEASURED} for r in records]
-
-
-def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(output_dir / "hf" / "model.safetensors")
-
 
 FROM_SCRATCH = (
     "init=random", "+model.model_type=llama", "+model.vocab_size=320", "+model.hidden_size=48", "+model.intermediate_size=80", "+model.num_hidden_layers=4",
@@ -72,7 +26,9 @@ def test_a_model_from_scratch_is_the_same_at_every_layout(run: Callable[..., Pat
     given = (*FROM_SCRATCH, f"tokenizer_name_or_path={root}/tiedFalse")
     one, two = run("one", 1, 1, *given), run("two", 2, 2, *given, "model_name_or_path=/nothing/there")
     for mine, theirs in zip(read_metrics(one), read_metrics(two), strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["grad_norm"] == pytest.approx(
+            theirs["grad_norm"], rel=1e-5
+        )
     assert read_metrics(one)[0]["loss"] == pytest.approx(math.log(320), rel=0.05)  # it knows nothing
     assert AutoModelForCausalLM.from_pretrained(two / "hf").config.hidden_size == 48
 
@@ -86,14 +42,18 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     assert (found["eval_loss"], found["eval_tokens"]) == (trained["eval_loss"], trained["eval_tokens"])
     assert sorted(out.rglob("*")) == sorted([*before, out / "evaluation.json"])  # and nothing else
 
-    other = run("other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf", "logger=tensorboard")
+    other = run(
+        "other", 1, 1, "precision=bf16", "evaluate_only=true", f"model_name_or_path={out}/hf", "logger=tensorboard"
+    )
     found = json.loads((other / "evaluation.json").read_text())
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
     events = EventAccumulator(str(other / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("eval_loss")] == [(0, pytest.approx(found["eval_loss"], rel=1e-6))]
+    assert [(event.step, event.value) for event in events.Scalars("eval_loss")] == [
+        (0, pytest.approx(found["eval_loss"], rel=1e-6))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +61,15 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     [
         (2, 2, False, ()),
         (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
-        pytest.param(1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true"), marks=pytest.mark.full),
+        pytest.param(
+            1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true"), marks=pytest.mark.full
+        ),
     ],
     ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
-def test_resume_continues_exactly(run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]) -> None:
+def test_resume_continues_exactly(
+    run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]
+) -> None:
     whole = run("whole", num_stages, world_size, *overrides, tied=tied)
     run("halves", num_stages, world_size, *overrides, "stop_after_steps=2", tied=tied)
     halves = run("halves", num_stages, world_size, *overrides, "resume=latest", tied=tied)
@@ -130,21 +94,15 @@ def test_a_run_that_died_in_its_export_is_finished(run) -> None:
 
 
 @pytest.mark.parametrize("num_stages, world_size", [(1, 1), (2, 2), (2, 4)], ids=["pp1", "pp2", "pp2xdp2"])
-def test_export_gives_the_reported_eval_loss_in_plain_transformers(run, root: Path, num_stages: int, world_size: int) -> None:
+def test_export_gives_the_reported_eval_loss_in_plain_transformers(
+    run, root: Path, num_stages: int, world_size: int
+) -> None:
     output_dir = run("run", num_stages, world_size)
     reported = read_metrics(output_dir)[-1]
 
     loss, num_targets = mean_loss(AutoModelForCausalLM.from_pretrained(output_dir / "hf"), eval_dataset(root))
     assert reported["eval_tokens"] == num_targets
     assert abs(loss - reported["eval_loss"]) < 1e-4
-
-
-def eval_dataset(root: Path) -> TokenizedDataset:
-    return next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
-
-
-def _open(folder: Path) -> TokenizedDataset | None:
-    return TokenizedDataset(folder, True, True) if folder.is_dir() else None
 
 
 def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -157,7 +115,12 @@ def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer, tied", [("sgd", True), ("adamw", False)])
 def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: str, tied: bool) -> None:
-    overrides = ("precision=bf16", "save_steps=1", f"optimizer={optimizer}", "learning_rate=" + {"sgd": "0.5", "adamw": "1e-3"}[optimizer])
+    overrides = (
+        "precision=bf16",
+        "save_steps=1",
+        f"optimizer={optimizer}",
+        "learning_rate=" + {"sgd": "0.5", "adamw": "1e-3"}[optimizer],
+    )
     plain = run("plain", 2, 2, *overrides, tied=tied)
     offloaded = run("offloaded", 2, 2, *overrides, "offload_optimizer=cpu", tied=tied)
     for a, b in zip(read_metrics(offloaded), read_metrics(plain), strict=True):

@@ -1,0 +1,192 @@
+"""What a person sees of a command: lines, panels, and one bar at a time. On a terminal they fit its width; elsewhere all is plain lines.
+
+Everything that is meant for a person is said here, on stderr as it was when the process started, even after `redirect_to_console` has sent
+the libraries' words elsewhere. A bar that begins takes the place of the one before it and gives it back when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from tqdm import tqdm
+
+_SECONDS_BEFORE_BAR = 1.0  # work that takes less needs none
+_SECONDS_BEFORE_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0  # where there is no terminal
+_WIDTH = 80  # of a terminal that does not say
+_BAR = "{desc} {n_fmt}/{total_fmt}{unit} |{bar}| {remaining} left{postfix}"
+_COUNT = "{desc} {n_fmt}{unit}, {elapsed}"  # of how many is not known
+Item = TypeVar("Item")
+
+_kept: TextIO | None = None
+_alive: list[Progress] = []  # the last of them is to be seen
+
+
+def stream() -> TextIO:
+    """Where the person is."""
+    found = _kept or sys.__stderr__
+    assert found is not None
+    return found
+
+
+def redirect_to_console(log: Path) -> None:
+    """What this process, libraries of other languages included, writes to stdout and stderr goes to `log`; what is said here does not."""
+    global _kept
+    _kept = open(os.dup(stream().fileno()), "w", buffering=1, errors="backslashreplace")
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def is_terminal() -> bool:
+    return stream().isatty()
+
+
+def measure_width(of: TextIO) -> int | None:
+    """Columns of the terminal that is written to; None where there is no terminal, and nothing needs to fit."""
+    if not of.isatty():
+        return None
+    try:
+        return os.get_terminal_size(of.fileno()).columns or _WIDTH
+    except OSError:
+        return _WIDTH
+
+
+def fit(text: str, width: int | None, indent: str = "  ") -> str:
+    """Breaks lines between words where they are longer than `width`, and indents what follows. A path is never broken, so it can be copied."""
+    if width is None:
+        return text
+    return "\n".join(line if len(line) <= width else _wrap(line, width, indent) for line in text.split("\n"))
+
+
+def _wrap(line: str, width: int, indent: str, first: str = "") -> str:
+    return textwrap.fill(
+        line,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+def say(text: str) -> None:
+    """Lines, above the bar if there is one."""
+    _write(fit(text, measure_width(stream())))
+
+
+def _write(text: str) -> None:
+    with tqdm.external_write_mode(file=stream()):
+        print(text, file=stream(), flush=True)
+
+
+def say_last(text: str) -> None:
+    """Says it after all else: no bar comes behind it, however the process ends."""
+    for progress in reversed(list(_alive)):
+        progress.end()
+    say(text)
+
+
+def show_panel(title: str, facts: Mapping[str, str]) -> None:
+    """A title over named facts. Without a terminal a line each, `name: fact`."""
+    rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
+    _write(render_panel(title, facts, measure_width(stream()), rule))
+
+
+def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:
+    """Rules above and below but not beside, so that a path or a command can be copied."""
+    if width is None:
+        return "\n".join([title, *(f"{name}: {fact}" for name, fact in facts.items())])
+    longest = max(map(len, facts))
+    lines = [f"{rule * 2} {title} ".ljust(width, rule)]
+    lines += [_wrap(fact, width, " " * (longest + 3), f" {name:<{longest}}  ") for name, fact in facts.items()]
+    return "\n".join([*lines, rule * width])
+
+
+class Progress:
+    """How far a piece of work is: a bar on a terminal; elsewhere a line now and then, when it takes long."""
+
+    def __init__(
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "",
+        done: float = 0,
+        shown: bool = True,
+        stays: bool = False,
+    ) -> None:
+        """unit: "B" is scaled. shown: False on a rank that keeps quiet. stays: the bar is left on the screen at the end."""
+        self._what, self._total, self._unit, self._done, self._shown = what, total, unit, done, shown
+        self._next_line = time.monotonic() + _SECONDS_BEFORE_LINE
+        self._bar: tqdm | None = None
+        if shown and is_terminal():
+            below = [other._bar for other in _alive if other._bar is not None]
+            for bar in below:
+                bar.clear()
+                bar.disable = True
+            self._bar = tqdm(
+                desc=what, total=total, unit=unit if unit == "B" else f" {unit}" if unit else "", unit_scale=unit == "B", initial=done, leave=stays,
+                file=stream(), dynamic_ncols=True, miniters=1, position=0, delay=0 if below or stays else _SECONDS_BEFORE_BAR,
+                bar_format=_COUNT if total is None else _BAR,
+            )  # fmt: skip
+        _alive.append(self)
+
+    def advance(self, count: float = 1) -> None:
+        self.reach(self._done + count)
+
+    def reach(self, done: float, total: float | None = None) -> None:
+        """total: where it was not known before."""
+        self._done, self._total = done, total or self._total
+        if self._bar is not None:
+            if self._total != self._bar.total:
+                self._bar.total, self._bar.bar_format = self._total, _BAR
+            self._bar.update(done - self._bar.n)
+        elif self._shown and (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            say(f"{self._what}: {self._describe()}")
+
+    def _describe(self) -> str:
+        done, total = (
+            f"{tqdm.format_sizeof(n)}B" if self._unit == "B" else f"{n:,} {self._unit}".strip()
+            for n in (self._done, self._total or 0)
+        )
+        return f"{self._done / self._total:.0%} of {total}" if self._total else done
+
+    def follow(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, each of them counted when the next is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
+    def note(self, text: str) -> None:
+        """Figures behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+
+    def end(self) -> None:
+        if self not in _alive:
+            return
+        _alive.remove(self)
+        if self._bar is not None:
+            self._bar.close()
+            below = next((other._bar for other in reversed(_alive) if other._bar is not None), None)
+            if below is not None:
+                below.disable = False
+                below.refresh()
+
+
+@contextmanager
+def progress(what: str, total: float | None = None, unit: str = "", shown: bool = True) -> Iterator[Progress]:
+    """For the block's duration; arguments as of `Progress`."""
+    shows = Progress(what, total, unit, shown=shown)
+    try:
+        yield shows
+    finally:
+        shows.end()

@@ -1,0 +1,222 @@
+"""Conversations: `chat template up to an assistant turn | the turn up to its end token | ... | the last one`.
+
+Loss is on assistant turns alone, each with its end token; system, user and tool turns are masked. Three layouts of a record
+are read, told apart by its fields: `messages` (role, content), ShareGPT's `conversations` (from, value), and Alpaca's
+`instruction`, `input`, `output`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos
+from errors import UserError
+
+ASSISTANT = "assistant"
+# role -> what it may stand behind; "" is the start.
+PREDECESSORS = {
+    "system": ("",),
+    "developer": ("", "system"),
+    "user": ("", "system", "developer", ASSISTANT),
+    ASSISTANT: ("user", "tool"),
+    "tool": (ASSISTANT, "tool"),
+}
+SHAREGPT_FIELD = "conversations"
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "function_call": ASSISTANT,
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+ALPACA_FIELDS = ("instruction", "output")
+
+
+@dataclass(frozen=True)
+class ChatEncoder(PieceEncoder):
+    """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. A field `tools` goes to the chat template."""
+
+    messages_field: str = "messages"
+
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
+        get_eos(tokenizer)  # there is one
+        return split_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
+
+    def _read_messages(self, record: dict, location: str) -> object:
+        if self.messages_field in record:
+            return record[self.messages_field]
+        if SHAREGPT_FIELD in record:
+            return read_sharegpt(record, location)
+        if all(field in record for field in ALPACA_FIELDS):
+            return read_alpaca(record, location)
+        present = ", ".join(f"'{field}'" for field in record) or "no fields"
+        raise UserError(
+            f"{location}: no field '{self.messages_field}', nor those of ShareGPT ('{SHAREGPT_FIELD}') or Alpaca"
+            f" ('instruction', 'output'); the record has {present}; set data.messages_field"
+        )
+
+
+def read_sharegpt(record: dict, location: str) -> object:
+    """`[{"from": "human", "value": ...}, ...]` as messages; a `system` field beside them is the first."""
+    turns = record[SHAREGPT_FIELD]
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns
+    ):
+        raise UserError(
+            f"{location}: {SHAREGPT_FIELD} must be a list of objects with a from and a value; mend or remove the record"
+        )
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for number, turn in enumerate(turns, start=1):
+        role = SHAREGPT_ROLES.get(check_text(turn["from"], f"{location}: turn {number}: from"))
+        if role is None:
+            raise UserError(
+                f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; mend or remove the record"
+            )
+        messages.append({"role": role, "content": turn["value"]})
+    return messages
+
+
+def read_alpaca(record: dict, location: str) -> list[dict]:
+    """`instruction`, with `input` below it where there is any, and `output`, as one question and its answer."""
+    instruction, output = (check_text(record[field], f"{location}: field '{field}'") for field in ALPACA_FIELDS)
+    given = check_text(record.get("input") or "", f"{location}: field 'input'")
+    question = f"{instruction}\n\n{given}" if given.strip() else instruction
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    return [*messages, {"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
+
+
+def split_messages(
+    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None, first_target: int = 0
+) -> list[Piece]:
+    """The pieces of a conversation; `tools` are the descriptions that the template shows the model. first_target: the message before which
+    assistant turns are no targets."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{location}: the record holds messages, but the tokenizer has no chat template; use the tokenizer of a"
+            " chat model, or records with a prompt and a completion"
+        )
+    turns = _check_messages(messages, location)
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; mend or remove the record")
+    pieces = _split_conversation(turns, location, tokenizer, tools, first_target)
+    # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
+    # history into one that the template never shows the model when it generates.
+    last, _ = pieces[-1]
+    if not isinstance(last, str) or not last.endswith(tokenizer.eos_token):
+        pieces.append(([get_eos(tokenizer)], True))
+    return pieces
+
+
+def _check_messages(messages: object, location: str) -> list[dict]:
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{location}: messages must be a list of objects with a role and a content; mend or remove the record"
+        )
+    before = ""
+    for number, message in enumerate(messages, start=1):
+        before = _check_message(message, before, f"{location}: message {number}")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise UserError(f"{location}: no assistant turn among the messages, so no target; remove the record")
+    return messages
+
+
+def _check_message(message: object, before: str, where: str) -> str:
+    """The role of a message that stands behind one of role `before`."""
+    if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise UserError(f"{where} must be an object with a role and a content; mend or remove the record")
+    role = check_text(message["role"], f"{where}: role")
+    if role not in PREDECESSORS:
+        raise UserError(
+            f"{where} has the role '{role}'; known are {', '.join(PREDECESSORS)}; mend or remove the record"
+        )
+    calls = message.get("tool_calls")
+    content = (
+        "" if calls and message.get("content") is None else check_text(message.get("content"), f"{where}: content")
+    )
+    if role == ASSISTANT and not content.strip() and not calls:
+        raise UserError(f"{where} is an empty assistant turn; fill it or remove the record")
+    if role == ASSISTANT and not before:
+        raise UserError(f"{where} is an assistant turn; put the turn that it answers before it")
+    if before not in PREDECESSORS[role]:
+        allowed = " or ".join(name or "nothing" for name in PREDECESSORS[role])
+        article = "an" if role == ASSISTANT else "a"
+        raise UserError(
+            f"{where} is {article} {role} turn behind {before or 'nothing'}, where only {allowed} may stand; mend the order, join"
+            " the turns, or remove the record"
+        )
+    return role
+
+
+def _split_conversation(
+    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, first_target: int
+) -> list[Piece]:
+    """Cut the rendered conversation before each assistant turn and after its end token.
+
+    Turns after the last assistant turn are dropped: nothing is trained on them. What a template writes after the end
+    token (a newline, as a rule) is masked: the model stops at the token and never generates it.
+    """
+    pieces: list[Piece] = []
+    done = ""
+    for index, turn in enumerate(turns):
+        if turn["role"] != ASSISTANT:
+            continue
+        before = _render(turns[:index], location, tokenizer, tools, add_generation_prompt=True)
+        after = _render(turns[: index + 1], location, tokenizer, tools, add_generation_prompt=False)
+        if not after.startswith(before):
+            raise UserError(
+                f"{location}: message {index + 1}: the chat template rewrites earlier turns, so the text of the"
+                " assistant turn cannot be told from its prompt; use another template, or one record a turn"
+            )
+        if not before.startswith(done):
+            pieces, done = _keep_shown(pieces, done, before, tokenizer)
+        target = _cut_after_eos(after[len(before) :], tokenizer)
+        pieces += [(before[len(done) :], False), (target, index >= first_target)]
+        done = before + target
+    return pieces
+
+
+def _keep_shown(
+    pieces: list[Piece], done: str, before: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Piece], str]:
+    """The pieces, and their text, as the template shows them once there are more turns: `before`.
+
+    Phi-3's ends a conversation, and no turn, with the eos token: the last piece goes without. Qwen 3's and others leave the thoughts of earlier
+    turns out: what the model is shown then was never its target, so none of it is one.
+    """
+    shorter = done.removesuffix(str(tokenizer.eos_token))
+    if not before.startswith(shorter):
+        return [], ""
+    text, is_target = pieces[-1]
+    assert isinstance(text, str)
+    return [*pieces[:-1], (text.removesuffix(str(tokenizer.eos_token)), is_target)], shorter
+
+
+def _cut_after_eos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    head, eos, tail = text.rpartition(tokenizer.eos_token)
+    return head + eos if eos and not tail.strip() else text
+
+
+def _render(
+    turns: Sequence[dict],
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list | None,
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{location}: the chat template refuses the messages: {reason}; mend or remove the record"
+        ) from None

@@ -1,0 +1,123 @@
+"""From a batch of records to the columns of a tokenized folder."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.length import LengthPolicy, fit_pair, fit_sample
+from data.encoders.sample import Encoder, Pair, Sample, count_targets
+from data.encoders.segments import PieceEncoder, tokenize_pieces
+from data.sources.formats import RawRecord
+from data.sources.records import parse_record
+from data.storage.cache import compute_cache_key
+from data.storage.summary import BatchCounts
+from errors import UserError
+
+
+class OnBadRecord(StrEnum):
+    """`stop` ends the run with the record's place and problem; `skip` leaves it out and counts it."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+
+    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one first.
+    """
+
+    encoder: Encoder
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int | None
+    length_policy: LengthPolicy = LengthPolicy.TRUNCATE
+    on_bad_record: OnBadRecord = OnBadRecord.STOP
+    samples_per_record: int = 1
+
+    def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
+        options = {
+            "max_seq_length": self.max_seq_length,
+            "length_policy": str(self.length_policy),
+            "on_bad_record": str(self.on_bad_record),
+            "samples_per_record": self.samples_per_record,
+        }
+        return compute_cache_key(sources, self.encoder, self.tokenizer, options)
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """columns: input_ids and labels, the samples end to end, and length and num_targets of each; int32."""
+
+    columns: dict[str, np.ndarray]
+    counts: BatchCounts
+
+
+def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
+    """Raises UserError for a bad record, unless such are skipped."""
+    counts = BatchCounts(num_records=len(records))
+    input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
+    for location, encoded in _encode_records(records, encoding, counts):
+        limits = location, encoding.length_policy, encoding.max_seq_length
+        try:
+            fitted, of_lengths = (
+                fit_pair(encoded, *limits) if isinstance(encoded, tuple) else fit_sample(encoded, *limits)
+            )
+        except UserError as error:
+            _handle_bad_record(error, encoding, counts)
+            continue
+        counts.lengths.add(of_lengths)
+        for piece in fitted:
+            input_ids.fromlist(piece["input_ids"])
+            labels.fromlist(piece["labels"])
+            lengths.append(len(piece["input_ids"]))
+            num_targets.append(count_targets(piece["labels"]))
+    columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
+    return EncodedBatch({name: np.array(values, np.int32) for name, values in columns.items()}, counts)
+
+
+def _encode_records(
+    records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts
+) -> Iterator[tuple[str, Sample | Pair]]:
+    """(location, sample or pair) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+    encoder, tokenizer = encoding.encoder, encoding.tokenizer
+    encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
+    encoded: list[Any] = []  # samples, or what is to be tokenized
+    locations = []
+    for record in records:
+        try:
+            if record.problem is not None:
+                raise UserError(record.problem)
+            made = encode(parse_record(record.location, record.text), record.location, tokenizer)
+            if isinstance(made, tuple) != (encoding.samples_per_record == 2):
+                raise UserError(
+                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, and one sample otherwise"
+                )
+            encoded.append(made)
+        except UserError as error:
+            _handle_bad_record(error, encoding, counts)
+            continue
+        locations.append(record.location)
+    samples: Sequence[Sample | Pair] = (
+        _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+    )
+    return zip(locations, samples, strict=True)
+
+
+def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample | Pair]:
+    """Samples of pieces, and pairs of pairs of pieces."""
+    if not encoded or not isinstance(encoded[0], tuple):
+        return tokenize_pieces(encoded, tokenizer)
+    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer)
+    return list(zip(samples[::2], samples[1::2], strict=True))
+
+
+def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:
+    if encoding.on_bad_record is OnBadRecord.STOP:
+        raise error
+    counts.add_skipped(str(error))

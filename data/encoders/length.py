@@ -1,0 +1,136 @@
+"""What becomes of a sample that is longer than a row. T is `max_seq_length`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from data.encoders.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
+from errors import UserError
+
+
+class LengthPolicy(StrEnum):
+    """`truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of its
+    own that starts with the last token of the piece before."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    SPLIT = "split"
+
+
+@dataclass
+class LengthCounts:
+    """What the policy has done; targets are counted after the shift."""
+
+    num_truncated: int = 0
+    num_dropped: int = 0
+    num_split: int = 0
+    num_lost_tokens: int = 0
+    num_lost_targets: int = 0
+
+    def add(self, other: "LengthCounts") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def describe(self) -> str:
+        """For the log; empty when every sample fitted."""
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.num_truncated, "samples truncated"),
+                (self.num_dropped, "samples too long and dropped"),
+                (self.num_split, "samples split"),
+            )
+            if count
+        ]
+        if parts:
+            parts.append(f"{self.num_lost_tokens:,} tokens lost by it ({self.num_lost_targets:,} of them targets)")
+        return ", ".join(parts)
+
+
+def fit_sample(
+    sample: Sample, location: str, policy: LengthPolicy, max_seq_length: int | None
+) -> tuple[list[Sample], LengthCounts]:
+    """The samples of at most `max_seq_length` tokens (None: of any length) that a sample becomes.
+
+    None of them has a label on its first token, which nothing predicts. A piece without a target is left out and counted.
+    Raises `UserError` for a sample without a target, and for one whose targets are all cut away by `truncate`.
+    """
+    length, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
+    if length != len(sample["labels"]):
+        raise UserError(
+            f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; one for each is needed"
+        )
+    if num_targets == 0:
+        raise UserError(f"{location}: no token of the record carries loss; mend or remove it")
+    if max_seq_length is None or length <= max_seq_length:
+        return [_cut(sample, 0, length)], LengthCounts()
+    starts = {
+        LengthPolicy.DROP: [],
+        LengthPolicy.TRUNCATE: [0],
+        LengthPolicy.SPLIT: _list_starts(length, max_seq_length),
+    }[policy]
+    kept: list[Sample] = []
+    num_kept_tokens = end = 0
+    for start in starts:
+        piece = _cut(sample, start, start + max_seq_length)
+        if count_targets(piece["labels"]) == 0:
+            continue
+        kept.append(piece)
+        stop = start + len(piece["input_ids"])
+        num_kept_tokens += stop - max(start, end)  # a token that two pieces share counts once
+        end = stop
+    if not kept and policy is LengthPolicy.TRUNCATE:
+        raise UserError(_describe_lost(sample, location, max_seq_length))
+    return kept, LengthCounts(
+        num_truncated=int(policy is LengthPolicy.TRUNCATE),
+        num_dropped=int(policy is LengthPolicy.DROP),
+        num_split=int(policy is LengthPolicy.SPLIT),
+        num_lost_tokens=length - num_kept_tokens,
+        num_lost_targets=num_targets - sum(count_targets(piece["labels"]) for piece in kept),
+    )
+
+
+def fit_pair(
+    pair: Pair, location: str, policy: LengthPolicy, max_seq_length: int | None
+) -> tuple[list[Sample], LengthCounts]:
+    """As `fit_sample` does, but both samples or none.
+
+    Raises `UserError` also where the two do not differ in what is kept of them.
+    """
+    fitted, counts = [], LengthCounts()
+    for sample in pair:
+        kept, of_sample = fit_sample(sample, location, policy, max_seq_length)
+        fitted += kept
+        counts.add(of_sample)
+    if len(fitted) < len(pair):
+        for sample in fitted:  # its other one is dropped
+            counts.add(
+                LengthCounts(
+                    num_dropped=1,
+                    num_lost_tokens=len(sample["input_ids"]),
+                    num_lost_targets=count_targets(sample["labels"]),
+                )
+            )
+        return [], counts
+    if fitted[0] == fitted[1]:
+        raise UserError(
+            f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; raise it, or remove the record"
+        )
+    return fitted, counts
+
+
+def _list_starts(length: int, max_seq_length: int) -> Sequence[int]:
+    return range(0, length - OVERLAP, max(1, max_seq_length - OVERLAP))
+
+
+def _cut(sample: Sample, start: int, stop: int) -> Sample:
+    labels = [IGNORE_INDEX, *sample["labels"][start + 1 : stop]]
+    return Sample(input_ids=sample["input_ids"][start:stop], labels=labels)
+
+
+def _describe_lost(sample: Sample, location: str, max_seq_length: int) -> str:
+    prompt_length = next(i for i, label in enumerate(sample["labels"]) if label != IGNORE_INDEX)
+    return (
+        f"{location}: the prompt has {prompt_length} tokens and max_seq_length is {max_seq_length}, so no token of the"
+        " completion is left to train on; raise max_seq_length, set data.length_policy=drop, or shorten or remove the record"
+    )

@@ -1,0 +1,91 @@
+"""Preferences: one prompt and two answers, of which the first was preferred; each answer is a sample, and the two stay together.
+
+Text:      `[bos] prompt_template(prompt) | chosen eos` and `[bos] prompt_template(prompt) | rejected eos`, targets behind the bar.
+Messages:  the conversation up to the answers by the tokenizer's chat template, and in the answers assistant turns alone are targets.
+
+Prompt and answers may each be a text or a list of messages; a text among messages is what the user asks, or what the assistant answers.
+Answers that are whole conversations, from their first turn, need no prompt: it is the turns that both have in common.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.chat import ASSISTANT, split_messages
+from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields
+from data.encoders.sft import check_template, split_completion
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class PreferenceEncoder(PieceEncoder):
+    """Records with a prompt, a chosen and a rejected answer. A field `tools` goes to the chat template."""
+
+    prompt_field: str = "prompt"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    prompt_template: str = "{prompt}\n"
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template)
+
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
+        """The pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or nothing is preferred."""
+        get_eos(tokenizer)  # there is one
+        prompt, *answers = self._read_fields(record, location)
+        for field, answer in zip((self.chosen_field, self.rejected_field), answers):
+            if (
+                not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip()
+            ) or not answer:
+                raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
+        if answers[0] == answers[1]:
+            raise UserError(
+                f"{location}: fields '{self.chosen_field}' and '{self.rejected_field}' are the same, so nothing is preferred; mend or remove the record"
+            )
+        if not isinstance(prompt, list):
+            check_text(prompt, f"{location}: field '{self.prompt_field}'")
+            if all(isinstance(answer, str) for answer in answers):
+                chosen, rejected = (
+                    split_completion(self.prompt_template, prompt, answer, tokenizer) for answer in answers
+                )
+                return chosen, rejected
+        turns = _as_messages(prompt, "user")
+        chosen, rejected = (
+            _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, record.get("tools"))
+            for answer in answers
+        )
+        return chosen, rejected
+
+    def _read_fields(self, record: dict, location: str) -> list:
+        """[prompt, chosen, rejected], the answers without what belongs to the prompt."""
+        named = {
+            "data.prompt_field": self.prompt_field,
+            "data.chosen_field": self.chosen_field,
+            "data.rejected_field": self.rejected_field,
+        }
+        whole: list[Any] = [record.get(field) for field in (self.chosen_field, self.rejected_field)]
+        if not all(_is_conversation(answer) for answer in whole):
+            return get_fields(record, named, location)
+        shared = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1], zip(*whole))]
+        return [shared, *(answer[len(shared) :] for answer in whole)] if whole[0] != whole[1] else [[], *whole]
+
+
+def _is_conversation(answer: object) -> bool:
+    """Whether an answer begins with a turn that is none of the assistant's."""
+    return (
+        isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ASSISTANT
+    )
+
+
+def _as_messages(value: str | list, role: str) -> list:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _split_answer(
+    prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, tools: object
+) -> list[Piece]:
+    """The pieces of the conversation, those of assistant turns in the prompt no targets."""
+    return split_messages([*prompt, *answer], location, tokenizer, tools, first_target=len(prompt))

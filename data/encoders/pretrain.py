@@ -1,0 +1,23 @@
+"""Raw text: `[bos] text eos`, all of it trained on. Documents are laid end to end and cut where a row is full."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class PretrainEncoder(PieceEncoder):
+    """Records with a text field; a plain text file is one record with the field `text`."""
+
+    text_field: str = "text"
+
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The document of one record. Raises `UserError` naming `location` when the field is missing, empty or not text."""
+        (value,) = get_fields(record, {"data.text_field": self.text_field}, location)
+        text = check_text(value, f"{location}: field '{self.text_field}'")
+        if not text.strip():
+            raise UserError(f"{location}: field '{self.text_field}' is empty; fill it or remove the record")
+        return [(leading_bos(tokenizer), True), (text, True), ([get_eos(tokenizer)], True)]

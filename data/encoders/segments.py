@@ -1,0 +1,96 @@
+"""Text in pieces, tokenized so that no token straddles the place where loss begins or ends.
+
+Pieces are tokenized separately: that is where generation starts too. Targets are marked by their place and never by their
+id, so a tokenizer whose pad token is its eos token trains the end token like any other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.sample import IGNORE_INDEX, Pair, Sample
+from errors import UserError
+
+Piece = tuple[str | list[int], bool]  # text or token ids, is a target
+
+
+class PieceEncoder(ABC):
+    """An encoder that says what the pieces are and leaves it to others to tokenize them, many records at a time."""
+
+    @abstractmethod
+    def split(
+        self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase
+    ) -> list[Piece] | tuple[list[Piece], list[Piece]]:
+        """The pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming `location` for a record that cannot be read."""
+
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
+        pieces = self.split(record, location, tokenizer)
+        if isinstance(pieces, tuple):
+            chosen, rejected = tokenize_pieces(pieces, tokenizer)
+            return chosen, rejected
+        return tokenize_pieces([pieces], tokenizer)[0]
+
+
+@lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
+def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the eos token. Raises `UserError` when there is none."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos token, so no end of a completion can be trained; add one to it")
+    return tokenizer.eos_token_id
+
+
+def check_text(value: object, where: str) -> str:
+    """`value`, if it is text. Raises `UserError` naming `where` if it is not."""
+    if not isinstance(value, str):
+        raise UserError(f"{where} must be text, not {type(value).__name__}; mend or remove the record")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{where} holds half of a surrogate pair, no character; mend or remove the record") from None
+    return value
+
+
+def get_fields(record: dict, named: dict[str, str], location: str) -> list[object]:
+    """The values of the fields that config keys name (key -> field). Raises `UserError` with what the record has instead."""
+    missing = {key: field for key, field in named.items() if field not in record}
+    if missing:
+        present = ", ".join(f"'{field}'" for field in record) or "no fields"
+        raise UserError(
+            f"{location}: no field '{next(iter(missing.values()))}'; the record has {present}; set {' and '.join(missing)}"
+        )
+    return [record[field] for field in named.values()]
+
+
+def tokenize_pieces(records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The samples of several records. One call of the tokenizer: it works on many texts at once, in threads."""
+    texts = [piece for pieces in records for piece, _ in pieces if isinstance(piece, str)]
+    # verbose=False: a text longer than the model's maximum is cut and counted later, no need for the tokenizer to warn.
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
+    return [
+        _join([(next(tokenized) if isinstance(piece, str) else piece, is_target) for piece, is_target in pieces])
+        for pieces in records
+    ]
+
+
+def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
+    input_ids: list[int] = []
+    labels: list[int] = []
+    for token_ids, is_target in segments:
+        input_ids += token_ids
+        labels += token_ids if is_target else [IGNORE_INDEX] * len(token_ids)
+    return Sample(input_ids=input_ids, labels=labels)
+
+
+@lru_cache(maxsize=1)
+def _bos_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    # Not of an empty text: where bos and eos are one token, a tokenizer that only appends eos would seem to put bos.
+    first = tokenizer("a")["input_ids"][0]
+    return (first,) if first == tokenizer.bos_token_id else ()
+
+
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The bos token where the tokenizer puts one itself."""
+    return list(_bos_of(tokenizer))

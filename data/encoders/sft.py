@@ -1,0 +1,50 @@
+"""Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss behind the bar, the end token included."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.chat import split_messages
+from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
+from errors import UserError
+
+PROMPT_SLOT = "{prompt}"
+
+
+@dataclass(frozen=True)
+class SFTEncoder(PieceEncoder):
+    """Records with a prompt and a completion field, or with `messages`; one that has all is read as the former."""
+
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    messages_field: str = "messages"
+    prompt_template: str = "{prompt}\n"
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template)
+
+    def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+        """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
+        get_eos(tokenizer)  # there is one
+        fields = (self.prompt_field, self.completion_field)
+        if self.messages_field in record and not all(field in record for field in fields):
+            return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
+        named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
+        texts = [
+            check_text(value, f"{location}: field '{field}'")
+            for field, value in zip(fields, get_fields(record, named, location))
+        ]
+        prompt, completion = texts
+        if not completion.strip():
+            raise UserError(f"{location}: field '{self.completion_field}' is empty; fill it or remove the record")
+        return split_completion(self.prompt_template, prompt, completion, tokenizer)
+
+
+def check_template(template: str) -> None:
+    if PROMPT_SLOT not in template:
+        raise UserError(f"data.prompt_template={template!r} has no {PROMPT_SLOT}; write it where the prompt goes")
+
+
+def split_completion(template: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    text = template.replace(PROMPT_SLOT, prompt)  # not str.format: prompts and templates may hold braces of their own
+    return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([get_eos(tokenizer)], True)]

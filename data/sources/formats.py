@@ -1,0 +1,248 @@
+"""One reader a file format, told by the file's name: records as JSON text with the place where they stand.
+
+    .parquet                  a record a row
+    .csv .tsv                 a record a row, the fields named by the first line
+    .txt .text .md            one record, {"text": the whole file}
+    .json                     an array of objects, or JSON lines
+    anything else             JSON lines
+
+All but Parquet may be compressed: `.gz`, `.zst`. What spoils one record (a line that is not UTF-8) is told in its `problem`;
+what spoils the file (a damaged archive, a broken array) raises `UserError`.
+"""
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from errors import UserError
+
+UTF8_BOM = b"\xef\xbb\xbf"
+COMPRESSIONS = (".gz", ".zst")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+# A field of a CSV file may be a whole document; the module's own limit is 128 KiB.
+MAX_CSV_FIELD = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class RawRecord:
+    """location: what an error message names (`train.jsonl:12`). problem: the message where the record cannot be read."""
+
+    location: str
+    text: str = ""
+    problem: str | None = None
+
+
+def read_file(path: str) -> Iterator[RawRecord]:
+    """Every record of a file, in order; blank lines are none."""
+    kind, compression = _split_suffixes(path)
+    if kind == ".parquet":
+        if compression:
+            raise UserError(f"{path}: Parquet is compressed inside already; decompress the file")
+        return _read_parquet(path)
+    if kind in SEPARATORS:
+        return _read_table(path, SEPARATORS[kind])
+    if kind in TEXT_SUFFIXES:
+        return _read_text(path)
+    if kind == ".json" and _holds_array(path):
+        return _read_array(path)
+    return _read_lines(path)
+
+
+def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
+    """From the size of the file and from what the first records (of this file, or of one like it) are long; exact where the format says it."""
+    kind, compression = _split_suffixes(path)
+    if kind in TEXT_SUFFIXES:
+        return 1
+    if kind == ".parquet":
+        try:
+            return parquet.read_metadata(path).num_rows
+        except (pyarrow.ArrowException, OSError):
+            return 0  # whoever reads it says what is wrong with it
+    texts = [record.text for record in first]
+    if kind in SEPARATORS:  # the names of the fields are not in each row
+        texts = [SEPARATORS[kind].join(map(str, json.loads(text).values())) for text in texts if text]
+    mean = sum(len(text.encode()) + 1 for text in texts) / max(1, len(texts))
+    return os.path.getsize(path) * _estimate_expansion(path, compression) / max(1, mean)
+
+
+def _estimate_expansion(path: str, compression: str) -> float:
+    """Bytes of text a byte of the file, by its beginning."""
+    if not compression:
+        return 1
+    with open(path, "rb") as file:
+        head = file.read(2**20)
+    read = 0
+    with suppress(EOFError, OSError), io.BytesIO(head) as cut_off:
+        stream = (
+            gzip.GzipFile(fileobj=cut_off) if compression == ".gz" else pyarrow.CompressedInputStream(cut_off, "zstd")
+        )
+        while text := stream.read(2**16):
+            read += len(text)
+    return read / max(1, len(head))
+
+
+def _split_suffixes(path: str) -> tuple[str, str]:
+    """(".jsonl", ".gz") of a.jsonl.gz; "" for what is not there."""
+    suffixes = ["", *(suffix.lower() for suffix in Path(path).suffixes)]
+    compression = suffixes.pop() if suffixes[-1] in COMPRESSIONS else ""
+    return suffixes[-1] if suffixes else "", compression
+
+
+@contextmanager
+def _open(path: str) -> Iterator[gzip.GzipFile | io.BufferedReader]:
+    """The file's bytes, decompressed. Raises UserError when they cannot be had."""
+    try:
+        if path.lower().endswith(".gz"):
+            file: gzip.GzipFile | io.BufferedReader = gzip.open(path, "rb")
+        elif path.lower().endswith(".zst"):
+            file = io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+        else:
+            file = open(path, "rb")
+        with file:
+            yield file
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read: {str(error).rstrip('.')}; the file is damaged or cut off, copy it again"
+        ) from None
+
+
+def _read_lines(path: str) -> Iterator[RawRecord]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            location = f"{path}:{number}"
+            record = _decode(line.removeprefix(UTF8_BOM) if number == 1 else line, location)
+            if record.problem or record.text.strip():
+                yield record
+
+
+def _decode(line: bytes, location: str) -> RawRecord:
+    try:
+        return RawRecord(location, line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        problem = f"{location}: not UTF-8 text (byte 0x{byte:02x} at position {error.start}); convert the file to UTF-8"
+        return RawRecord(location, problem=problem)
+
+
+def _holds_array(path: str) -> bool:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            text = (line.removeprefix(UTF8_BOM) if number == 1 else line).strip()
+            if text:
+                return text.startswith(b"[")
+    return False
+
+
+def _read_array(path: str) -> Iterator[RawRecord]:
+    text = _read_whole(path)
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise UserError(f"{path}:{line}: not valid JSON: {describe_json_error(error)}; mend the file") from None
+    for number, record in enumerate(records, start=1):
+        yield RawRecord(f"{path}: record {number}", json.dumps(record))
+
+
+def _read_text(path: str) -> Iterator[RawRecord]:
+    yield RawRecord(path, json.dumps({"text": _read_whole(path)}))
+
+
+def _read_whole(path: str) -> str:
+    """The text of a file. Raises UserError naming the first line that is not UTF-8."""
+    with _open(path) as file:
+        content = file.read().removeprefix(UTF8_BOM)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        start = content.rfind(b"\n", 0, error.start) + 1
+        line = content[start:].split(b"\n", 1)[0]
+        raise UserError(_decode(line, f"{path}:{number}").problem) from None
+
+
+def _read_table(path: str, separator: str) -> Iterator[RawRecord]:
+    csv.field_size_limit(MAX_CSV_FIELD)
+    # A byte that is not UTF-8 becomes half of a surrogate pair, and is told with the record that it spoils.
+    with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        rows = csv.reader(text, delimiter=separator, strict=True)
+        names: list[str] = []
+        line = 1
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise UserError(
+                    f"{path}:{line}: not valid CSV: {error}; mend the quotes that open on that line"
+                ) from None
+            location = f"{path}:{line}"
+            line = rows.line_num + 1
+            if not names:
+                names = _check_header(row, location)
+            elif row:
+                yield _build_row(row, names, location)
+
+
+def _check_header(names: list[str], location: str) -> list[str]:
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(f"{location}: the first line must name the columns, each by a name of its own, not {names}")
+    return names
+
+
+def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
+    if len(row) != len(names):
+        problem = f"{location}: {len(row)} columns, but the first line names {len(names)} ({', '.join(names)}); mend or remove the row"
+        return RawRecord(location, problem=problem)
+    try:
+        "".join(row).encode("utf-8")
+    except UnicodeEncodeError:
+        return RawRecord(location, problem=f"{location}: not UTF-8 text; convert the file to UTF-8")
+    return RawRecord(location, json.dumps(dict(zip(names, row))))
+
+
+def drop_absent(record: dict) -> dict:
+    """A record of Arrow without what it has not: all objects of a column have the fields of each of them there, null where they have none,
+    which a chat template would take for a call of a tool, or show the model."""
+    return {name: _drop_nulls(value) for name, value in record.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _drop_nulls(part) for name, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _read_parquet(path: str) -> Iterator[RawRecord]:
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000):
+                for record in batch.to_pylist():
+                    number += 1
+                    # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+                    yield RawRecord(f"{path}: row {number}", json.dumps(drop_absent(record), default=str))
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{path} cannot be read after row {number}: {reason}; it is damaged or no Parquet file"
+        ) from None
+
+
+def describe_json_error(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return str(error)

@@ -1,0 +1,143 @@
+"""From the value of `train_file` or `eval_file` to raw records.
+
+A source is one file, in a format that its name tells (`data/sources/formats.py`), `hf:NAME[:SPLIT]`, read through `datasets`, or
+`own:SPEC`, one's own function that returns records (`data/components.py`). A record travels as JSON text and is parsed where it is
+tokenized, so that parsing is spread over the processes too. Every mistake in a file raises `UserError`; one that spoils a single record
+travels with it, so that the record can be skipped.
+"""
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub import constants, get_session
+
+from data.components import TARGET, build_component
+from data.sources import formats
+from data.sources.formats import RawRecord, describe_json_error, drop_absent, read_file
+from errors import UserError
+
+HUB_PREFIX = "hf:"
+COMPONENT_PREFIX = "own:"
+HUB_SECONDS = 5  # to answer at all
+
+
+def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
+    """Expand a path, a glob, `hf:NAME`, or a list of these into sources; `key` is the config key that errors name."""
+    entries = [files] if isinstance(files, str) else list(files or ())
+    if not entries or not all(isinstance(entry, str) and entry for entry in entries):
+        raise UserError(f"{key} is empty; give a path, a glob, a list of these, or hf:NAME")
+    return [source for entry in entries for source in _resolve_entry(entry, key)]
+
+
+def _resolve_entry(entry: str, key: str) -> list[str]:
+    if entry.startswith((HUB_PREFIX, COMPONENT_PREFIX)):
+        return [entry]
+    path = os.path.expanduser(entry)
+    # A file whose name holds brackets is a file before it is a pattern.
+    matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = [match for match in matches if os.path.isfile(match)]
+    if not files:
+        raise UserError(f"{key}: {_describe_missing(path)}")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise UserError(f"{key}: no permission to read {file}; change its mode or its owner")
+    return files
+
+
+def _describe_missing(path: str) -> str:
+    if os.path.isdir(path):
+        return f"{path} is a folder; give the files in it, for instance {os.path.join(path, '*.jsonl')}"
+    what = "no file matches" if glob.has_magic(path) else "no such file:"
+    where = "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
+    return f"{what} {path}{where}; check the path"
+
+
+def read_records(source: str) -> Iterator[RawRecord]:
+    """Every record of a source, in order."""
+    if source.startswith(COMPONENT_PREFIX):
+        return _read_own(source)
+    return _read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
+
+
+def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | None:
+    """first: the first records of this source or of one like it. None for one's own function, which must be called to know."""
+    if source.startswith(COMPONENT_PREFIX):
+        return None
+    return len(_load_hub(source)) if source.startswith(HUB_PREFIX) else formats.estimate_num_records(source, first)
+
+
+def name_component_source(spec: Mapping[str, Any]) -> str:
+    """The source of records that the function named by `_target_` returns, as text: it is part of the cache's key."""
+    return COMPONENT_PREFIX + json.dumps(dict(spec), sort_keys=True)
+
+
+def _read_own(source: str) -> Iterator[RawRecord]:
+    spec = json.loads(source.removeprefix(COMPONENT_PREFIX))
+    for number, record in enumerate(build_component(spec, TARGET), start=1):
+        location = f"{spec[TARGET]}: record {number}"
+        try:
+            yield RawRecord(location, json.dumps(record))
+        except (TypeError, ValueError) as error:
+            yield RawRecord(
+                location, problem=f"{location}: holds what JSON cannot: {error}; return text, numbers, lists and dicts"
+            )
+
+
+def _read_hub(source: str) -> Iterator[RawRecord]:
+    for number, record in enumerate(_load_hub(source), start=1):
+        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+        yield RawRecord(f"{source}: record {number}", json.dumps(drop_absent(record), default=str))
+
+
+@cache
+def _load_hub(source: str) -> Dataset:
+    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    try:
+        with _offline_unless_reached():
+            return load_dataset(name, split=split or "train")
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network"
+        ) from None
+
+
+@contextmanager
+def _offline_unless_reached() -> Iterator[None]:
+    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); told so, it looks for a copy in its cache at once."""
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = offline or not _reaches_hub()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def _reaches_hub() -> bool:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # of whichever HTTP library the hub is asked with
+        return False
+    return True
+
+
+def parse_record(location: str, json_text: str) -> dict:
+    """The record as a dict, or a `UserError` that names where it stands and what is wrong with it."""
+    try:
+        record = json.loads(
+            json_text.rstrip("\r\n")
+        )  # else what is missing at the end is reported in column 1 of a line after it
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one whole object a line)"
+        ) from None
+    if not isinstance(record, dict):
+        raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; mend or remove it")
+    return record

@@ -1,0 +1,81 @@
+"""The cache of tokenized data: the names of its folders, and one writer at a time.
+
+A folder's name is a hash of everything that its tokens depend on. So whatever changes, a file among it, leads to another
+folder and is tokenized again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.components import TARGET, describe_code, find_component
+from data.encoders.sample import Encoder
+from data.sources.records import COMPONENT_PREFIX, HUB_PREFIX
+from errors import UserError
+
+FORMAT_VERSION = 4  # raise it when the same options begin to give other tokens or columns
+BACKEND_CALL_STATE = ("truncation", "padding")
+
+
+def compute_cache_key(
+    sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> str:
+    """A hash of the sources (path, size, time of change), the encoder, the tokenizer and whatever else is in `options`."""
+    state = {
+        "format_version": FORMAT_VERSION,
+        "sources": [[_describe_source(source) for source in group] for group in sources],
+        "tokenizer": _describe_tokenizer(tokenizer),
+        "encoder": [f"{type(encoder).__module__}.{encoder!r}", describe_code(encoder)],
+        "options": dict(options),
+    }
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _describe_source(source: str) -> list:
+    if source.startswith(HUB_PREFIX):
+        return [source]
+    if source.startswith(COMPONENT_PREFIX):
+        name = json.loads(source.removeprefix(COMPONENT_PREFIX))[TARGET]
+        return [source, describe_code(find_component(name, TARGET))]
+    status = os.stat(source)
+    return [os.path.abspath(source), status.st_size, status.st_mtime_ns]
+
+
+def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
+    state = {
+        "class": type(tokenizer).__name__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    if not tokenizer.is_fast:
+        return state | {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.get_added_vocab().items()))}
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # These are what the last call asked for, not what the tokenizer is; `encode` asks for neither.
+    return state | {"backend": {name: part for name, part in backend.items() if name not in BACKEND_CALL_STATE}}
+
+
+@contextmanager
+def lock_folder(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """A kernel lock on what is made at `path`: it ends with the process that holds it, however that ends. The empty file stays."""
+    lock = path.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = open(lock, "w")
+    except OSError as error:
+        raise UserError(
+            f"the cache of tokenized data cannot be written: {error}; choose another folder with data.cache_dir"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another process that tokenizes the same data (it holds {lock})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

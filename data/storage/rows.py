@@ -1,0 +1,256 @@
+"""What one row of a micro-batch holds: a sample, or several that are packed, or documents end to end.
+
+Which samples make up a row is an index beside the tokens, `KEY/rows-.../`, made once by whoever comes first and memory-mapped
+ever after; the tokens themselves are written once, however they are packed. `Rows` reads it: a row is what the order
+shuffles, what `micro_batch_size` counts, and what a rank gets tokens, positions and labels of.
+
+P pieces (what one row holds of one sample), R rows, T tokens of a row.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from data.encoders.sample import IGNORE_INDEX
+from data.sources.mixture import Mixture
+from data.storage.cache import lock_folder
+from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
+from data.storage.reference import load_reference
+from data.storage.tokenized import TokenizedDataset, column_file, map_column
+from errors import UserError
+
+PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
+ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
+COLUMNS = (*PIECE_COLUMNS, *ROW_COLUMNS, "offset")  # offset: int64 [R + 1], the first piece of each row
+WINDOW = (
+    2**18
+)  # samples that are laid into rows at a time: memory does not grow with the data, and the rows at an end cost nothing
+INDEX_VERSION = 2  # raise it when the same plan begins to give other rows
+
+
+class Packing(StrEnum):
+    """`none`: one sample a row. `best_fit`: whole samples share a row. `concatenate`: end to end, cut where a row is full."""
+
+    NONE = "none"
+    BEST_FIT = "best_fit"
+    CONCATENATE = "concatenate"
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How samples become rows of at most `max_seq_length` tokens.
+
+    group_size: rows that stay together: 2 for the pairs of preferences, which lie one behind the other. The order shuffles groups,
+    and `micro_batch_size` counts them.
+    """
+
+    max_seq_length: int
+    packing: Packing = Packing.NONE
+    mixture: Mixture | None = None
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length < 2:
+            raise UserError(
+                f"max_seq_length={self.max_seq_length}: at least 2, a token is predicted from the one before it"
+            )
+
+    @property
+    def is_trivial(self) -> bool:
+        """Row r is sample r: nothing is written for it."""
+        return self.packing is Packing.NONE and self.mixture is None
+
+    def folder(self, path: str | Path) -> Path:
+        name = hashlib.sha256(f"{INDEX_VERSION} {self!r}".encode()).hexdigest()[:16]
+        return Path(path) / f"rows-{name}"
+
+
+def prepare_rows(
+    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, names: Sequence[str] = ()
+) -> None:
+    """Write the index of a tokenized folder's rows unless it is there.
+
+    key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
+    sources.
+    """
+    folder = plan.folder(path)
+    if not plan.is_trivial and not _is_whole(folder):
+        with lock_folder(path, log or (lambda text: None)):
+            if not _is_whole(folder):
+                dataset = TokenizedDataset(path, False, True)
+                _write_index(folder, _build_pieces(dataset, plan), dataset)
+    if log is not None:
+        _describe_rows(path, plan, key, log, names)
+
+
+def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
+    rows = Rows(path, plan, False, False)
+    if plan.group_size > 1:
+        log(
+            f"{key}: {len(rows) // plan.group_size:,} pairs; of each, the chosen answer is a sample and the rejected one another"
+        )
+    if plan.mixture is not None:
+        dataset, size = TokenizedDataset(path, False, False), plan.group_size
+        described = plan.mixture.describe(
+            names, dataset.sources[::size], _sum_groups(dataset.lengths, size), rows.sample_ids[::size] // size
+        )
+        log(f"{key}: {described}")
+    if plan.packing is not Packing.NONE:
+        log(
+            f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full"
+        )
+
+
+def compute_fill(rows: "Rows", plan: RowPlan) -> float:
+    """The share of `max_seq_length` x rows that holds tokens: packing efficiency."""
+    return int(rows.lengths.sum(dtype=np.int64)) / (len(rows) * plan.max_seq_length)
+
+
+def count_rows(path: str | Path, plan: RowPlan) -> int:
+    """Rows, or groups of them: what the order shuffles."""
+    return len(Rows(path, plan, False, False)) // plan.group_size
+
+
+def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
+    """The rows of groups, in their order."""
+    return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
+
+
+def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
+    return counts.reshape(-1, group_size).sum(axis=1, dtype=np.int64)
+
+
+def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
+    """The rows of one window of samples after the other."""
+    chosen, size = None, plan.group_size
+    if plan.mixture is not None:
+        chosen = list_rows(
+            plan.mixture.choose_samples(dataset.sources[::size], _sum_groups(dataset.lengths, size)), size
+        )
+    count = len(dataset) if chosen is None else len(chosen)
+    for start in range(0, count, WINDOW):
+        stop = min(start + WINDOW, count)
+        sample_ids = np.arange(start, stop) if chosen is None else chosen[start:stop]
+        if plan.packing is Packing.BEST_FIT:
+            yield pack_best_fit(sample_ids, dataset.lengths, plan.max_seq_length)
+        elif plan.packing is Packing.CONCATENATE:
+            yield concatenate(sample_ids, dataset.lengths, plan.max_seq_length)
+        else:
+            yield lay_singly(sample_ids, dataset.lengths)
+
+
+def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
+    """Targets of each row, int64 [R]: none is a piece's first token."""
+    counts = dataset.num_targets[pieces.sample_ids].astype(np.int64)
+    lengths = pieces.stops - pieces.starts
+    for piece in np.flatnonzero(lengths < dataset.lengths[pieces.sample_ids]):
+        labels = dataset.labels(pieces.sample_ids[piece])[pieces.starts[piece] + 1 : pieces.stops[piece]]
+        counts[piece] = np.count_nonzero(labels != IGNORE_INDEX)
+    return np.add.reduceat(counts, pieces.offsets[:-1])
+
+
+def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedDataset) -> None:
+    """The folder appears whole, by a rename."""
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.mkdir()
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(column_file(temporary, name), "wb")) for name in COLUMNS}
+        num_pieces = 0
+        files["offset"].write(np.zeros(1, np.int64).data)
+        for pieces in windows:
+            written = {
+                "sample_id": pieces.sample_ids, "start": pieces.starts, "stop": pieces.stops, "length": pieces.compute_row_lengths(),
+                "num_targets": _count_targets(pieces, dataset), "offset": num_pieces + pieces.offsets[1:],
+            }  # fmt: skip
+            for name, values in written.items():
+                files[name].write(values.astype(np.int64, copy=False).data)
+            num_pieces += len(pieces.sample_ids)
+    os.rename(temporary, folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        columns = _map_index(folder)
+    except (OSError, ValueError):
+        return False
+    num_pieces, num_rows = ({len(columns[name]) for name in names} for names in (PIECE_COLUMNS, ROW_COLUMNS))
+    return num_pieces == {int(columns["offset"][-1])} and num_rows == {len(columns["offset"]) - 1}
+
+
+def _map_index(folder: Path) -> dict[str, np.ndarray]:
+    return {name: map_column(folder, name, np.dtype(np.int64)) for name in COLUMNS}
+
+
+class Rows:
+    """The rows of a tokenized folder. A rank touches only the columns it reads, lengths and target counts aside.
+
+    Positions restart and the first label is -100 at each piece: that is what keeps documents apart.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        plan: RowPlan,
+        reads_inputs: bool,
+        reads_labels: bool,
+        reference_file: Path | None = None,
+    ) -> None:
+        self._arguments = (path, plan, reads_inputs, reads_labels, reference_file)
+        self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
+        self._reference = load_reference(reference_file) if reference_file is not None else None
+        self._index: dict[str, np.ndarray] | None = None
+        self.lengths: np.ndarray = dataset.lengths  # [R]
+        self.num_targets: np.ndarray = dataset.num_targets  # [R]
+        if not plan.is_trivial:
+            self._index = index = _map_index(plan.folder(path))
+            self.lengths, self.num_targets = index["length"], index["num_targets"]
+
+    def __reduce__(self) -> tuple:
+        # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
+        return type(self), self._arguments
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        """The samples of all rows, each as often as it comes; one that is cut counts where it begins."""
+        if self._index is None:
+            return np.arange(len(self))
+        return self._index["sample_id"][self._index["start"] == 0]
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """(sample id, start, stop) of what the row holds."""
+        if self._index is None:
+            return [(int(row), 0, int(self.lengths[row]))]
+        run = slice(*self._index["offset"][row : row + 2])
+        return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
+
+    def input_ids(self, row: int) -> np.ndarray:
+        """int32 [T]"""
+        return np.concatenate([self._dataset.input_ids(i)[start:stop] for i, start, stop in self.pieces(row)])
+
+    def position_ids(self, row: int) -> np.ndarray:
+        """int64 [T], from 0 at each piece."""
+        return np.concatenate([np.arange(stop - start) for _, start, stop in self.pieces(row)])
+
+    def reference(self, row: int) -> float:
+        """The reference model's log-probability of the row's one sample."""
+        assert self._reference is not None
+        return self._reference[self.pieces(row)[0][0]]
+
+    def labels(self, row: int) -> np.ndarray:
+        """int32 [T], -100 on the first token of each piece."""
+        pieces = [self._dataset.labels(i)[start:stop].copy() for i, start, stop in self.pieces(row)]
+        for piece in pieces:
+            piece[0] = IGNORE_INDEX
+        return np.concatenate(pieces)

@@ -1,0 +1,76 @@
+"""What tokenizing has made of the records, counted: nothing is lost without a word.
+
+Each batch of records comes with its `BatchCounts`; at the end they are one `Summary`, kept beside the tokens for the log of later runs.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from data.encoders.length import LengthCounts
+from errors import UserError
+
+MAX_EXAMPLES = 3
+
+
+@dataclass
+class BatchCounts:
+    """One batch of records. Examples are messages of records that were skipped."""
+
+    num_records: int = 0
+    num_skipped: int = 0
+    lengths: LengthCounts = field(default_factory=LengthCounts)
+    examples: list[str] = field(default_factory=list)
+
+    def add_skipped(self, message: str) -> None:
+        self.num_skipped += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(message)
+
+    def add(self, other: "BatchCounts") -> None:
+        self.num_records += other.num_records
+        self.num_skipped += other.num_skipped
+        self.lengths.add(other.lengths)
+        self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a tokenized folder holds, and what became of the records. fingerprints: a hash of the samples of each entry of `train_file`."""
+
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    num_records: int
+    num_skipped: int
+    lengths: LengthCounts
+    examples: list[str]
+    fingerprints: list[str]
+
+    def describe(self) -> str:
+        parts = [f"{self.num_samples:,} samples, {self.num_tokens:,} tokens, {self.num_targets:,} target tokens"]
+        if lengths := self.lengths.describe():
+            parts.append(lengths)
+        if self.num_skipped:
+            parts.append(
+                f"{self.num_skipped:,} of {self.num_records:,} records skipped as bad, such as {self.examples[0]}"
+            )
+        return "; ".join(parts)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Summary":
+        """Raises ValueError, KeyError or TypeError for a damaged text."""
+        fields = json.loads(text)
+        return cls(**fields | {"lengths": LengthCounts(**fields["lengths"])})
+
+
+def check_any_left(summary: Summary, key: str) -> None:
+    """Raises UserError when every record was skipped or dropped."""
+    if summary.num_samples == 0:
+        reason = f"; the first: {summary.examples[0]}" if summary.examples else ""
+        raise UserError(
+            f"{key}: none of its {summary.num_records:,} records is left: {summary.num_skipped:,} skipped as bad,"
+            f" {summary.lengths.num_dropped:,} dropped as too long{reason}; mend the data, data.length_policy or max_seq_length"
+        )

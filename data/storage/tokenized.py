@@ -1,0 +1,142 @@
+"""A tokenized folder on disk, memory-mapped: one flat file a column, with a summary and the sizes of the files.
+
+    input_ids, labels      int32 [num_tokens], the samples end to end
+    offset                 int64 [num_samples + 1], where each of them begins
+    length, num_targets    int32 [num_samples]; targets are counted after the shift
+    source                 int32 [num_samples], the entry of `train_file` that the sample comes from
+
+Opening it reads nothing, and nothing of it is copied to memory that belongs to a process, whatever its size.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from data.storage.summary import Summary
+
+SUMMARY_FILE = "summary.json"
+SIZES_FILE = "file_sizes.json"
+TOKEN_COLUMNS = ("input_ids", "labels")
+SAMPLE_COLUMNS = ("length", "num_targets", "source")
+DTYPES: dict[str, np.dtype] = {
+    **dict.fromkeys((*TOKEN_COLUMNS, *SAMPLE_COLUMNS), np.dtype(np.int32)),
+    "offset": np.dtype(np.int64),
+}
+BYTES_PER_TOKEN = sum(DTYPES[name].itemsize for name in TOKEN_COLUMNS)
+BYTES_PER_SAMPLE = sum(DTYPES[name].itemsize for name in (*SAMPLE_COLUMNS, "offset"))
+
+
+def load_summary(path: str | Path) -> Summary:
+    return Summary.from_json((Path(path) / SUMMARY_FILE).read_text())
+
+
+def find_damage(path: Path) -> str | None:
+    """What keeps a tokenized folder from being read; None when it is whole. Sizes are compared, contents are not read."""
+    try:
+        sizes = json.loads((path / SIZES_FILE).read_text())
+        load_summary(path)
+        for name, size in sizes.items():
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes, {size:,} were written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def column_file(path: str | Path, name: str) -> Path:
+    return Path(path) / f"{name}.bin"
+
+
+def map_column(path: str | Path, name: str, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(np.memmap(column_file(path, name), dtype, mode="r"))  # a memmap is an array that is slow to slice
+
+
+class TokenizedWriter:
+    """Writes a tokenized folder, some samples at a time. A context: leaving it closes the files.
+
+    num_samples, num_tokens, num_targets: written so far. `finish` makes the folder whole.
+    """
+
+    def __init__(self, path: Path, num_sources: int) -> None:
+        self._path = path
+        self._hashes = [xxhash.xxh3_64() for _ in range(num_sources)]
+        self.num_samples = self.num_tokens = self.num_targets = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._files = {name: stack.enter_context(open(column_file(self._path, name), "wb")) for name in DTYPES}
+            self._stack = stack.pop_all()
+        self._write("offset", np.zeros(1, np.int64))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def append(self, columns: Mapping[str, np.ndarray], source: int) -> None:
+        """columns: int32, all but `source` and `offset`; the samples come from entry `source`."""
+        lengths = columns["length"]
+        for name, values in columns.items():
+            self._write(name, values)
+            self._hashes[source].update(values.data)
+        self._write("source", np.full(len(lengths), source, np.int32))
+        self._write("offset", self.num_tokens + np.cumsum(lengths, dtype=np.int64))
+        self.num_samples += len(lengths)
+        self.num_tokens += len(columns["input_ids"])
+        self.num_targets += int(columns["num_targets"].sum(dtype=np.int64))
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        self._files[name].write(values.data)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """A hash of the samples of each entry: equal where they are, wherever they came from."""
+        return [state.hexdigest() for state in self._hashes]
+
+    def finish(self, summary: Summary) -> None:
+        for file in self._files.values():
+            file.flush()
+        (self._path / SUMMARY_FILE).write_text(summary.to_json())
+        sizes = {file.name: file.stat().st_size for file in sorted(self._path.iterdir())}
+        (self._path / SIZES_FILE).write_text(json.dumps(sizes))
+
+
+class TokenizedDataset:
+    """A tokenized folder, memory-mapped: a rank touches only the columns it reads, lengths and target counts aside."""
+
+    def __init__(self, path: str | Path, reads_inputs: bool, reads_labels: bool) -> None:
+        self._arguments = (path, reads_inputs, reads_labels)
+        self._offsets = map_column(path, "offset", DTYPES["offset"])  # [num_samples + 1]
+        self.lengths, self.num_targets, self.sources = (
+            map_column(path, name, DTYPES[name]) for name in SAMPLE_COLUMNS
+        )  # [num_samples]
+        self._columns = {
+            name: map_column(path, name, DTYPES[name])
+            for name, reads in zip(TOKEN_COLUMNS, (reads_inputs, reads_labels))
+            if reads
+        }
+
+    def __reduce__(self) -> tuple:
+        # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
+        return type(self), self._arguments
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def input_ids(self, index: int) -> np.ndarray:
+        return self._read("input_ids", index)
+
+    def labels(self, index: int) -> np.ndarray:
+        return self._read("labels", index)
+
+    def _read(self, name: str, index: int) -> np.ndarray:
+        if name not in self._columns:
+            raise RuntimeError(f"this rank does not hold {name}: the dataset was opened without that column")
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._columns[name][self._offsets[index] : self._offsets[index + 1]]

@@ -1,0 +1,169 @@
+"""From files to a tokenized folder, once.
+
+`prepare_dataset` writes `cache_dir/KEY`, which `data/storage/tokenized.py` reads. A second run finds it and starts at once; of two
+processes at once one works and the other waits. The folder appears whole, by a rename, or not at all; one that was damaged
+since is noticed and made again.
+
+This process reads the files and writes the folder; in between others make samples of the records. A few batches are on their way at
+any time, so memory does not grow with the data, and nothing is written twice.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from console import progress
+from data.encoders.encoding import EncodedBatch, Encoding, encode_batch
+from data.sources.formats import RawRecord
+from data.sources.records import read_records, resolve_sources
+from data.storage.cache import lock_folder
+from data.storage.disk import check_room, describe_bytes, estimate_size
+from data.storage.summary import BatchCounts, Summary, check_any_left
+from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
+from data.storage.workers import map_in_order
+from errors import UserError
+
+# A batch of records ends at whichever comes first; a record may be a whole book.
+MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def prepare_dataset(
+    entries: Sequence[str],
+    *,
+    key: str,
+    encoding: Encoding,
+    cache_dir: str | Path,
+    num_proc: int = 1,
+    log: Callable[[str], None] | None = print,
+) -> Path:
+    """Tokenize the files unless that is done already, and return the folder for `TokenizedDataset`.
+
+    entries: paths, globs, `hf:NAME`; a sample's `source` is the place of its entry.
+    `key` is the config key of the files (`train_file`, `eval_file`), named by errors and by the lines that are logged.
+    log: None on a rank that keeps quiet.
+    Raises `UserError` for whatever is wrong with the files or a record, and for a disk without room.
+    """
+    say = log or (lambda text: None)
+    sources = [resolve_sources(entry, key) for entry in entries] or [resolve_sources([], key)]
+    path = Path(cache_dir) / encoding.compute_key(sources)
+    origin = "cached in"
+    if find_damage(path) is not None:
+        with lock_folder(path, say):
+            damage = find_damage(path)  # another process may have made it while this one waited
+            if damage is not None:
+                if path.exists():
+                    say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is made again")
+                    shutil.rmtree(path)
+                _write_dataset(path, sources, key, encoding, num_proc, say, shown=log is not None)
+                origin = "tokenized into"
+    say(f"{key}: {load_summary(path).describe()}; {origin} {path}")
+    return path
+
+
+def _write_dataset(
+    path: Path,
+    sources: list[list[str]],
+    key: str,
+    encoding: Encoding,
+    num_proc: int,
+    say: Callable[[str], None],
+    shown: bool,
+) -> None:
+    temporary = path.with_suffix(".tmp")
+    # One that exists is of a process that was killed: the lock says that nobody else writes here.
+    shutil.rmtree(temporary, ignore_errors=True)
+    num_records = _announce(path.parent, sources, key, encoding, say)
+    temporary.mkdir()
+    try:
+        _tokenize_sources(temporary, sources, key, encoding, num_proc, num_records, shown)
+        os.rename(temporary, path)
+    except UserError as error:
+        raise error from None  # without the stack trace of another process
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise UserError(
+            f"{key}: the disk that holds {path.parent} is full; make room, or choose another folder with data.cache_dir"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _announce(
+    folder: Path, sources: list[list[str]], key: str, encoding: Encoding, say: Callable[[str], None]
+) -> int | None:
+    """Says what is to be done, and returns how many records there are, if anything tells. Raises UserError when the disk has no room for it."""
+    estimate = estimate_size(sources, encoding)
+    if estimate is None:
+        say(f"{key}: tokenizing; how much disk it will need in {folder} cannot be told beforehand")
+        return None
+    free = check_room(estimate.num_bytes, folder, key)
+    say(
+        f"{key}: tokenizing about {estimate.num_records:,} records; they will need about {describe_bytes(estimate.num_bytes)} of disk in {folder}"
+        f" ({describe_bytes(free)} are free)"
+    )
+    return estimate.num_records
+
+
+def _tokenize_sources(
+    folder: Path,
+    sources: list[list[str]],
+    key: str,
+    encoding: Encoding,
+    num_proc: int,
+    num_records: int | None,
+    shown: bool,
+) -> None:
+    counts = BatchCounts()
+    with (
+        TokenizedWriter(folder, len(sources)) as writer,
+        progress(f"tokenizing {key}", num_records, "records", shown) as told,
+    ):
+        for number, batch in _encode_sources(sources, encoding, num_proc):
+            writer.append(batch.columns, number)
+            counts.add(batch.counts)
+            told.advance(batch.counts.num_records)
+        if counts.num_records == 0:
+            files = ", ".join(source for group in sources for source in group)
+            raise UserError(f"{key} holds no records ({files}); give a file that does")
+        summary = Summary(
+            num_samples=writer.num_samples,
+            num_tokens=writer.num_tokens,
+            num_targets=writer.num_targets,
+            num_records=counts.num_records,
+            num_skipped=counts.num_skipped,
+            lengths=counts.lengths,
+            examples=counts.examples,
+            fingerprints=writer.fingerprints,
+        )
+        check_any_left(summary, key)
+        writer.finish(summary)
+
+
+def _encode_sources(sources: list[list[str]], encoding: Encoding, num_proc: int) -> Iterator[tuple[int, EncodedBatch]]:
+    """(number of the entry, batch) in the order of the records."""
+    batches = ((number, batch) for number, group in enumerate(sources) for batch in _batch_records(group))
+    return map_in_order(partial(_encode_numbered, encoding=encoding), batches, num_proc)
+
+
+def _encode_numbered(numbered: tuple[int, list[RawRecord]], encoding: Encoding) -> tuple[int, EncodedBatch]:
+    number, records = numbered
+    return number, encode_batch(records, encoding)
+
+
+def _batch_records(group: list[str]) -> Iterator[list[RawRecord]]:
+    batch: list[RawRecord] = []
+    num_characters = 0
+    for record in chain.from_iterable(map(read_records, group)):
+        batch.append(record)
+        num_characters += len(record.text)
+        if len(batch) == MAX_BATCH_RECORDS or num_characters >= MAX_BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,79 @@
+"""Several processes that work on a stream, and give it back in its order."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+PENDING_PER_PROCESS = 2  # enough that none waits for work, few enough that memory does not grow
+
+_function: Callable[[Any], Any]  # of a worker
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
+    """`map`, in `num_processes` processes that inherit `function` by forking; with one, in this process.
+
+    What `function` raises is raised here. Raises UserError when a process was killed.
+    """
+    if num_processes == 1:
+        yield from map(function, items)
+        return
+    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start, (function,))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(_work, item))
+            if len(pending) == PENDING_PER_PROCESS * num_processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        _end_feeding(pool)
+        raise UserError(
+            "a process that tokenizes was killed, for want of memory as a rule; lower data.num_proc"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_feeding(pool: ProcessPoolExecutor) -> None:
+    """A thread of a broken pool may be writing work into a pipe that nobody reads any more, and Pythons before 3.11.5 wait for it for ever
+    (CPython gh-94777; seen with 3.11.2). Without a reader the write fails."""
+    manager: Any = pool._executor_manager_thread
+    queue: Any = vars(pool)["_call_queue"]  # which no stub of it declares
+    manager.join(timeout=1)  # other versions close the reader themselves, and not twice
+    if manager.is_alive():
+        queue._reader.close()
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # one thread a process; and no warning that the threads did not survive the fork
+    )
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C goes to all; the process that reads ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's processes would wait for ever for work from one that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(item: Any) -> Any:
+    return _function(item)

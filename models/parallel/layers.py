@@ -1,0 +1,110 @@
+"""What stands in a layer that is cut over several ranks, beside transformers' own modules: projections, a norm, and hooks that let the ranks
+speak. `models/parallel/tensor_parallel.py` puts them there and says why they are our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from models.parallel.shard import ShardSpec, TensorParallel, sum_backward, sum_forward
+
+
+class PerRankRNG:
+    """Random numbers of this rank's own from a block's entrance to its last projection, for dropout in what it alone has: its heads. Before and
+    behind, all ranks draw the same. What is recomputed draws the same again: all of it follows from the state in front of the block."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before: list[tuple[Any, torch.Tensor]] = []
+
+    def begin(self, device: torch.device) -> None:
+        seed = int(torch.randint(2**62, ()))
+        sources = [torch] + ([torch.get_device_module(device)] if device.type not in ("cpu", "meta") else [])
+        self._before = [(source, source.get_rng_state()) for source in sources]
+        torch.manual_seed(seed + self._rank)
+
+    def end(self) -> None:
+        for source, state in self._before:
+            source.set_rng_state(state)
+        self._before = []
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
+
+    parallel: TensorParallel
+    randomness: PerRankRNG | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
+        outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class RowParallelConv1D(Conv1D):
+    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
+
+    parallel: TensorParallel
+    randomness: PerRankRNG | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.randomness is not None:
+            self.randomness.end()
+        return sum_forward(inputs @ self.weight, self.parallel) + self.bias
+
+
+class ShardedNorm(nn.Module):
+    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
+
+    def __init__(self, norm: Any, parallel: TensorParallel) -> None:
+        super().__init__()
+        weight = norm.weight
+        cut = ShardSpec(0, (len(weight),))
+        self.weight, self.shard_specs = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
+        self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = inputs.to(torch.float32)
+        squares = values.pow(2).sum(-1, keepdim=True)
+        # Each rank's outputs depend on the squares of all, so the gradient of the sum is a sum over the ranks too.
+        variance = sum_backward(sum_forward(squares, self._parallel), self._parallel) / self._length
+        return (self.weight * (values * torch.rsqrt(variance + self._epsilon))).to(inputs.dtype)
+
+
+class InputGradAllReduce:
+    """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
+
+    def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None) -> None:
+        self._parallel, self._randomness = parallel, randomness
+
+    def __call__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden_states = sum_backward(args[0] if args else kwargs["hidden_states"], self._parallel)
+        if self._randomness is not None and block.training:
+            self._randomness.begin(hidden_states.device)
+        return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+class VocabParallelEmbedding:
+    """The hooks around an embedding that has the tokens `start` to `stop`: others are looked up as its first, and count as zero."""
+
+    def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
+        self._start, self._stop, self._parallel = start, stop, parallel
+
+    def localize(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        input_ids, position_ids = args[0]
+        self._is_here = (input_ids >= self._start) & (input_ids < self._stop)
+        return (((input_ids - self._start) * self._is_here, position_ids),)
+
+    def complete(
+        self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, position_ids = outputs
+        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids

@@ -1,0 +1,41 @@
+"""What of a layer tensor parallelism shards: plans that `transformers` publishes, and what follows from a layer's styles."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from models.layer import Fused, Layer, Style, Styles, refuse_sharding
+
+
+def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
+    """What `transformers` says of a decoder layer in `base_model_tp_plan`. Raises UserError where that is nothing, or no `Style`."""
+    published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    prefix, known = "layers.*.", {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
+    plan = {name.removeprefix(prefix): style for name, style in published.items() if name.startswith(prefix)}
+    if not plan:
+        raise refuse_sharding(config, "transformers publishes no plan for it")
+    if strange := {name: style for name, style in plan.items() if style not in known}:
+        name = min(strange)
+        raise refuse_sharding(
+            config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not carried"
+        )
+    return {name: Style(style) for name, style in plan.items()}
+
+
+def count_sums(layer: Layer) -> tuple[int, int]:
+    """Sums of hidden states over the ranks in a forward and in a backward pass: as `shard_module` and the loss have them."""
+    styles = list(layer.styles.values())
+    if Style.VOCABULARY in styles:
+        is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
+        return (1, 0) if is_lookup else (0, 1)
+    return styles.count(Style.ROW) + styles.count(Style.EXPERTS), len(list_blocks(layer.styles))
+
+
+def list_blocks(styles: Styles) -> set[str]:
+    """What stands around projections that are cut by their outputs: attention, the MLP; the outermost where one is in another."""
+    first = {
+        name for name, style in styles.items() if style in (Style.COLUMN, Style.EXPERTS) or isinstance(style, Fused)
+    }
+    blocks = {name.rpartition(".")[0] for name in first}
+    return {block for block in blocks if not any(block.startswith(f"{other}.") for other in blocks)}

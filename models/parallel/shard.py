@@ -1,0 +1,139 @@
+"""Tensors of which each rank of a group has a part: who has what, how the parts become one again, and sums over the ranks that autograd knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank among those that share each layer of its stage. group: of these ranks; None while no process group is needed."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = TensorParallel()
+
+
+def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
+    sizes = [length // size + (rank < length % size) for rank in range(size)]
+    return [(stop - width, stop) for stop, width in zip(accumulate(sizes), sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where the elements of a rank's part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
+
+    stride: int
+    runs: tuple[tuple[int, int], ...]
+
+    def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The elements `start` to `stop` of the flattened part: (first in the part, first in the whole, length) of each run, in order."""
+        in_stride = sum(length for _, length in self.runs)
+        for period in range(start // in_stride, -(-stop // in_stride)):
+            first = period * in_stride
+            for offset, length in self.runs:
+                low, high = max(start, first), min(stop, first + length)
+                if low < high:
+                    yield low, period * self.stride + offset + low - first, high - low
+                first += length
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a tensor is shared out: along dimension `dim`, which is several parts of these `sizes` end to end, most often one; each is cut by
+    itself, and a rank's pieces of them are end to end too."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(self.sizes)
+
+    def intervals(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """(start, stop) along `dim`, in each of the parts, of what a rank has."""
+        firsts = (stop - length for stop, length in zip(accumulate(self.sizes), self.sizes, strict=True))
+        pieces = (split_evenly(length, size)[rank] for length in self.sizes)
+        return [(first + start, first + stop) for first, (start, stop) in zip(firsts, pieces, strict=True)]
+
+    def width(self, rank: int, size: int) -> int:
+        return sum(stop - start for start, stop in self.intervals(rank, size))
+
+    def place(self, part_shape: Sequence[int], parallel: TensorParallel) -> ShardLayout:
+        """Of this rank's part, whose shape is `part_shape`."""
+        inner = math.prod(part_shape[self.dim + 1 :])
+        runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
+        return ShardLayout(self.length * inner, tuple(runs))
+
+    def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        """This rank's part: a view, unless it is of several."""
+        pieces = [
+            whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def gather(self, part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        """The whole tensor, from the parts of all ranks of the group, which all call it."""
+        rows = part.movedim(self.dim, 0)
+        # Collectives want equal shapes: the shorter parts are sent with rows that are not read.
+        sent = rows.new_zeros(self.width(0, parallel.size), *rows.shape[1:])
+        sent[: len(rows)] = rows
+        parts = [torch.empty_like(sent) for _ in range(parallel.size)]
+        dist.all_gather(parts, sent, group=parallel.group)
+        whole = rows.new_empty(self.length, *rows.shape[1:])
+        for rank, received in enumerate(parts):
+            first = 0
+            for start, stop in self.intervals(rank, parallel.size):
+                whole[start:stop] = received[first : first + stop - start]
+                first += stop - start
+        return whole.movedim(0, self.dim).contiguous()
+
+
+def sum_backward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """The tensor, whose gradient will be the sum of the ranks'."""
+    return _SumBackward.apply(tensor, parallel)
+
+
+def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """The sum of the ranks' tensors, of which each gets the gradient."""
+    return _SumForward.apply(tensor, parallel)
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        context.parallel = parallel
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return sum_over_ranks(gradient, context.parallel), None
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        return sum_over_ranks(tensor, parallel)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, None
+
+
+def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """A new tensor. Without a group, as in a plan, the tensor's like."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    if parallel.group is not None:
+        dist.all_reduce(total, group=parallel.group)
+    return total

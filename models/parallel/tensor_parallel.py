@@ -1,0 +1,217 @@
+"""Tensor parallelism (1909.08053): the layers of a stage cut over several ranks, which compute each micro-batch together.
+
+The modules of `transformers` stay, cut in place. A projection that is cut by its outputs (COLUMN) is followed, behind whatever works head by
+head or neuron by neuron, by one that is cut by its inputs (ROW), and two functions around such a block make it one again:
+
+    in front of the block    forward: nothing              backward: the sum of the ranks' gradients
+    behind its last product  forward: the sum of outputs   backward: nothing
+
+Embedding and head are cut by their tokens; the loss sums what the ranks have of its softmax (`models/losses/cross_entropy.py`), so nothing ever holds all
+logits. Sizes that do not divide are cut unevenly, the first ranks having one more; nothing is padded. Heads must divide: the views of
+`transformers` work in whole ones, with as many of keys and values. What of a module is cut is described once, by a `ShardSpec` (`models/parallel/shard.py`), and the
+readers of weights, checkpoints and the optimizer's state go by that.
+
+Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient once a projection
+instead of once a block and are no `nn.Linear`, so peft does not see them; the latter's parameters cannot lie in ZeRO's flat buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from errors import UserError
+from models.architecture import get_tensor_parallel_plan
+from models.decoder import Embedding, LMHead, PipelineDecoderLayer
+from models.layer import Fused, Layer, Style, Styles, refuse_sharding
+from models.parallel.layers import (
+    InputGradAllReduce,
+    PerRankRNG,
+    RowParallelConv1D,
+    RowParallelLinear,
+    ShardedNorm,
+    VocabParallelEmbedding,
+)
+from models.parallel.plan import list_blocks
+from models.parallel.shard import ShardSpec, TensorParallel, sum_forward, sum_over_ranks
+
+
+def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
+    """The layers, each with what `tensor_parallel_size=size` cuts of it.
+
+    Raises UserError for a family that cannot be cut, or heads that do not divide.
+    """
+    if size == 1:
+        return list(layers)
+    plan = get_tensor_parallel_plan(config)
+    _check_heads(config, size)
+    return [replace(layer, styles=_choose_styles(config, layer, plan)) for layer in layers]
+
+
+def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styles:
+    """What the plan says of this layer's parts; they may differ from layer to layer."""
+    if issubclass(layer.module_class, (Embedding, LMHead)):
+        return {"": Style.VOCABULARY}
+    if not issubclass(layer.module_class, PipelineDecoderLayer):
+        return {}
+    module = layer.build_on_meta()
+    parts = {name for name, _ in module.named_modules()}
+    styles = {name: style for name, style in plan.items() if name in parts}
+    for (
+        name,
+        _,
+    ) in (
+        module.named_parameters()
+    ):  # in a block each rank sees a part of what follows, so the gradient of anything else would be one too
+        if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(
+            name.startswith(f"{part}.") for part in styles
+        ):
+            raise refuse_sharding(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
+    return styles
+
+
+def _check_heads(config: PretrainedConfig, size: int) -> None:
+    counts = {
+        key: getattr(config, key)
+        for key in ("num_attention_heads", "num_key_value_heads")
+        if getattr(config, key, None)
+    }
+    common = math.gcd(*counts.values())
+    if common % size:
+        named = " and ".join(f"{count} {key.removeprefix('num_').replace('_', ' ')}" for key, count in counts.items())
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(f"tensor_parallel_size={size} does not divide the model's {named}; sizes that do: {fitting}")
+
+
+def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
+    """Cuts a layer's module, built on the meta device, to what this rank has of it, and puts the communication around its blocks."""
+    for name, style in styles.items():
+        part = module.get_submodule(name)
+        if style is Style.VOCABULARY:
+            _shard_vocabulary(part, parallel)
+        elif style is Style.SUMMED:
+            part.sums_gradients = True  # type: ignore[assignment]  # an attribute beside tensors and modules
+        elif style is Style.EXPERTS:
+            _shard_experts(part, parallel)
+        elif style is Style.NORM:
+            module.set_submodule(name, ShardedNorm(part, parallel))
+        else:
+            module.set_submodule(name, _shard_projection(part, style, parallel))
+    for name in list_blocks(styles):
+        block = module.get_submodule(name)
+        randomness = PerRankRNG(parallel.rank) if _drops_attention(block) else None
+        block.register_forward_pre_hook(InputGradAllReduce(parallel, randomness), with_kwargs=True)
+        for part in block.modules():
+            if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
+                part.randomness = randomness
+    if styles and isinstance(module, PipelineDecoderLayer):
+        module.share_heads(parallel.rank, parallel.size)
+
+
+def _drops_attention(block: nn.Module) -> bool:
+    values = (
+        getattr(block, name, 0.0) for name in ("attention_dropout", "attn_dropout", "attn_dropout_p")
+    )  # as transformers names it
+    return any(getattr(value, "p", value) for value in values)
+
+
+def _shard_projection(part: nn.Module, style: Style | Fused, parallel: TensorParallel) -> nn.Module:
+    assert isinstance(part, (nn.Linear, Conv1D))
+    is_conv = isinstance(part, Conv1D)
+    outputs, inputs = part.weight.shape[::-1] if is_conv else part.weight.shape
+    if style is Style.ROW:
+        shard_specs = {"weight": ShardSpec(0 if is_conv else 1, (inputs,))}
+        inputs = shard_specs["weight"].width(parallel.rank, parallel.size)
+    else:
+        sizes = style.sizes if isinstance(style, Fused) else (outputs,)
+        shard_specs = {"weight": ShardSpec(1 if is_conv else 0, sizes), "bias": ShardSpec(0, sizes)}
+        outputs = shard_specs["bias"].width(parallel.rank, parallel.size)
+    with torch.device("meta"):
+        if is_conv:
+            cut: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
+        else:
+            cut = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
+    cut.to(part.weight.dtype)
+    cut.shard_specs, cut.parallel = shard_specs, parallel
+    return cut
+
+
+def _shard_experts(part: Any, parallel: TensorParallel) -> None:
+    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
+    length = part.down_proj.shape[2]
+    part.shard_specs = {"gate_up_proj": ShardSpec(1, (length, length)), "down_proj": ShardSpec(2, (length,))}
+    for name, cut in part.shard_specs.items():
+        setattr(part, name, nn.Parameter(cut.take(getattr(part, name).detach(), parallel)))
+    part.intermediate_dim = part.down_proj.shape[2]
+    part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+
+
+def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
+    """Of an embedding or a head, which may be the same module."""
+    weight = part.weight
+    assert isinstance(weight, torch.Tensor)
+    cut = ShardSpec(0, (weight.shape[0],))
+    start, stop = cut.intervals(parallel.rank, parallel.size)[0]
+    part.weight = nn.Parameter(cut.take(weight.detach(), parallel))
+    part.shard_specs = {"weight": cut}  # type: ignore[assignment]
+    if not isinstance(part, nn.Embedding):
+        return
+    part.num_embeddings = stop - start
+    if part.padding_idx is not None:
+        part.padding_idx = part.padding_idx - start if start <= part.padding_idx < stop else None  # type: ignore[assignment]
+    lookup = VocabParallelEmbedding(start, stop, parallel)
+    part.register_forward_pre_hook(lookup.localize)
+    part.register_forward_hook(lookup.complete)
+
+
+def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
+    """Puts the communication around what peft has added to a projection that is cut; A and B as in LoRA (2106.09685), B A beside the weight.
+
+    Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
+    gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
+    """
+    shard_specs, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
+    if shard_specs and "weight" not in shard_specs:
+        raise UserError(
+            "tensor_parallel_size: adapters of experts are not cut; leave gate_proj, up_proj and down_proj out of adapter.target_modules, "
+            "or give tensor_parallel_size=1"
+        )
+    for name in first:
+        if not shard_specs:
+            if hasattr(projection.base_layer, "sums_gradients"):
+                first[name].sums_gradients = second[name].sums_gradients = True
+        elif isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
+            first[name].shard_specs = {"weight": ShardSpec(1, shard_specs["weight"].sizes)}
+            first[name].register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+        else:
+            second[name].shard_specs = {"weight": ShardSpec(0, shard_specs["weight"].sizes)}
+            first[name].sums_gradients = True
+
+
+def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
+    """The tensors of a layer's module that are cut, by name."""
+    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "cuts"))
+    return {
+        prefix + of: cut
+        for prefix, part in parts
+        for of, cut in part.shard_specs.items()
+        if getattr(part, of) is not None
+    }  # type: ignore[operator, union-attr]
+
+
+def mark_parameters(module: nn.Module, parallel: TensorParallel) -> None:
+    """Once the weights are there: tells DeepSpeed's norm which parameters are parts, and sums the gradients of those that only see parts."""
+    shard_specs = list_shard_specs(module)
+    for name, parameter in module.named_parameters():
+        parameter.model_parallel = name in shard_specs  # type: ignore[attr-defined]  # `is_model_parallel_parameter` of deepspeed/runtime/utils.py
+    for part in (part for part in module.modules() if hasattr(part, "sums_gradients")):
+        for parameter in part.parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))

@@ -1,0 +1,164 @@
+"""Families without a file here, through the pipeline plan that `transformers` publishes for them (`base_model_pp_plan`).
+
+The plan names the embedding, the layers and the final norm. It does not say what else a model does: a scaled embedding, capped or scaled
+logits, a mask of its own kind. So before such a model is used it is proven: a small one of the same config, random weights, run here and by
+`transformers`, must give the same loss and the same gradients. What differs is refused, with the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from errors import UserError
+from models.decoder import DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.layer import Layer
+from models.losses.cross_entropy import build_loss
+from models.parallel.plan import read_published_plan
+
+tensor_parallel_plan = read_published_plan
+BOUND = 1e-5  # of a relative difference, in fp32
+# A small model keeps the config's other fields. Those that it does not have are left away.
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
+    "max_position_embeddings": 64, "sliding_window": 6, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attention_dropout": 0.0,
+    "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0, "initializer_range": 0.2,
+}  # fmt: skip
+_NUM_LAYERS = 4
+_proven: dict[str, str | None] = {}  # a config -> why its plan does not suffice
+
+
+def build_layers(config: PretrainedConfig) -> list[Layer]:
+    """Raises UserError for a family whose published plan does not suffice, with what is missing."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _proven:
+        _proven[key] = _find_fault(config)
+    if _proven[key] is not None:
+        raise UserError(
+            f"model_type '{config.model_type}' has no file in models/, and the pipeline plan that transformers publishes for it does not "
+            f"suffice: {_proven[key]}. docs/add_a_model.md says how to write the file"
+        )
+    return _assemble(config)
+
+
+def is_published(config: PretrainedConfig) -> bool:
+    return getattr(config, "base_model_pp_plan", None) is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _find_fault(config: PretrainedConfig) -> str | None:
+    try:
+        worst, name = compare_with_transformers(shrink(config))
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # other people's code, on a config it was not made for
+        return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+    if worst < BOUND:
+        return None
+    return f"it does something that its plan does not tell, since '{name}' of a small model differs by {worst:.0e} from that of transformers"
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """A small config with the features of `config`: a layer of each kind, and the same fields but for sizes."""
+    kinds = getattr(config, "layer_types", None) or []
+    chosen = sorted({kinds.index(kind) for kind in kinds} | set(range(min(_NUM_LAYERS, config.num_hidden_layers))))
+    fields = config.to_dict()
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            fields[name] = [value[index] for index in chosen]
+    sizes = {name: value for name, value in _SMALL.items() if fields.get(name) is not None}
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        sizes.pop("num_key_value_heads", None)
+        fields["num_key_value_heads"] = sizes.get("num_attention_heads")
+    return type(config)(**{**fields, **sizes, "num_hidden_layers": len(chosen)})
+
+
+def _assemble(config: PretrainedConfig) -> list[Layer]:
+    """The layers by the plan. Raises UserError for a part that the shared ones cannot stand for."""
+    if get_checkpoint_conversion_mapping(config.model_type):
+        raise UserError("its tensors have other names on disk than in memory")
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](shrink(config))
+    base, head, plan = model.base_model, model.get_output_embeddings(), config.base_model_pp_plan
+    if set(plan) != {"embed_tokens", "layers", "norm"}:
+        raise UserError(f"it has other parts than embed_tokens, layers and norm ({', '.join(plan)})")
+    if type(base.embed_tokens) is not nn.Embedding:
+        raise UserError(f"its embedding is a {type(base.embed_tokens).__name__}")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise UserError("its head is not a matrix alone")
+    if len({type(layer) for layer in base.layers}) != 1:
+        raise UserError("its layers are of several classes")
+    if not hasattr(base, "rotary_emb"):
+        raise UserError("it has no rotary_emb for its positions")
+    prefix = f"{model.base_model_prefix}."
+    names = Names(f"{prefix}embed_tokens.", prefix + "layers.{}.", f"{prefix}norm.", f"{_name_of(model, head)}.")
+    decoder_layer = type("DecoderLayer", (PipelineDecoderLayer, type(base.layers[0])), {})
+    context = DecoderContext(config, type(base.rotary_emb)(config=config))
+    return build_decoder(config, decoder_layer, _find_norm(base.norm, config), context, names=names)
+
+
+def _find_norm(norm: nn.Module, config: PretrainedConfig) -> type[nn.Module]:
+    if type(norm) is nn.LayerNorm and getattr(config, "layer_norm_epsilon", None) == norm.eps:
+        return FinalLayerNorm
+    if getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) != getattr(config, "rms_norm_eps", 0):
+        raise UserError(f"its final norm is a {type(norm).__name__} whose epsilon is not rms_norm_eps")
+    return type("FinalNorm", (PipelineNorm, type(norm)), {})
+
+
+def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
+    return next(name for name, child in model.named_modules() if child is module)
+
+
+def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
+    """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
+    config._attn_implementation = "sdpa"
+    layers = _assemble(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        input_ids = torch.randint(3, config.vocab_size, (2, 24))
+    expected = model(input_ids, labels=input_ids, use_cache=False).loss
+    expected.backward()
+    loss, modules = _run(layers, model.state_dict(), input_ids, config)
+    loss.backward()
+    pairs = {"loss": (loss, expected)}
+    named = dict(model.named_parameters())
+    for layer, module in modules:
+        pairs |= {
+            layer.hf_prefix + name: (p.grad, named[layer.hf_prefix + name].grad)
+            for name, p in module.named_parameters()
+        }
+    if missing := named.keys() - pairs.keys():
+        raise UserError(f"it has parameters outside of its plan ('{min(missing)}')")
+    return max(
+        (((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item(), name)
+        for name, (ours, theirs) in pairs.items()
+    )
+
+
+def _run(
+    layers: list[Layer], weights: dict[str, torch.Tensor], input_ids: torch.Tensor, config: PretrainedConfig
+) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
+    """The loss of the layers one after the other, and those that own weights with their modules."""
+    activations: Any = (input_ids, torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1))
+    modules: list[tuple[Layer, nn.Module]] = []
+    shared: dict[str, nn.Module] = {}
+    for layer in layers:
+        if not layer.owns_weights:
+            activations = layer.forward_fn(shared[layer.tied_key], activations)
+            continue
+        module = layer.module_class(*layer.args)
+        module.load_state_dict({name: weights[layer.hf_prefix + name] for name in module.state_dict()})
+        modules.append((layer, module))
+        if layer.tied_key:
+            shared[layer.tied_key] = module
+        activations = module(activations)
+    count = torch.tensor(float(input_ids[:, 1:].numel()))
+    return build_loss(config)(activations, (input_ids, count)), modules

@@ -1,0 +1,56 @@
+"""The weights of a base model with an adapter merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from models.adapters import ReadAdapter, adapter_names, check_all_taken, fill_adapter, inject_adapter, list_targets
+from models.layer import Layer
+from models.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
+
+
+class AdaptedWeights:
+    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft folder's tensors."""
+
+    def __init__(
+        self,
+        base: WeightSource,
+        path: Path,
+        config: LoraConfig,
+        read_adapter: ReadAdapter,
+        adapter_files: list[Path],
+        names: Collection[str] = (),
+    ) -> None:
+        self.base, self.config, self._names = base, base.config, names
+        self.path = path if (path / "config.json").is_file() else base.path
+        self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
+
+    def files(self) -> list[Path]:
+        return [*self.base.files(), *self._adapter_files]
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self.base.check_complete(layers)
+        check_all_taken(self._names, self._lora, layers)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        tensors = self.base.read_layer(index, layer)
+        module = layer.build_on_meta()
+        targets = list_targets(module, self._lora)
+        if not tensors or not targets:
+            return tensors
+        changed = {f"{name}.weight" for name in targets}
+        module.load_state_dict({name: t.clone() if name in changed else t for name, t in tensors.items()}, assign=True)
+        inject_adapter(self._lora, module)
+        fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
+        for name in targets:
+            projection: Any = module.get_submodule(name)  # peft's, around the layer's own
+            projection.merge()
+            tensors[f"{name}.weight"] = projection.base_layer.weight.detach()
+        return tensors

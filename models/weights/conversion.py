@@ -1,0 +1,354 @@
+"""Hugging Face folder <-> pipeline checkpoint, streaming.
+
+    convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
+    export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
+
+Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written. Then one
+tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one layer a worker, and nothing
+at all where neither dtype nor rows change. The values are the source's bits, and `verify` reads them back from the disk to see that they
+are. The new folder appears at once, when it is whole. Workers are threads: what they do is done outside of the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from errors import UserError
+from models.architecture import build_layers
+from models.weights.folders import (
+    StagedFolder,
+    check_disk_space,
+    check_output_dir,
+    copy_tokenizer_files,
+    drop_from_memory,
+    find_custom_tokenizer,
+    staged_folder,
+)
+from models.weights.safetensors_writer import (
+    INDEX_NAME,
+    TensorInfo,
+    build_index,
+    name_shards,
+    plan_shards,
+    write_safetensors,
+)
+from models.weights.source import WeightSource
+from models.weights.sources import layer_file
+from models.weights.tensor_files import load_json, open_tensors
+from models.weights.torch_writer import own_storage, save_torch, without_crc32
+from models.weights.vocabulary import (
+    UNPADDED,
+    SpecialTokens,
+    grow_rows,
+    grow_vocabulary,
+    load_extended_tokenizer,
+    trim_vocabulary,
+    update_token_ids,
+)
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
+STEP_NAME = "global_step0"
+FLUSHED_BYTES = 128 * 2**20
+SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
+# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
+# whatever the number of stages.
+ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
+ENGINE_STATE: dict[str, Any] = {
+    "module": None,
+    "optimizer": None,
+    "lr_scheduler": None,
+    "dp_world_size": 1,
+    "mp_world_size": 1,
+    "global_steps": 0,
+    "global_samples": 0,
+    "skipped_steps": 0,
+}
+
+Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
+Item = TypeVar("Item")
+
+
+def convert_to_pipeline(
+    source: WeightSource,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    special_tokens: SpecialTokens | None = None,
+    pad_vocab_to_multiple_of: int = 1,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer and `global_step0/` with one file a layer.
+
+    dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
+    special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
+    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json tells as `unpadded_vocab_size` how many are used.
+    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder appears.
+    Raises UserError for whatever is wrong with the source, the output folder or the disk.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
+        file = source.path / "tokenizer_config.json"
+        raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
+    tokens = special_tokens or SpecialTokens()
+    tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
+    config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
+    weights = _Weights(source, config, dtype, progress, verify)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        step_dir = folder.path / STEP_NAME
+        step_dir.mkdir()
+        places = {
+            layer_file(step_dir, i): {name: (i, name) for name in infos}
+            for i, infos in enumerate(weights.infos)
+            if infos
+        }
+
+        def write(file: Path) -> None:
+            save_torch({name: own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
+            weights.report(sum(weights.infos[index][name].nbytes for index, name in places[file].values()))
+            folder.flush(file)
+
+        with without_crc32():
+            _for_each(write, places, workers)
+        save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
+        _write_model_files(folder, weights, tokenizer, tokens)
+        (folder.path / "latest").write_text(STEP_NAME)
+        if verify:
+            folder.flush_all()
+            _for_each(lambda file: _verify(file, places[file], weights), places, workers)
+
+
+def export_hugging_face(
+    source: WeightSource,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    unpad_vocab: bool = False,
+    overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
+
+    unpad_vocab: leave away the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at once.
+    `dtype`, `verify` and UserError as in `convert_to_pipeline`.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    weights = _Weights(source, trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress, verify)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+    places = dict(weights.plan_pieces())
+    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
+    shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        files = {folder.path / name: shard for name, shard in zip(name_shards(len(shards)), shards, strict=True)}
+
+        def write(file: Path) -> None:
+            unflushed = 0
+
+            def written(nbytes: int) -> None:
+                nonlocal unflushed
+                weights.report(nbytes)
+                unflushed += nbytes
+                if unflushed >= FLUSHED_BYTES:  # the disk works on a shard while it is written
+                    folder.flush(file)
+                    unflushed = 0
+
+            write_safetensors(file, files[file], read=lambda info: weights.read(*places[info]), written=written)
+            folder.flush(file)
+
+        _for_each(write, files, workers)
+        if len(shards) > 1:
+            _write_json(build_index(shards), folder.path / INDEX_NAME)
+        _write_model_files(folder, weights)
+        if verify:
+            folder.flush_all()
+            named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
+            _for_each(lambda file: _verify(file, named[file], weights), named, workers)
+
+
+def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
+    """`work` on each item, `workers` of them at once. The first error ends it."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights) -> None:
+    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the arguments of `read` by name.
+
+    Raises UserError.
+    """
+    drop_from_memory(file)
+    written = open_tensors(file)
+    for name, place in places.items():
+        expected, found = weights.read(*place), written[name] if isinstance(written, dict) else written.get_tensor(name)
+        if (
+            expected.dtype != found.dtype
+            or expected.shape != found.shape
+            or not torch.equal(_view_bytes(expected), _view_bytes(found))
+        ):
+            raise UserError(
+                f"--verify: '{name}' in {file.name} is not what the source holds; the disk or the memory is at fault. Nothing was kept"
+            )
+        weights.report(expected.nbytes)
+
+
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Weights:
+    """The source's tensors as they will be written: planned from their shapes, then read one by one."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: PretrainedConfig,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+        verify: bool,
+    ) -> None:
+        self.source = source
+        self.config = config
+        self._layers = build_layers(source.config)
+        source.check_complete(self._layers)
+        self._dtype = dtype
+        self._of_thread = threading.local()  # the layer that a worker has open
+        targets = build_layers(config)
+        self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
+        self.nbytes = sum(info.nbytes for infos in self.infos for info in infos.values())
+        self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
+        self._done, self._counting = 0, threading.Lock()
+        self.report(0)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the floating parameters; buffers keep their own."""
+        pairs = [(layer, info) for layer, infos in zip(self._layers, self.infos, strict=True) for info in infos.items()]
+        return {
+            info.dtype
+            for layer, (name, info) in pairs
+            if info.dtype.is_floating_point and name not in layer.buffer_names()
+        }
+
+    def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
+        """Each tensor as Hugging Face keeps it, with the arguments of `read` for it."""
+        for index, infos in enumerate(self.infos):
+            for name, info in infos.items():
+                whole = torch.empty(info.shape, device="meta")
+                for piece in self._layers[index].get_pieces(name):
+                    yield (
+                        TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
+                        (index, name, piece.index),
+                    )
+
+    def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows change."""
+        info = self.infos[index][name]
+        tensor = self._read_layer(index)[name][place]
+        if not place and tensor.shape != info.shape:
+            tensor = grow_rows(tensor, info.shape[0]) if info.shape[0] > tensor.shape[0] else tensor[: info.shape[0]]
+        converted = tensor.to(info.dtype)
+        if info.dtype == torch.float16 and tensor.dtype != torch.float16:
+            _check_fp16(converted, tensor, info.name)
+        return converted
+
+    def report(self, nbytes: int) -> None:
+        """Tells the listener that `nbytes` more are written, or verified."""
+        with self._counting:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
+        current = self._of_thread.__dict__
+        if current.get("index") != index:
+            current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
+            current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
+        return current["tensors"]
+
+    def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
+        infos = {}
+        kept = self._layers[index].buffer_names() if self._dtype is not None else set()
+        for name, tensor in self._read_layer(index).items():
+            dtype = (
+                self._dtype
+                if self._dtype is not None and tensor.is_floating_point() and name not in kept
+                else tensor.dtype
+            )
+            infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
+        return infos
+
+
+def _write_model_files(
+    folder: StagedFolder,
+    weights: _Weights,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokens: SpecialTokens | None = None,
+) -> None:
+    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a folder is
+    no model, so it comes last."""
+    source_dir = weights.source.path
+    fields = load_json(source_dir / "config.json")
+    fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
+    _set_dtype(fields, weights.dtypes)
+    if any(
+        getattr(weights.config, key, None) != getattr(weights.source.config, key, None)
+        for key in ("vocab_size", UNPADDED)
+    ):
+        fields["vocab_size"] = weights.config.vocab_size
+        fields[UNPADDED] = getattr(weights.config, UNPADDED, fields["vocab_size"])
+    if fields.get(UNPADDED) == fields.get("vocab_size"):
+        fields.pop(UNPADDED, None)
+    generation_file = source_dir / "generation_config.json"
+    generation_fields = load_json(generation_file) if generation_file.is_file() else None
+    if tokenizer is not None and tokens is not None:
+        update_token_ids(fields, tokenizer, tokens)
+        if generation_fields is not None:
+            update_token_ids(generation_fields, tokenizer, tokens)
+        tokenizer.save_pretrained(folder.path)
+    else:
+        copy_tokenizer_files(source_dir, folder.path)
+    if generation_fields is not None:
+        _write_json(generation_fields, folder.path / generation_file.name)
+    _write_json(fields, folder.path / "config.json")
+
+
+def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
+    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, under either key."""
+    if len(dtypes) != 1:
+        return
+    for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:
+        fields[key] = str(next(iter(dtypes))).removeprefix("torch.")
+
+
+def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
+    if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
+        raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")
+
+
+def _write_json(fields: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

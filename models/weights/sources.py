@@ -1,0 +1,312 @@
+"""Reading weights, one layer at a time, from either form they come in.
+
+*Hugging Face folder*: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, whole names
+("model.layers.3.mlp..."). *Pipeline checkpoint*: a folder with `latest`, `config.json` and
+`global_stepN/layer_XX-model_states.pt`, names without the layer's prefix. Converted folders and training checkpoints have the
+same shape.
+
+Both are opened memory-mapped: a tensor's bytes are read when they are used, and nothing ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from errors import UserError
+from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
+from models.architecture import is_ignored, is_supported, unsupported
+from models.layer import Layer
+from models.weights.adapted import AdaptedWeights
+from models.weights.source import WeightSource
+from models.weights.tensor_files import load_json, load_torch_file, open_tensors
+
+
+def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
+    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft folder, or
+    the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
+
+    Raises UserError for what is none of these.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        path = _download(name_or_path)
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the folder it is in")
+    if re.fullmatch(r"global_step\d+", path.name):
+        return _open_checkpoint(path.parent, path.name, trust_remote_code)
+    if (path / "latest").is_file():
+        return _open_checkpoint(path, (path / "latest").read_text().strip(), trust_remote_code)
+    if (path / ADAPTER_CONFIG).is_file():
+        return _open_adapted(path, None, trust_remote_code)
+    return HuggingFaceFolder(path, trust_remote_code)
+
+
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSource:
+    checkpoint = PipelineCheckpoint(path, tag)
+    return _open_adapted(path, checkpoint, trust_remote_code) if checkpoint.is_adapter else checkpoint
+
+
+def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool) -> AdaptedWeights:
+    """checkpoint: whose layer files hold the adapter; None for a peft folder."""
+    config = load_lora_config(path)
+    if not config.base_model_name_or_path:
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to"
+        )
+    tensors = {} if checkpoint else load_adapter_tensors(path)
+    files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
+    try:
+        base = open_weights(config.base_model_name_or_path, trust_remote_code)
+    except UserError as error:
+        raise UserError(
+            f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
+        ) from None
+    read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
+    return AdaptedWeights(base, path, config, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
+
+
+def layer_file(step_dir: Path, index: int) -> Path:
+    """DeepSpeed's name for a layer's weights."""
+    return step_dir / f"layer_{index:02d}-model_states.pt"
+
+
+def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config.json as `transformers` reads it. Custom code is never run: the layers come from `models/`.
+
+    Raises UserError when it is missing, unreadable, or points to custom code without `trust_remote_code`.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        below = " or ".join(sorted(str(found.parent) for found in path.glob("*/config.json")))
+        hint = f"; did you mean {below}?" if below else ""
+        raise UserError(
+            f"{path} holds no config.json; it is neither a Hugging Face folder nor a pipeline checkpoint{hint}"
+        )
+    fields = load_json(file)
+    if "auto_map" in fields and not trust_remote_code:
+        raise UserError(
+            f"{file} points to custom code ({', '.join(sorted(fields['auto_map']))}); "
+            "check that it only repackages a known architecture, then give trust_remote_code=true (the other commands: --trust_remote_code)"
+        )
+    return parse_config(fields, file)
+
+
+def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
+    """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad value."""
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{file}: {unsupported(model_type)}")
+    if "quantization_config" in fields:
+        method = fields["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"{file}: the weights are quantized ({method}), which the layers do not carry; convert them to bf16 first"
+        )
+    try:
+        config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
+    except Exception as error:  # transformers validates with types of its own
+        raise UserError(f"{file} is no config of a '{model_type}': {' '.join(str(error).split())}") from None
+    if not is_supported(config):
+        raise UserError(f"{file}: {unsupported(model_type)}")
+    return config
+
+
+class PipelineCheckpoint:
+    """Layer files, from the converter or from training."""
+
+    def __init__(self, path: Path, tag: str) -> None:
+        self.path = path
+        self.step_dir = path / tag
+        if not tag or not self.step_dir.is_dir():
+            raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
+        self.config = load_config(path)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the layer files hold an adapter's parameters only."""
+        return (self.path / ADAPTER_CONFIG).is_file()
+
+    def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
+        """What the file of layer `index` holds, unchecked."""
+        return load_torch_file(layer_file(self.step_dir, index))
+
+    def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = self.read_parameters(index)
+        return {name: tensors[name] for name in names if name in tensors}
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        file = layer_file(self.step_dir, index)
+        tensors = load_torch_file(file)
+        _check_tensors(tensors, layer, str(file))
+        return tensors
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        expected = {layer_file(self.step_dir, i).name for i, layer in enumerate(layers) if layer.owns_weights}
+        present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
+        if missing := sorted(expected - present):
+            raise UserError(
+                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, first {missing[0]}; convert or save it again"
+            )
+        if extra := sorted(present - expected):
+            raise UserError(
+                f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
+                f"first extra one {extra[0]}; is the config.json beside it another model's?"
+            )
+
+
+class HuggingFaceFolder:
+    """`model*.safetensors` or `pytorch_model*.bin`, with or without an index."""
+
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        self.path = path
+        self.config = load_config(path, trust_remote_code)
+        self._files = _find_tensors(path)
+        self._prefix = ""  # what the names in the files lack
+        self._of_thread = threading.local()  # the file that a thread has open
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        tensors = {name: self._read_tensor(layer, name, shape) for name, shape in layer.shapes().items()}
+        _check_tensors(tensors, layer, str(self.path))
+        return tensors
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(set(self._files.values()))]
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self._add_prefix(layers[0].hf_prefix)
+        expected = {
+            piece.hf_name
+            for layer in layers
+            if layer.owns_weights
+            for name in layer.shapes()
+            for piece in layer.get_pieces(name)
+        }
+        if missing := sorted(expected - self._files.keys()):
+            raise UserError(
+                f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?"
+            )
+        extra = {name for name in self._files.keys() - expected if not is_ignored(self.config, name)}
+        if self.config.tie_word_embeddings and "lm_head.weight" in extra:
+            self._check_tied(layers[0], "lm_head.weight")
+            extra.discard("lm_head.weight")
+        if extra:
+            raise UserError(
+                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', first '{min(extra)}'; "
+                "the weights are of another architecture than config.json says"
+            )
+
+    def _add_prefix(self, first: str) -> None:
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with."""
+        prefix = first.split(".")[0] + "."
+        if not any(name.startswith(prefix) for name in self._files):
+            self._prefix = prefix
+            self._files = {prefix + name: file for name, file in self._files.items()}
+
+    def _check_tied(self, embedding: Layer, head: str) -> None:
+        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what differs."""
+        name = embedding.hf_prefix + "weight"
+        if not torch.equal(self._read(name), self._read(head)):
+            raise UserError(
+                f"{self.path}: config.json ties the head to the embedding, but '{head}' differs from '{name}'; "
+                'set "tie_word_embeddings" to false in config.json, or remove the tensor'
+            )
+
+    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the layer's module, mapped from its file, or put together from several."""
+        pieces = layer.get_pieces(name)
+        if not pieces[0].index:
+            return self._read(pieces[0].hf_name)
+        first = self._read(pieces[0].hf_name)
+        tensor = torch.empty(shape, dtype=first.dtype)
+        for piece in pieces:
+            part, place = self._read(piece.hf_name), tensor[piece.index]
+            _check_shape(part, place.shape, piece.hf_name, str(self.path))
+            place.copy_(part)
+        return tensor
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise UserError(
+                f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?"
+            )
+        file = self._files[name]
+        current, key = self._of_thread.__dict__, str(file)
+        if key not in current:
+            current.clear()  # one shard mapped at a time
+            current[key] = open_tensors(file)
+        opened, name = current[key], name.removeprefix(self._prefix)
+        try:
+            return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
+        except (KeyError, SafetensorError):
+            raise UserError(
+                f"{file} holds no tensor '{name}', though the index says so; is the download complete?"
+            ) from None
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -> None:
+    shapes = layer.shapes()
+    if tensors.keys() != shapes.keys():
+        wrong = sorted(tensors.keys() ^ shapes.keys())[0]
+        state = "missing" if wrong in shapes else "unknown"
+        raise UserError(
+            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
+        )
+    for name, shape in shapes.items():
+        _check_shape(tensors[name], shape, layer.hf_prefix + name, where)
+
+
+def _check_shape(tensor: torch.Tensor, shape: torch.Size, name: str, where: str) -> None:
+    if tensor.shape != shape:
+        raise UserError(f"{where}: '{name}' has shape {list(tensor.shape)}, config.json makes it {list(shape)}")
+
+
+def _find_tensors(path: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index where there is one."""
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (path / index_name).is_file():
+            weight_map = load_json(path / index_name).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{path / index_name} holds no 'weight_map'; it is no index of weights")
+            if missing := sorted({file for file in weight_map.values() if not (path / file).is_file()}):
+                raise UserError(
+                    f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
+                )
+            return {name: path / file for name, file in weight_map.items()}
+    whole = path / "model.safetensors"  # beside it lie adapters or a second copy in another format
+    files = (
+        [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    )
+    if not files:
+        raise UserError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin), nor a file 'latest'")
+    return {name: file for file in files for name in open_tensors(file).keys()}
+
+
+def _download(hub_id: str) -> Path:
+    """The hub's snapshot of `hub_id` in the local cache, weights and tokenizer only."""
+    from huggingface_hub import snapshot_download
+
+    if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
+        raise UserError(f"model_name_or_path '{hub_id}' is no folder here, nor could it be a hub id; check the path")
+    try:
+        return Path(
+            snapshot_download(
+                hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+            )
+        )
+    except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
+        raise UserError(
+            f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__}); check the path or hub id"
+        ) from None

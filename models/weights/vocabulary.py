@@ -1,0 +1,129 @@
+"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and where the model ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from errors import UserError
+from models.weights.folders import has_tokenizer
+from models.weights.source import WeightSource
+from models.weights.sources import parse_config
+from models.weights.tensor_files import load_json
+
+UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
+COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens to add where the tokenizer does not know them. bos, eos and pad also become the model's."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.named or self.extra)
+
+    @property
+    def named(self) -> dict[str, str]:
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        return {name: token for name, token in named.items() if token is not None}
+
+
+def load_extended_tokenizer(
+    path: Path, tokens: SpecialTokens, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be read."""
+    if not has_tokenizer(path):
+        raise UserError(
+            f"{path} holds no tokenizer to add special tokens to; put one there, or leave the token options away"
+        )
+    if "" in (*tokens.named.values(), *tokens.extra):
+        raise UserError("a special token is empty; give it at least one character")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers and transformers raise many types
+        raise UserError(f"{path}: the tokenizer cannot be read ({' '.join(str(error).split())[:200]})") from None
+    tokenizer.add_special_tokens(dict(tokens.named))
+    if tokens.extra:
+        tokenizer.add_special_tokens({"extra_special_tokens": list(tokens.extra)}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+def count_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The rows an embedding needs. Not `len(tokenizer)`: ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def update_token_ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
+    """Makes config.json's or generation_config.json's ids those of the tokens that were named."""
+    for name, token in tokens.named.items():
+        fields[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
+
+
+def add_end(ids: int | list[int] | None, token_id: int | None) -> int | list[int] | None:
+    """The ids at which a model stops, with `token_id` among them."""
+    known = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return ids if token_id is None or token_id in known else [*known, token_id] if known else token_id
+
+
+def add_eos_token_id(file: Path, token_id: int | None) -> None:
+    """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one that does not know it: a
+    base model trained with a chat model's tokenizer would go on for ever."""
+    if not file.is_file():
+        return
+    fields = load_json(file)
+    if (ends := add_end(fields.get("eos_token_id"), token_id)) != fields.get("eos_token_id"):
+        file.write_text(json.dumps(fields | {"eos_token_id": ends}, indent=2) + "\n")
+
+
+def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
+    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
+    if multiple < 1:
+        raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
+    needed = count_rows(tokenizer) if tokenizer else 0
+    used = max(source.config.vocab_size, needed)
+    rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
+    unpadded = max(known, needed)  # a token that takes a row of earlier padding
+    if rows == source.config.vocab_size and unpadded == known:
+        return source.config
+    file = source.path / "config.json"
+    fields = {**load_json(file), "vocab_size": rows, UNPADDED: unpadded}
+    if rows == unpadded:
+        del fields[UNPADDED]
+    return parse_config(fields, file)
+
+
+def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
+    """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
+    file = source.path / "config.json"
+    fields = load_json(file)
+    if UNPADDED not in fields:
+        raise UserError(
+            f"{file} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing to take away"
+        )
+    return parse_config({**fields, "vocab_size": fields[UNPADDED]}, file)
+
+
+def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
+
+    The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
+    """
+    old_rows = weight.shape[0]
+    grown = torch.empty((rows, *weight.shape[1:]), dtype=weight.dtype)
+    grown[:old_rows] = weight
+    if weight.dim() == 1:
+        grown[old_rows:] = weight.float().mean()
+        return grown
+    for old, new in zip(weight.split(COLUMNS_AT_A_TIME, dim=1), grown.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
+        new[old_rows:] = old.float().mean(dim=0)
+    return grown

@@ -1,0 +1,259 @@
+"""Pairs of answers: which tokens carry loss, that the two stay together, and what every bad record says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_sft import read_runs
+
+from data.encoders.encoding import Encoding, OnBadRecord
+from data.encoders.length import LengthPolicy
+from data.encoders.preference import PreferenceEncoder
+from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.order import GlobalOrder
+from data.sources.mixture import Mixture
+from data.storage.reference import is_whole, reference_path, save_reference
+from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
+from data.storage.tokenizing import prepare_dataset
+from errors import UserError
+
+RECORD = {"prompt": "Legs of a {spider}?", "chosen": "Eight.", "rejected": "Five, I would say."}
+USER, EIGHT, FIVE = (
+    {"role": role, "content": text}
+    for role, text in (("user", "Legs?"), ("assistant", "Eight."), ("assistant", "Five."))
+)
+SURE = {"role": "user", "content": "Sure?"}
+
+
+def encode(record: dict, tokenizer, **options: str) -> list[list[tuple[str, str]]]:
+    return [
+        read_runs(sample, tokenizer)
+        for sample in PreferenceEncoder(**options).encode(record, "pairs.jsonl:3", tokenizer)
+    ]
+
+
+def test_loss_is_on_each_answer_and_its_end_token(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(puts_bos=True, pad_token="</s>")  # pad and end are one token
+    chosen, rejected = encode(RECORD, tokenizer)
+    assert chosen == [("masked", "<s>Legs of a {spider}?\n"), ("loss", "Eight.</s>")]
+    assert rejected == [("masked", "<s>Legs of a {spider}?\n"), ("loss", "Five, I would say.</s>")]
+    renamed = {"question": RECORD["prompt"], "good": RECORD["chosen"], "bad": RECORD["rejected"]}
+    names = {"prompt_field": "question", "chosen_field": "good", "rejected_field": "bad"}
+    assert encode(renamed, tokenizer, **names) == [chosen, rejected]
+    assert encode(RECORD, tokenizer, prompt_template="Q: {prompt} A: ")[0][0] == (
+        "masked",
+        "<s>Q: Legs of a {spider}? A: ",
+    )
+
+
+def test_messages_and_texts_may_be_mixed(chat_tokenizer) -> None:
+    expected = [
+        [("masked", "<|im_start|>user\nLegs?<|im_end|>\n<|im_start|>assistant\n"), ("loss", f"{answer}.<|im_end|>")]
+        for answer in ("Eight", "Five")
+    ]
+    assert encode({"prompt": [USER], "chosen": [EIGHT], "rejected": [FIVE]}, chat_tokenizer) == expected
+    assert encode({"prompt": "Legs?", "chosen": [EIGHT], "rejected": [FIVE]}, chat_tokenizer) == expected
+    assert encode({"prompt": [USER], "chosen": "Eight.", "rejected": "Five."}, chat_tokenizer) == expected
+    assert encode({"chosen": [USER, EIGHT], "rejected": [USER, FIVE]}, chat_tokenizer) == expected
+    assert (
+        encode({"prompt": "no", "chosen": [USER, EIGHT], "rejected": [USER, FIVE]}, chat_tokenizer) == expected
+    )  # whole conversations
+
+
+def test_assistant_turns_that_both_have_are_the_prompt(chat_tokenizer) -> None:
+    yes, no = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    expected = encode({"prompt": [USER, EIGHT, SURE], "chosen": [yes], "rejected": [no]}, chat_tokenizer)
+    assert [run for run in expected[0] if run[0] == "loss"] == [("loss", "Yes.<|im_end|>")]
+    assert "Eight." in expected[0][0][1]
+    assert encode({"chosen": [USER, EIGHT, SURE, yes], "rejected": [USER, EIGHT, SURE, no]}, chat_tokenizer) == expected
+    # From where they part, every assistant turn is an answer's.
+    parted = encode({"chosen": [USER, EIGHT, SURE, yes], "rejected": [USER, FIVE, SURE, no]}, chat_tokenizer)
+    assert [text for kind, text in parted[1] if kind == "loss"] == ["Five.<|im_end|>", "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            "no field 'rejected'; the record has 'prompt', 'chosen'; set data.rejected_field",
+        ),
+        (
+            {"q": "a", "yes": "b", "no": "c"},
+            "the record has 'q', 'yes', 'no'; set data.prompt_field and data.chosen_field and data.rejected_field",
+        ),
+        ({**RECORD, "chosen": " "}, "field 'chosen' is empty; fill it or remove the record"),
+        ({**RECORD, "rejected": ""}, "field 'rejected' is empty; fill it or remove the record"),
+        ({"prompt": [USER], "chosen": [EIGHT], "rejected": []}, "field 'rejected' is empty"),
+        (
+            {**RECORD, "rejected": RECORD["chosen"]},
+            "fields 'chosen' and 'rejected' are the same, so nothing is preferred; mend or remove the record",
+        ),
+        ({"chosen": [USER, EIGHT], "rejected": [USER, EIGHT]}, "fields 'chosen' and 'rejected' are the same"),
+        ({**RECORD, "chosen": 8}, "field 'chosen' must be text, not int"),
+        ({**RECORD, "prompt": None}, "field 'prompt' must be text, not NoneType"),
+        ({"prompt": [USER], "chosen": [EIGHT], "rejected": [SURE]}, "message 2 is a user turn behind user"),
+        ({"prompt": [USER, EIGHT], "chosen": "b", "rejected": "c"}, "message 3 is an assistant turn behind assistant"),
+    ],
+)
+def test_a_bad_record(record: dict, message: str, chat_tokenizer) -> None:
+    with pytest.raises(UserError, match="^pairs.jsonl:3: ") as caught:
+        encode(record, chat_tokenizer)
+    assert message in str(caught.value)
+
+
+def test_messages_need_a_chat_template(tokenizer) -> None:
+    with pytest.raises(
+        UserError, match="pairs.jsonl:3: the record holds messages, but the tokenizer has no chat template"
+    ):
+        encode({"prompt": [USER], "chosen": [EIGHT], "rejected": [FIVE]}, tokenizer)
+
+
+def tokenize(folder: Path, tokenizer, records: list[dict], max_seq_length: int = 64, **options) -> Path:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(PreferenceEncoder(), tokenizer, max_seq_length, samples_per_record=2, **options)
+    return prepare_dataset(
+        [str(file)],
+        key="train_file",
+        encoding=encoding,
+        cache_dir=folder / "cache",
+        num_proc=options.pop("num_proc", 1),
+        log=None,
+    )
+
+
+def build_records(count: int) -> list[dict]:
+    return [
+        {"prompt": f"{i}?", "chosen": "France " * (1 + i % 5), "rejected": "Paris " * (1 + i % 3)} for i in range(count)
+    ]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, tokenizer) -> Path:
+    return tokenize(tmp_path, tokenizer, build_records(11))
+
+
+def test_both_answers_are_kept_or_none(tmp_path: Path, tokenizer) -> None:
+    long = {**RECORD, "rejected": "spider " * 40}
+    path = tokenize(tmp_path, tokenizer, [RECORD, long, RECORD], max_seq_length=40, length_policy=LengthPolicy.DROP)
+    rows = Rows(path, RowPlan(40, group_size=2), True, True)
+    assert count_rows(path, RowPlan(40, group_size=2)) == 2 and len(rows) == 4
+    assert [tokenizer.decode(rows.input_ids(row)[-2:]).endswith("</s>") for row in range(4)] == [True] * 4
+    path = tokenize(tmp_path, tokenizer, [RECORD, long], max_seq_length=40, length_policy=LengthPolicy.TRUNCATE)
+    assert Rows(path, RowPlan(40, group_size=2), True, True).lengths[3] == 40
+
+
+def test_answers_that_part_too_late(tmp_path: Path, tokenizer) -> None:
+    late = {**RECORD, "chosen": "spider " * 40 + "yes", "rejected": "spider " * 40 + "no"}
+    with pytest.raises(
+        UserError, match="pairs.jsonl:2: the two answers are the same up to max_seq_length=40 tokens; raise it"
+    ):
+        tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40)
+    path = tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40, on_bad_record=OnBadRecord.SKIP)
+    assert count_rows(path, RowPlan(40, group_size=2)) == 1
+
+
+def test_one_answer_is_no_pair(tmp_path: Path, tokenizer) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(RECORD))
+    with pytest.raises(
+        UserError, match=r"the encoder must make a \(chosen, rejected\) of a record with data=preference"
+    ):
+        prepare_dataset(
+            [str(file)],
+            key="train_file",
+            encoding=Encoding(PreferenceEncoder(), tokenizer, 64),
+            cache_dir=tmp_path / "cache",
+            log=None,
+        )
+
+
+def reference_of(path: Path) -> Path:
+    """A reference whose value for sample i is -i - 1."""
+    file = reference_path(path, "0")
+    save_reference(file, -1.0 - np.arange(22), writer=0)
+    return file
+
+
+def build_options(
+    path: Path, plan: RowPlan, micro_batch_size: int = 1, dp_rank: int = 0, dp_size: int = 1, **options
+) -> LoaderOptions:
+    return LoaderOptions(
+        reads_inputs=True, reads_labels=True, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, row_plan=plan, pad_token_id=0,
+        reference_file=reference_of(path), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("micro_batch_size", "dp_size", "accumulation"), [(1, 1, 4), (2, 2, 1), (4, 1, 1)])
+def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
+    pairs: Path, micro_batch_size: int, dp_size: int, accumulation: int
+) -> None:
+    plan = RowPlan(64, group_size=2)
+    order = GlobalOrder(count_rows(pairs, plan), 4, seed=3)
+    rows = Rows(pairs, plan, True, True)
+    for step in range(3):
+        seen = []
+        for rank in range(dp_size):
+            loader = build_train_loader(
+                pairs, build_options(pairs, plan, micro_batch_size, rank, dp_size), order, accumulation
+            )
+            for (input_ids, _), (labels, reference, denominator) in loader.iterate(step, step + 1):
+                assert len(input_ids) == len(labels) == len(reference) == 2 * micro_batch_size
+                assert (
+                    denominator == micro_batch_size
+                )  # pairs: the mean over micro-batches and replicas is the global batch's
+                samples = (-reference - 1).long().tolist()
+                assert all(
+                    rejected == chosen + 1 and chosen % 2 == 0 for chosen, rejected in zip(samples[::2], samples[1::2])
+                )
+                for sample, ids, row_labels in zip(samples, input_ids, labels, strict=True):
+                    length = rows.lengths[sample]
+                    assert ids[:length].tolist() == rows.input_ids(sample).tolist() and not ids[length:].any()
+                    assert (
+                        row_labels[:length].tolist() == rows.labels(sample).tolist()
+                        and (row_labels[length:] == -100).all()
+                    )
+                seen += [sample // 2 for sample in samples[::2]]
+        assert sorted(seen) == sorted(order.sample_ids(step).tolist())
+        info = loader.step_info(step)
+        assert info.num_terms == 4 and info.num_tokens == sum(
+            int(rows.lengths[2 * i] + rows.lengths[2 * i + 1]) for i in seen
+        )
+
+
+def test_evaluation_takes_every_pair_once(pairs: Path) -> None:
+    plan = RowPlan(64, group_size=2)
+    loaders = [build_eval_loader(pairs, build_options(pairs, plan, 2, rank, 2), 11) for rank in range(2)]
+    batches = [targets for loader in loaders for _, targets in loader.iterate()]
+    assert {len(loader) for loader in loaders} == {3} and all(denominator == 1 for *_, denominator in batches)
+    real = [
+        sample for labels, reference, _ in batches for row, sample in zip(labels, -reference - 1) if (row != -100).any()
+    ]
+    assert sorted(int(sample) for sample in real) == list(range(22))
+    assert sum(len(labels) for labels, *_ in batches) == 24  # the last pair is a filler
+
+
+def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:
+    for name, count in (("a", 6), ("b", 3)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in build_records(count)))
+    encoding = Encoding(PreferenceEncoder(), tokenizer, 64, samples_per_record=2)
+    entries = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    path = prepare_dataset(entries, key="train_file", encoding=encoding, cache_dir=tmp_path / "cache", log=None)
+    plan = RowPlan(64, mixture=Mixture((1, 2)), group_size=2)
+    told: list[str] = []
+    prepare_rows(path, plan, "train_file", told.append, ["a", "b"])
+    rows = Rows(path, plan, False, False)
+    assert count_rows(path, plan) == 6 + 12 and any("b 66.7% (12 samples, 4.00 times)" in line for line in told), told
+    assert (rows.sample_ids[1::2] == rows.sample_ids[::2] + 1).all() and (rows.sample_ids[::2] % 2 == 0).all()
+
+
+def test_a_reference_is_whole_or_absent(pairs: Path) -> None:
+    file = reference_of(pairs)
+    assert is_whole(file, 22) and not is_whole(file, 20) and not is_whole(reference_path(pairs, "1"), 22)
+    file.write_bytes(file.read_bytes()[:-8])
+    assert not is_whole(file, 22)
+    assert not list(pairs.glob("*.tmp*"))

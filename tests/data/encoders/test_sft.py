@@ -1,0 +1,189 @@
+"""Which tokens carry loss, token by token, and what every bad record says."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.encoders.sample import IGNORE_INDEX, Sample, count_targets
+from data.encoders.sft import SFTEncoder
+from errors import UserError
+
+# A template that writes no end token of its own.
+TEMPLATE_WITHOUT_EOS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+RECORD = {"prompt": "Is {x} {prompt}?", "completion": "The capital of France."}
+
+
+def encode(record: dict, tokenizer: PreTrainedTokenizerFast, **options: str) -> Sample:
+    return SFTEncoder(**options).encode(record, "train.jsonl:12", tokenizer)
+
+
+def read_runs(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+    """The sample as runs of ("masked" | "loss", decoded text), checking that labels are -100 or the token itself."""
+    runs: list[tuple[str, list[int]]] = []
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        assert label in (IGNORE_INDEX, token)
+        kind = "masked" if label == IGNORE_INDEX else "loss"
+        if not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(token)
+    return [(kind, tokenizer.decode(tokens)) for kind, tokens in runs]
+
+
+def test_loss_is_on_the_completion_and_the_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = encode(RECORD, tokenizer)
+    assert read_runs(sample, tokenizer) == [("masked", "Is {x} {prompt}?\n"), ("loss", "The capital of France.</s>")]
+    # Token by token; the completion is more than one token, so that an alignment can be wrong.
+    prompt = tokenizer.encode("Is {x} {prompt}?\n", add_special_tokens=False)
+    completion = tokenizer.encode("The capital of France.", add_special_tokens=False)
+    assert len(completion) > 3
+    assert sample["input_ids"] == prompt + completion + [tokenizer.eos_token_id]
+    assert sample["labels"] == [-100] * len(prompt) + completion + [tokenizer.eos_token_id]
+    assert count_targets(sample["labels"]) == len(completion) + 1
+
+
+def test_prompt_and_completion_never_share_a_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer.encode(" legs", add_special_tokens=False)) == 1
+    sample = encode({"prompt": " le", "completion": "gs"}, tokenizer, prompt_template="{prompt}")
+    assert read_runs(sample, tokenizer) == [("masked", " le"), ("loss", "gs</s>")]
+
+
+def test_bos_only_where_the_tokenizer_puts_one(build_tokenizer) -> None:
+    with_bos = build_tokenizer(puts_bos=True)
+    assert read_runs(encode(RECORD, with_bos), with_bos)[0] == ("masked", "<s>Is {x} {prompt}?\n")
+    one_token_for_both = build_tokenizer(bos_token="</s>")
+    assert read_runs(encode(RECORD, one_token_for_both), one_token_for_both)[0] == ("masked", "Is {x} {prompt}?\n")
+    without_bos = build_tokenizer(bos_token=None)
+    assert read_runs(encode(RECORD, without_bos), without_bos)[0] == ("masked", "Is {x} {prompt}?\n")
+
+
+def test_the_end_token_is_trained_where_pad_is_eos(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(pad_token="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    sample = encode(RECORD, tokenizer)
+    assert sample["labels"][-1] == sample["input_ids"][-1] == tokenizer.eos_token_id
+    assert read_runs(sample, tokenizer)[1] == ("loss", "The capital of France.</s>")
+
+
+def test_template_and_named_fields(tokenizer: PreTrainedTokenizerFast) -> None:
+    options = {"prompt_field": "q", "completion_field": "a", "prompt_template": "{json}\nQ: {prompt}\nA:"}
+    sample = encode({"q": "{a}", "a": " b"}, tokenizer, **options)
+    assert read_runs(sample, tokenizer) == [("masked", "{json}\nQ: {a}\nA:"), ("loss", " b</s>")]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"question": "a", "answer": "b"},
+            "train.jsonl:12: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field and data.completion_field",
+        ),
+        ({"prompt": "a", "answer": "b"}, "no field 'completion'; the record has 'prompt', 'answer'; set data.comp"),
+        ({"completion": "a"}, "train.jsonl:12: no field 'prompt'; the record has 'completion'; set data.prompt_field"),
+        ({}, "train.jsonl:12: no field 'prompt'; the record has no fields; set"),
+        ({"prompt": 1, "completion": "b"}, "train.jsonl:12: field 'prompt' must be text, not int; mend"),
+        ({"prompt": "a", "completion": None}, "train.jsonl:12: field 'completion' must be text, not NoneType; mend"),
+        ({"prompt": "a", "completion": " \n"}, "train.jsonl:12: field 'completion' is empty; fill it or remove"),
+        ({"prompt": "\ud800", "completion": "b"}, "train.jsonl:12: field 'prompt' holds half of a surrogate pair"),
+    ],
+)
+def test_bad_records(tokenizer: PreTrainedTokenizerFast, record: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        encode(record, tokenizer)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_eos(build_tokenizer) -> None:
+    with pytest.raises(UserError, match="the tokenizer has no eos token"):
+        encode(RECORD, build_tokenizer(eos_token=None))
+
+
+def test_a_template_without_a_prompt() -> None:
+    with pytest.raises(UserError, match="data.prompt_template='Q: ' has no {prompt}; write it where"):
+        SFTEncoder(prompt_template="Q: ")
+
+
+def chat(*turns: tuple[str, str], **fields: str) -> dict:
+    return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
+
+
+CONVERSATION = chat(
+    ("system", "Be brief."), ("user", "Legs?"), ("assistant", "Eight."), ("user", "Sure?"), ("assistant", "Yes.")
+)
+
+
+def test_loss_is_on_assistant_turns_and_their_end_tokens(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert read_runs(encode(CONVERSATION, chat_tokenizer), chat_tokenizer) == [
+        ("masked", f"{system}<|im_start|>user\nLegs?<|im_end|>\n<|im_start|>assistant\n"),
+        ("loss", "Eight.<|im_end|>"),
+        ("masked", "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
+        ("loss", "Yes.<|im_end|>"),
+    ]
+
+
+def test_turns_after_the_last_answer_are_dropped(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    longer = chat(("user", "Legs?"), ("assistant", "Eight."), ("user", "Thanks"))
+    shorter = chat(("user", "Legs?"), ("assistant", "Eight."))
+    assert encode(longer, chat_tokenizer) == encode(shorter, chat_tokenizer)
+
+
+def test_the_last_turn_gets_the_eos_that_the_template_lacks(build_tokenizer) -> None:
+    tokenizer = build_tokenizer(chat_template=TEMPLATE_WITHOUT_EOS, pad_token="</s>")
+    record = chat(("user", "Legs?"), ("assistant", "Eight."), ("user", "Sure?"), ("assistant", "Yes."))
+    assert read_runs(encode(record, tokenizer), tokenizer) == [
+        ("masked", "user: Legs?\nassistant: "),
+        ("loss", "Eight.\n"),
+        ("masked", "user: Sure?\nassistant: "),
+        ("loss", "Yes.\n</s>"),
+    ]
+
+
+def test_an_eos_inside_an_answer_does_not_end_it(chat_tokenizer: PreTrainedTokenizerFast, build_tokenizer) -> None:
+    record = chat(("user", "a"), ("assistant", "b<|im_end|>c"))
+    assert read_runs(encode(record, chat_tokenizer), chat_tokenizer)[1] == ("loss", "b<|im_end|>c<|im_end|>")
+    no_end = build_tokenizer(chat_template=TEMPLATE_WITHOUT_EOS, eos_token="<|im_end|>")
+    assert read_runs(encode(record, no_end), no_end)[1] == ("loss", "b<|im_end|>c\n<|im_end|>")
+
+
+def test_which_fields_a_record_is_read_by(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    both = CONVERSATION | {"prompt": "a", "completion": "b"}
+    assert read_runs(encode(both, chat_tokenizer), chat_tokenizer) == [("masked", "a\n"), ("loss", "b<|im_end|>")]
+    with_prompt_only = CONVERSATION | {"prompt": "a"}
+    assert encode(with_prompt_only, chat_tokenizer) == encode(CONVERSATION, chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "train.jsonl:12: messages must be a list of objects with a role and a content"),
+        ("hello", "train.jsonl:12: messages must be a list of objects with a role and a content"),
+        ([{"role": "user"}], "train.jsonl:12: message 1 must be an object with a role and a content"),
+        ([{"role": "user", "content": ["a"]}], "train.jsonl:12: message 1: content must be text, not list"),
+        ([{"role": "user", "content": "a"}], "train.jsonl:12: no assistant turn among the messages"),
+        ([{"role": "assistant", "content": "a"}], "train.jsonl:12: message 1 is an assistant turn; put the turn"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
+            "train.jsonl:12: message 2 is an empty assistant turn",
+        ),
+    ],
+)
+def test_bad_messages(chat_tokenizer: PreTrainedTokenizerFast, messages: object, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        encode({"messages": messages}, chat_tokenizer)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_messages_without_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="train.jsonl:12: the record holds messages, but the tokenizer has no chat"):
+        encode(CONVERSATION, tokenizer)
+
+
+def test_a_template_that_refuses_the_roles(build_tokenizer) -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate\nfrom user') }}{% endif %}x"
+    with pytest.raises(UserError, match="^train.jsonl:12: the chat template refuses the messages: roles .* from user"):
+        encode(CONVERSATION, build_tokenizer(chat_template=template))
+
+
+def test_a_template_that_rewrites_earlier_turns(build_tokenizer) -> None:
+    template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="train.jsonl:12: message 3: the chat template rewrites earlier turns"):
+        encode(CONVERSATION, build_tokenizer(chat_template=template))

@@ -1,0 +1,120 @@
+"""Every file format gives the same records, compressed or not, and what a damaged file says."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data.sources.formats import read_file
+from errors import UserError
+
+RECORDS = [
+    {"prompt": 'caf\u00e9, "quoted"', "completion": "two\nlines\u2028"},
+    {"prompt": "", "completion": "1;2,3\t4"},
+    {"prompt": "a\\n", "completion": "\U0001f600"},
+]
+
+
+def to_csv(records: list[dict], separator: str = ",") -> bytes:
+    def quote(value: str) -> str:
+        return '"' + value.replace('"', '""') + '"'
+
+    lines = [separator.join(records[0]), *(separator.join(map(quote, record.values())) for record in records)]
+    return "\r\n".join(lines).encode()
+
+
+WRITERS: dict[str, Callable[[], bytes]] = {
+    "jsonl": lambda: "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode(),
+    "json": lambda: json.dumps(RECORDS, indent=1).encode(),
+    "csv": lambda: b"\xef\xbb\xbf" + to_csv(RECORDS),
+    "tsv": lambda: to_csv(RECORDS, "\t"),
+}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:]),
+    ".zst": lambda data: b"".join(pyarrow.Codec("zstd").compress(part, asbytes=True) for part in (data[:9], data[9:])),
+}
+
+
+def write(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+def read(path: str) -> list[dict]:
+    records = list(read_file(path))
+    assert all(record.problem is None and record.location.startswith(path) for record in records)
+    return [json.loads(record.text) for record in records]
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_format_gives_the_same_records(tmp_path: Path, kind: str, compression: str) -> None:
+    path = write(tmp_path / f"a.b.{kind}{compression}", COMPRESSORS[compression](WRITERS[kind]()))
+    assert read(path) == RECORDS
+
+
+def test_what_arrow_fills_up_with_nulls_is_not_there(tmp_path: Path) -> None:
+    path, calls = str(tmp_path / "a.parquet"), [{"name": "look", "arguments": {"city": "Lima"}}]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    records = [{"messages": turns, "note": None}, {"messages": [{"role": "user", "content": "a"}], "note": "x"}]
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    assert [json.loads(record.text) for record in read_file(path)] == records
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS * 700), path, row_group_size=500)
+    assert read(path) == RECORDS * 700
+    assert [record.location for record in read_file(path)][-1] == f"{path}: row 2100"
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_a_text_file_is_one_record(tmp_path: Path, compression: str) -> None:
+    text = "One.\r\n\n Two.\u00e9\n"
+    path = write(tmp_path / f"a.txt{compression}", COMPRESSORS[compression](text.encode()))
+    assert read(path) == [{"text": text}]
+
+
+def test_rows_are_told_by_the_line_they_begin_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b'q,a\n"1\n2",b\n\n c,d\n')
+    assert [(r.location, json.loads(r.text)) for r in read_file(path)] == [
+        (f"{path}:2", {"q": "1\n2", "a": "b"}),
+        (f"{path}:5", {"q": " c", "a": "d"}),
+    ]
+
+
+def test_a_bad_row_is_told_and_the_others_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"q,a\nb,c\nd\ne,\xff\nf,g,h\ni,j\n")
+    assert [record.problem for record in read_file(path)] == [
+        None,
+        f"{path}:3: 1 columns, but the first line names 2 (q, a); mend or remove the row",
+        f"{path}:4: not UTF-8 text; convert the file to UTF-8",
+        f"{path}:5: 3 columns, but the first line names 2 (q, a); mend or remove the row",
+        None,
+    ]
+
+
+DAMAGED: dict[str, tuple[str, bytes, str]] = {
+    "gzip cut off": ("a.jsonl.gz", gzip.compress(WRITERS["jsonl"]() * 99)[:-20], "{file} cannot be read: .*; the file is damaged or cut off"),
+    "no gzip": ("a.jsonl.gz", b'{"a": 1}\n', "{file} cannot be read: Not a gzipped file .*; the file is damaged"),
+    "zstd cut off": ("a.jsonl.zst", COMPRESSORS[".zst"](WRITERS["jsonl"]() * 99)[:-20], "{file} cannot be read: .*; the file is damaged or cut off"),
+    "no zstd": ("a.jsonl.zst", b'{"a": 1}\n', "{file} cannot be read: .*; the file is damaged or cut off"),
+    "no parquet": ("a.parquet", b"PAR1 not", "{file} cannot be read after row 0: .*; it is damaged or no Parquet file"),
+    "compressed parquet": ("a.parquet.gz", b"", "{file}: Parquet is compressed inside already; decompress the file"),
+    "open quote": ("a.csv", b'q,a\nb,c\nd,"e\nf,g\n', "{file}:3: not valid CSV: .*; mend the quotes that open on that line"),
+    "no names": ("a.csv", b"q,q\n1,2\n", "{file}:1: the first line must name the columns"),
+    "text in another encoding": ("a.txt", b"one\ncaf\xe9\n", "{file}:2: not UTF-8 text \\(byte 0xe9 at position 3\\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file(tmp_path: Path, name: str) -> None:
+    file, content, message = DAMAGED[name]
+    path = write(tmp_path / file, content)
+    with pytest.raises(UserError, match="^" + message.format(file=path)):
+        list(read_file(path))

@@ -1,0 +1,74 @@
+"""Rows from lengths: best fit against a slow one from the book, and documents end to end without a token lost."""
+
+import numpy as np
+import pytest
+
+from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
+
+RANDOM = np.random.default_rng(0)
+LENGTHS = {
+    "few": np.array([7, 3, 5, 5, 2, 8, 1, 4]),
+    "one": np.array([3]),
+    "all alike": np.full(23, 3),
+    "all full": np.full(5, 16),
+    "tiny": np.ones(40, dtype=np.int32),
+    "many": RANDOM.integers(1, 17, 300),
+    "skewed": np.minimum(16, RANDOM.geometric(0.2, 300)),
+}
+
+
+def pack_slowly(lengths: np.ndarray, capacity: int) -> list[int]:
+    """Best-fit decreasing, word for word; the rooms that are left, sorted."""
+    rooms: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else capacity) - length)
+    return sorted(rooms)
+
+
+def rows_of(pieces: Pieces) -> list[list[tuple[int, int, int]]]:
+    columns = zip(pieces.sample_ids.tolist(), pieces.starts.tolist(), pieces.stops.tolist())
+    every = list(columns)
+    return [every[start:stop] for start, stop in zip(pieces.offsets, pieces.offsets[1:])]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_best_fit_is_that_of_the_book(name: str) -> None:
+    lengths = LENGTHS[name]
+    pieces = pack_best_fit(np.arange(len(lengths)), lengths, 16)
+    assert sorted(16 - pieces.compute_row_lengths()) == pack_slowly(lengths, 16)
+    assert sorted(pieces.sample_ids) == list(range(len(lengths)))
+    assert all(start == 0 and stop == lengths[i] for row in rows_of(pieces) for i, start, stop in row)
+
+
+def test_a_sample_that_comes_twice_is_packed_twice() -> None:
+    pieces = pack_best_fit(np.array([1, 0, 1]), np.array([9, 5, 4]), 10)
+    assert sorted(tuple(sorted(i for i, _, _ in row)) for row in rows_of(pieces)) == [(0,), (1, 1)]
+
+
+def test_a_million_samples_take_seconds_and_fill_the_rows() -> None:
+    lengths = np.minimum(2048, 1 + np.random.default_rng(1).lognormal(5.3, 0.8, 10**6).astype(np.int32))
+    pieces = pack_best_fit(np.arange(len(lengths)), lengths, 2048)
+    assert pieces.compute_row_lengths().max() <= 2048
+    assert lengths.sum() / (2048 * pieces.num_rows) > 0.999
+    assert np.array_equal(np.sort(pieces.sample_ids), np.arange(len(lengths)))
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("capacity", [2, 3, 7, 16, 1000])
+def test_documents_end_to_end_lose_no_token(name: str, capacity: int) -> None:
+    lengths = LENGTHS[name] + 1
+    rows = rows_of(concatenate(np.arange(len(lengths)), lengths, capacity))
+    pieces = [piece for row in rows for piece in row]
+    assert [i for i, start, _ in pieces if start == 0] == list(range(len(lengths)))
+    predicted = [(i, token) for i, start, stop in pieces for token in range(start + 1, stop)]
+    assert predicted == [(i, token) for i, length in enumerate(lengths) for token in range(1, length)]
+    filled = [sum(stop - start for _, start, stop in row) for row in rows]
+    assert max(filled) <= capacity and set(filled[:-1]) <= {capacity, capacity - 1}
+
+
+def test_one_sample_a_row() -> None:
+    pieces = lay_singly(np.array([2, 0, 0]), np.array([4, 5, 6]))
+    assert rows_of(pieces) == [[(2, 0, 6)], [(0, 0, 4)], [(0, 0, 4)]]

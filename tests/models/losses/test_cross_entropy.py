@@ -1,0 +1,170 @@
+"""The exact loss: whatever the micro-batches hold, their mean is the global batch's loss, and so is its gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from benchmarks.allocation import AllocationPeak
+from models.losses.cross_entropy import causal_lm_loss
+
+B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden_states [B, T, D], head weight [V, D], labels [B, T] with 0 to T - 1 targets a sample."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(B, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(V, (B, T), generator=generator)
+    for sample, num_targets in enumerate([0, 1, 2, 11, 5, 0, 0, 3]):
+        labels[sample, : T - num_targets] = -100
+    labels[1, 0] = 7  # nothing predicts the first token: no target
+    return hidden_states, weight, labels
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+def test_the_mean_over_micro_batches_is_hugging_faces_loss(batch, micro_batch_size: int) -> None:
+    hidden_states, weight, labels = batch
+    expected = F.cross_entropy((hidden_states @ weight.T)[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
+    hugging_face = ForCausalLMLoss(hidden_states @ weight.T, labels, V)  # in fp32
+    expected_gradients = torch.autograd.grad(expected, (hidden_states, weight))
+
+    num_micro_batches = B // micro_batch_size
+    denominator = torch.tensor(22 / num_micro_batches, dtype=torch.float64)
+    rows = [slice(start, start + micro_batch_size) for start in range(0, B, micro_batch_size)]
+    losses = [causal_lm_loss((hidden_states[row], weight), (labels[row], denominator)) for row in rows]
+    loss = torch.stack(losses).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12) == pytest.approx(hugging_face.item(), rel=1e-6)
+    for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_micro_batch_without_a_target_is_zero(batch, dtype: torch.dtype) -> None:
+    hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
+    loss = causal_lm_loss((hidden_states, weight), (torch.full((B, T), -100), torch.tensor(3.0)))
+    assert loss.item() == 0 and loss.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    for gradient in torch.autograd.grad(loss, (hidden_states, weight)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_logits_are_in_fp32_at_least(batch) -> None:
+    hidden_states, weight, labels = (tensor.detach() for tensor in batch)
+    low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
+    loss = causal_lm_loss((low[0], low[1]), (labels, torch.tensor(22.0)))
+    logits = F.linear(*low).float()
+    expected = F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_logits_are_made_for_targets_only(batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden_states, weight, labels = batch
+    made: list[torch.Size] = []
+    linear = F.linear
+    monkeypatch.setattr("models.losses.cross_entropy.F.linear", lambda x, w: (made.append(x.shape), linear(x, w))[1])
+    causal_lm_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
+    assert made == [(22, D)]
+
+
+def plain_loss(
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    targets: tuple[torch.Tensor, torch.Tensor],
+    logit_softcap: float | None = None,
+) -> torch.Tensor:
+    """The same, whole."""
+    (hidden_states, weight), (labels, denominator) = outputs, targets
+    has_target = labels[:, 1:] != -100
+    logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator.to(logits.dtype)
+
+
+def loss_and_gradients(
+    loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
+    loss = loss_fn((inputs[0], inputs[1]), (labels, torch.tensor(17.0)))
+    return loss, *torch.autograd.grad(loss / 3, inputs)
+
+
+# fp32 and fp64: sums in another order. bf16: the scale of the loss is applied after rounding and not before, one more rounding.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("logit_softcap", [None, 3.0])
+@pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
+def test_pieces_are_the_whole(
+    batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of a piece: one target, some that do not divide the targets, all."""
+    monkeypatch.setattr("models.losses.cross_entropy.PIECE", piece)
+    hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
+    found, expected = (
+        loss_and_gradients(partial(function, logit_softcap=logit_softcap), hidden_states, weight, batch[2])
+        for function in (causal_lm_loss, plain_loss)
+    )
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.dtype == plain.dtype
+        assert (ours - plain).abs().max() <= TOLERANCES[dtype] * plain.abs().max()
+    assert abs(found[0] - expected[0]) <= 1e-6 * expected[0]
+
+
+def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.losses.cross_entropy.PIECE", 4 * V)
+    low = [tensor.detach().to(torch.bfloat16) for tensor in batch[:2]]
+    exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), batch[2])
+    ours, plain = (loss_and_gradients(function, *low, batch[2]) for function in (causal_lm_loss, plain_loss))
+    for index in (1, 2):
+        errors = [(gradients[index].double() - exact[index]).norm() for gradients in (ours, plain)]
+        assert errors[0] <= 1.25 * errors[1]
+
+
+def test_a_frozen_head_gets_no_gradient(batch) -> None:
+    hidden_states, weight, labels = batch
+    loss = causal_lm_loss((hidden_states, weight.detach()), (labels, torch.tensor(22.0)))
+    expected = plain_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
+    (found,), (wanted,) = (torch.autograd.grad(value, [hidden_states]) for value in (loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_fp16_makes_its_logits_at_once(batch) -> None:
+    """Its gradients would underflow before the loss scale is known."""
+    hidden_states, weight = (tensor.detach().half().requires_grad_() for tensor in batch[:2])
+    loss = causal_lm_loss((hidden_states, weight), (batch[2], torch.tensor(2.0**20)))
+    (gradient,) = torch.autograd.grad(loss * 2.0**20, [weight])
+    assert gradient.count_nonzero() > 0.99 * gradient.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden, vocabulary = 512, 64, 8000
+    monkeypatch.setattr("models.losses.cross_entropy.PIECE", tokens * vocabulary // 16)
+    states, weight = torch.randn(1, tokens, hidden, dtype=dtype), torch.randn(vocabulary, hidden, dtype=dtype)
+    labels = torch.randint(vocabulary, (1, tokens))
+    peaks = []
+    for function in (causal_lm_loss, plain_loss):
+        with AllocationPeak() as counter:
+            loss_and_gradients(function, states, weight, labels)
+        peaks.append(counter.peak)
+    assert peaks[0] < peaks[1] / 3
+
+
+def test_evaluation_keeps_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden, vocabulary = 512, 16, 2000
+    piece = tokens * vocabulary // 16
+    monkeypatch.setattr("models.losses.cross_entropy.PIECE", piece)
+    states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden), (vocabulary, hidden)))
+    with torch.no_grad(), AllocationPeak() as counter:
+        loss = causal_lm_loss((states, weight), (torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0)))
+    assert loss.grad_fn is None
+    assert counter.peak < 4 * (3 * piece + 3 * states.numel() + weight.numel())

@@ -1,0 +1,94 @@
+"""Cuts put together again, where their elements lie, and who cannot be cut; without processes."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from support.families import FAMILIES, build_family_config, has_sharding_plan
+from transformers import AutoConfig
+
+from errors import UserError
+from models.architecture import build_layers
+from models.parallel.layers import PerRankRNG
+from models.parallel.shard import ShardSpec, TensorParallel
+from models.parallel.tensor_parallel import shard_layers
+from models.pipeline_plan import shrink
+
+WHOLE = torch.arange(7 * 12).reshape(7, 12)
+CUTS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
+
+
+@pytest.mark.parametrize(("cut", "size"), list(product(CUTS, (1, 2, 3))), ids=str)
+def test_the_parts_are_the_whole(cut: ShardSpec, size: int) -> None:
+    parts = [cut.take(WHOLE, TensorParallel(rank, size)) for rank in range(size)]
+    found = torch.full((WHOLE.numel(),), -1)
+    for rank, part in enumerate(parts):
+        place = cut.place(part.shape, TensorParallel(rank, size))
+        flat = part.flatten()
+        for start in range(0, len(flat), 5):  # fragments of it, as ZeRO's partitions have them
+            for low, whole, length in place.list_runs(start, min(start + 5, len(flat))):
+                found[whole : whole + length] = flat[low : low + length]
+    assert torch.equal(found.reshape(WHOLE.shape), WHOLE)
+
+
+def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
+    assert ShardSpec(0, (8, 4)).take(torch.arange(12), TensorParallel(1, 2)).tolist() == [4, 5, 6, 7, 10, 11]
+
+
+def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_behind_it() -> None:
+    inside, behind = [], []
+    for rank in (0, 1, 0):
+        torch.manual_seed(5)
+        randomness = PerRankRNG(rank)
+        randomness.begin(torch.device("cpu"))
+        inside.append(torch.rand(8))
+        randomness.end()
+        behind.append(torch.rand(8))
+    assert (
+        torch.equal(behind[0], behind[1])
+        and torch.equal(inside[0], inside[2])
+        and not torch.equal(inside[0], inside[1])
+    )
+
+
+def test_a_family_has_a_plan_for_all_of_its_blocks_or_is_refused() -> None:
+    for family in FAMILIES:
+        config = build_family_config(family)
+        if has_sharding_plan(family):
+            layers = shard_layers(config, build_layers(config), 2)
+            assert sum(bool(layer.styles) for layer in layers) == config.num_hidden_layers + 2, (
+                family
+            )  # and embedding and head
+        else:
+            with pytest.raises(UserError, match=f"a '{family}' cannot be cut: its file in models/ has no plan for it"):
+                shard_layers(config, build_layers(config), 2)
+    assert sum(map(has_sharding_plan, FAMILIES)) >= 10
+
+
+def test_a_published_plan_that_is_not_carried_is_refused_by_name() -> None:
+    config = shrink(AutoConfig.for_model("glm4"))
+    with pytest.raises(
+        UserError,
+        match="a 'glm4' cannot be cut: the plan .* has mlp.down_proj: rowwise_split_input, which is not carried",
+    ):
+        shard_layers(config, build_layers(config), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        (
+            "llama",
+            {},
+            "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that do: 1, 2",
+        ),
+        ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 6 attention heads; sizes that do: 1, 2, 3, 6"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(family: str, fields: dict[str, float], message: str) -> None:
+    config = build_family_config(family, **fields)
+    with pytest.raises(UserError, match=re.escape(message)):
+        shard_layers(config, build_layers(config), 4)

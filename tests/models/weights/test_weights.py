@@ -1,0 +1,201 @@
+"""What a user can get wrong about a source: one line that names the file or tensor, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import save_llama
+
+from errors import UserError
+from models.architecture import build_layers
+from models.weights.conversion import convert_to_pipeline, export_hugging_face
+from models.weights.sources import open_weights
+
+MODEL = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One whole folder of each kind; a test breaks a copy."""
+    root = tmp_path_factory.mktemp("originals")
+    save_llama(root / "hf")
+    save_llama(root / "tied", tied=True)
+    convert_to_pipeline(open_weights(str(root / "hf")), root / "pipeline")
+    export_hugging_face(open_weights(str(root / "pipeline")), root / "sharded", max_shard_size=100_000)
+    return {path.name: path for path in root.iterdir()}
+
+
+def read_everything(path: Path) -> None:
+    source = open_weights(str(path))
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    for index, layer in enumerate(layers):
+        source.read_layer(index, layer)
+
+
+def edit_json(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / MODEL).items()}
+    change(tensors)
+    save_file(tensors, folder / MODEL)
+
+
+def truncate(file: Path) -> None:
+    with file.open("rb+") as stream:
+        stream.truncate(file.stat().st_size // 2)
+
+
+def drop_from_shard(folder: Path) -> None:
+    file = folder / "model-00002-of-00006.safetensors"
+    tensors = load_file(file)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, file)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
+    "missing tensor": (
+        "hf",
+        lambda d: edit_tensors(d, lambda t: t.pop("model.norm.weight")),
+        ("'model.norm.weight'", "1 tensors are missing"),
+    ),
+    "unknown tensor": (
+        "hf",
+        lambda d: edit_tensors(d, lambda t: t.update({"model.layers.0.extra": torch.ones(1)})),
+        ("'model.layers.0.extra'", "another architecture"),
+    ),
+    "wrong shape": (
+        "hf",
+        lambda d: edit_json(d / "config.json", intermediate_size=72),
+        ("layers.0.mlp", "[80, 48]", "[72, 48]"),
+    ),
+    "fewer layers": ("hf", lambda d: edit_json(d / "config.json", num_hidden_layers=4), ("'model.layers.4.",)),
+    "truncated": ("hf", lambda d: truncate(d / MODEL), (MODEL, "truncated")),
+    "no weights": ("hf", lambda d: (d / MODEL).unlink(), ("no weights", "latest")),
+    "no config": ("hf", lambda d: (d / "config.json").unlink(), ("no config.json",)),
+    "half a config": ("hf", lambda d: truncate(d / "config.json"), ("config.json", "half-written")),
+    "config of a list": ("hf", lambda d: (d / "config.json").write_text("[]"), ("config.json", "list")),
+    "bad value": ("hf", lambda d: edit_json(d / "config.json", hidden_size="big"), ("config.json", "hidden_size")),
+    "unknown model_type": (
+        "hf",
+        lambda d: edit_json(d / "config.json", model_type="flan"),
+        ("config.json", "'flan'", "known: ", "llama, mistral"),
+    ),
+    "no model_type": ("hf", lambda d: (d / "config.json").write_text("{}"), ("config.json", "model_type")),
+    "custom code": (
+        "hf",
+        lambda d: edit_json(d / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"}),
+        ("custom code", "AutoModelForCausalLM", "--trust_remote_code"),
+    ),
+    "quantized weights": (
+        "hf",
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "fp8"}),
+        ("config.json", "quantized (fp8)", "bf16"),
+    ),
+    "untied weights": (
+        "tied",
+        lambda d: edit_tensors(d, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})),
+        ("'lm_head.weight' differs", "tie_word_embeddings"),
+    ),
+    "missing shard": (
+        "sharded",
+        lambda d: (d / "model-00002-of-00006.safetensors").unlink(),
+        ("model-00002-of-00006", "not there"),
+    ),
+    "tensor not in its shard": ("sharded", drop_from_shard, ("model-00002-of-00006", "index says so")),
+    "half an index": (
+        "sharded",
+        lambda d: truncate(d / "model.safetensors.index.json"),
+        ("index.json", "half-written"),
+    ),
+    "index without a map": (
+        "sharded",
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        ("index.json", "weight_map"),
+    ),
+    "missing layer file": (
+        "pipeline",
+        lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(),
+        ("1 of 8", "layer_03-model_states.pt"),
+    ),
+    "half a layer file": (
+        "pipeline",
+        lambda d: truncate(d / "global_step0/layer_03-model_states.pt"),
+        ("layer_03-model_states.pt", "half-written"),
+    ),
+    "extra layer file": (
+        "pipeline",
+        lambda d: edit_json(d / "config.json", num_hidden_layers=4),
+        ("8 layer files", "layer_07"),
+    ),
+    "layer of another shape": (
+        "pipeline",
+        lambda d: edit_json(d / "config.json", intermediate_size=72),
+        ("layer_01-model_states.pt", "mlp", "[80, 48]", "[72, 48]"),
+    ),
+    "no tensors": (
+        "pipeline",
+        lambda d: torch.save([1], d / "global_step0/layer_03-model_states.pt"),
+        ("layer_03-model_states.pt", "tensors"),
+    ),
+    "missing step": ("pipeline", lambda d: (d / "latest").write_text("global_step9"), ("latest", "'global_step9'")),
+    "empty latest": ("pipeline", lambda d: (d / "latest").write_text(""), ("latest", "incomplete")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused(name: str, originals: dict[str, Path], tmp_path: Path) -> None:
+    kind, damage, expected = BROKEN[name]
+    folder = Path(shutil.copytree(originals[kind], tmp_path / "folder"))
+    read_everything(folder)  # whole before
+    damage(folder)
+    with pytest.raises(UserError) as caught:
+        read_everything(folder)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message, message
+    assert all(part in message for part in expected), message
+
+
+def test_what_is_no_folder_is_refused(originals: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="is a file"):
+        open_weights(str(originals["hf"] / MODEL))
+    with pytest.raises(UserError, match="no/such: id"):
+        open_weights("no/such: id")
+
+
+def test_nothing_runs_from_a_pickle(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(originals["pipeline"], tmp_path / "folder"))
+
+    class Payload:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"weight": Payload()}, folder / "global_step0/layer_00-model_states.pt")
+    with pytest.raises(UserError, match="layer_00"):
+        read_everything(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_step_can_be_named(originals: dict[str, Path]) -> None:
+    read_everything(originals["pipeline"] / "global_step0")
+
+
+def test_other_safetensors_beside_the_model_are_left_alone(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(originals["hf"], tmp_path / "folder"))
+    save_file({"base_model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+    read_everything(folder)
+
+
+def test_custom_code_that_is_trusted_is_not_run(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(originals["hf"], tmp_path / "folder"))
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "configuration_x.XConfig"})
+    (folder / "configuration_x.py").write_text("raise SystemExit('ran')")
+    assert open_weights(str(folder), trust_remote_code=True).config.model_type == "llama"

@@ -1,0 +1,232 @@
+"""What a rank does in a distributed test: the trainer's own parts around a model and a data set. And the oracle beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.order import GlobalOrder
+from data.storage.rows import count_rows
+from data.storage.tokenized import TokenizedDataset
+from models.architecture import build_layers, choose_attention
+from models.parallel.tensor_parallel import list_shard_specs, shard_layers
+from models.weights.sources import open_weights
+from training.config.schema import RunConfig, Task, get_task, register_schema
+from training.distributed.topology import Layout, build_layout
+from training.inputs.datasets import build_row_plan
+from training.inputs.step_budget import StepBudget
+from training.pipeline.partition import compute_bounds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Case:
+    """A run to compare: config overrides over a base of SGD in fp32 with a large constant learning rate."""
+
+    model: Path
+    train_file: Path
+    workdir: Path
+    num_stages: int = 1
+    world_size: int = 1
+    steps: int = 5
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> RunConfig:
+        GlobalHydra.instance().clear()
+        register_schema()
+        overrides = [
+            f"model_name_or_path={self.model}", f"train_file={self.train_file}", f"output_dir={self.workdir}/out",
+            f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2", "global_batch_size=8",
+            "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5", "lr_scheduler_type=constant", "warmup_ratio=0",
+            "max_grad_norm=0", "activation_checkpoint_interval=0", f"max_steps={self.steps}",
+            *self.overrides,
+        ]  # fmt: skip
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return OmegaConf.to_object(compose("base", overrides))
+
+
+def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
+    """The engine and training loader of this rank, as training/run.py builds them."""
+    import torch.distributed as dist
+
+    from training.config.precision import DTYPES
+    from training.distributed.ranks import Ranks
+    from training.engine.pipeline_engine import initialize_engine
+    from training.inputs.datasets import load_tokenizer, tokenize
+    from training.inputs.loaders import build_loaders, build_options
+    from training.objectives.reference_logprobs import prepare_reference
+    from training.objectives.user_loss import build_run_loss
+    from training.pipeline.module import StageModule, join_tensor_parallel
+    from training.pipeline.trainable import build_adapter
+
+    config = case.config()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world_size, rank, world_size)
+    source = open_weights(config.model_name_or_path)
+    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
+    layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
+    layout = build_layout(config, world_size, len(layers), False)
+    parallel = join_tensor_parallel(layout, rank)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
+    tokenizer = load_tokenizer(config, source)
+    datasets = tokenize(config, tokenizer)
+    adapter = build_adapter(config, layers)
+    module = StageModule(
+        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
+        loss=build_run_loss(config, source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
+        parallel=parallel, num_chunks=layout.num_chunks,
+    )  # fmt: skip
+    engine = initialize_engine(module, config, layout)
+    horizon = StepBudget(
+        count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps
+    )
+    reference = {}
+    if get_task(config) is Task.dpo:
+        reference = prepare_reference(
+            engine, config, datasets, build_options(config, layout, module, tokenizer, ranks), source, source, ranks
+        )
+    train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks, reference)
+    return engine, train_loader, config, layout, bounds
+
+
+def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Hugging Face name -> weight, whole, of the layers this stage owns."""
+    module = engine.module
+    weights = {}
+    for index, layer, layer_module in module.local_layers():
+        if module.owns(index):
+            shard_specs = list_shard_specs(layer_module)
+            for name, tensor in layer_module.state_dict().items():
+                whole = shard_specs[name].gather(tensor.detach(), module.parallel) if name in shard_specs else tensor
+                weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
+    return weights
+
+
+def train_case(case: Case) -> dict[str, Any]:
+    """Losses, gradient norms and final weights of a run on this rank."""
+    from training.engine.pipeline_engine import train_step
+
+    engine, loader, config, _, bounds = build_engine(case)
+    micro_batches = loader.iterate(0, case.steps)
+    losses, norms = [], []
+    for step in range(case.steps):
+        losses.append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
+
+
+def train_run(case: Case) -> None:
+    """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
+    import torch.distributed as dist
+
+    from training.checkpoint.run_folder import RunFolder
+    from training.distributed.ranks import Ranks
+    from training.run import evaluate_only, train
+    from training.setup import check_run
+
+    config = case.config()
+    if config.evaluate_only:
+        config = replace(config, train_file=None)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    work = evaluate_only if config.evaluate_only else train
+    work(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
+
+
+def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks: they must agree on losses and norms, and on weights that several of them hold."""
+    merged = dict(results[0], weights={})
+    for result in results:
+        assert result["losses"] == merged["losses"] and result["norms"] == merged["norms"]
+        for name, tensor in result["weights"].items():
+            assert torch.equal(tensor, merged["weights"].setdefault(name, tensor)), name
+    return merged
+
+
+def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an attention mask.
+
+    model: another one than the case's, such as it is with an adapter.
+    """
+    config = replace(case).config()
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
+    model.train()
+    pad = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path or config.model_name_or_path).pad_token_id
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
+    order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
+    losses, norms = [], []
+    for step in range(case.steps):
+        batch = _collate(dataset, order.sample_ids(step), pad)
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
+        losses.append(loss.item())
+        optimizer.step()
+    tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+    weights = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, dataset: TokenizedDataset) -> tuple[float, int]:
+    """Loss a target token over a data set, sample by sample, and the number of targets."""
+    loss_sum, num_targets = 0.0, 0
+    for i in range(len(dataset)):
+        labels = torch.from_numpy(dataset.labels(i).astype("int64"))[None]
+        targets = int((labels[:, 1:] != -100).sum())
+        loss_sum += (
+            model.eval()(torch.from_numpy(dataset.input_ids(i).astype("int64"))[None], labels=labels).loss.item()
+            * targets
+        )
+        num_targets += targets
+    return loss_sum / num_targets, num_targets
+
+
+def _collate(dataset: TokenizedDataset, ids: Any, pad: int) -> dict[str, torch.Tensor]:
+    rows = [torch.from_numpy(dataset.input_ids(i).astype("int64")) for i in ids]
+    labels = [torch.from_numpy(dataset.labels(i).astype("int64")) for i in ids]
+    stack = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": stack(rows, batch_first=True, padding_value=pad),
+        "labels": stack(labels, batch_first=True, padding_value=-100),
+        "attention_mask": stack([torch.ones_like(row) for row in rows], batch_first=True),
+    }
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def worst_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return max((relative_difference(a[name], b[name]), name) for name in b)
+
+
+BOUND = 1e-5
+
+
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # num_stages, world size
+
+
+CHECKPOINTED = "activation_checkpoint_interval=1"
+
+
+SELECTIVE = (CHECKPOINTED, "activation_checkpoint_mode=selective")
+
+
+EVERY_SECOND = ("activation_checkpoint_interval=2", "activation_checkpoint_mode=every")
+
+
+CLIPPED = "max_grad_norm=0.05"  # a tenth of the norms of these runs: it bites in each step

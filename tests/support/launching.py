@@ -1,0 +1,173 @@
+"""Starts the real command through a real launcher, and looks after what is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.hosts import TwoHosts
+from support.workers import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+MARK = "PIPELINE_TEST_LAUNCH"  # in the environment of each process of a launch
+SECONDS = 600  # after which a launch counts as hanging: 15 on two idle cores, many times that on busy ones
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str  # stdout and stderr as they came
+    seconds_after_error: float  # from our first error message to the launcher's end; 0 without one
+    left_alive: list[int]  # processes that the launcher left behind
+
+    def errors(self) -> list[str]:
+        """The lines that our own commands say."""
+        return [line for line in self.output.splitlines() if line.startswith("error")]
+
+
+def run_deepspeed(
+    arguments: Sequence[str], cwd: Path, num_gpus: int = 2, while_running: Callable[[Launch], None] | None = None
+) -> Ended:
+    launcher = ["deepspeed", "--num_gpus", str(num_gpus), "--master_port", str(free_port())]
+    return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
+
+
+def run_supervised(
+    output_dir: Path, arguments: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None
+) -> Ended:
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "trainer_base_ds_mp.py")]
+    supervisor = [sys.executable, str(ROOT / "scripts" / "supervise.py"), "--output_dir", str(output_dir), "--"]
+    return run([*supervisor, *launcher, *arguments], cwd, while_running)
+
+
+def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -> Ended:
+    launcher = [
+        "torchrun",
+        "--nproc_per_node",
+        str(nproc_per_node),
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+    ]
+    return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+
+
+def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
+    return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+
+
+def run_on_hosts(
+    hosts: TwoHosts,
+    launcher: Sequence[str],
+    arguments: Sequence[str],
+    cwd: Path,
+    while_running: Callable[[Launch], None] | None = None,
+) -> list[Ended]:
+    """The same trainer started on both hosts, "{rank}" in the launcher's words being the host's number."""
+    launches: list[Launch] = []
+    try:
+        for host in (0, 1):
+            folder = cwd / f"host{host}"
+            folder.mkdir()
+            words = [word.replace("{rank}", str(host)) for word in launcher]
+            launches.append(
+                Launch(hosts.command(host, [*words, str(ROOT / "trainer_base_ds_mp.py"), *arguments]), folder)
+            )
+        if while_running is not None:
+            while_running(launches[0])
+        return [launch.end() for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+
+
+class Launch:
+    """A launcher and its ranks, while they run."""
+
+    def __init__(self, command: Sequence[str], cwd: Path) -> None:
+        self.mark, self.log = uuid.uuid4().hex, cwd / "launch.log"
+        launched = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        }
+        environment = {
+            **launched,
+            MARK: self.mark,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.started = time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command line, of all that is alive."""
+        alive = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                    and " Z " not in (folder / "stat").read_text()
+                ):
+                    alive[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # it ended while we looked, or is not ours
+                pass
+        return alive
+
+    def wait_for(self, text: str) -> None:
+        """Until the output holds `text`."""
+        while text not in self.log.read_text():
+            assert self.process.poll() is None and time.monotonic() - self.started < SECONDS, self.log.read_text()
+            time.sleep(0.05)
+
+    def rank(self, local_rank: int) -> int:
+        """The process id of a rank that the deepspeed launcher started."""
+        (pid,) = (pid for pid, command in self.processes().items() if f"--local_rank={local_rank} " in command)
+        return pid
+
+    def end(self) -> Ended:
+        """Waits for the launcher; whatever is left is ended here."""
+        told = None
+        while self.process.poll() is None:
+            now = time.monotonic()
+            assert now - self.started < SECONDS, f"hangs: ...{self.log.read_text()[-2000:]}"
+            if told is None and "\nerror" in self.log.read_text():
+                told = now
+            time.sleep(0.1)
+        seconds = time.monotonic() - told if told else 0.0
+        deadline = time.monotonic() + 5
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)  # what is about to end, ends
+        return Ended(self.process.returncode, self.log.read_text(), seconds, self.kill())
+
+    def kill(self) -> list[int]:
+        left_alive = sorted(self.processes())
+        for pid in left_alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        return left_alive
+
+
+def run(command: Sequence[str], cwd: Path, while_running: Callable[[Launch], None] | None = None) -> Ended:
+    launch = Launch(command, cwd)
+    try:
+        if while_running is not None:
+            while_running(launch)
+        return launch.end()
+    finally:
+        launch.kill()

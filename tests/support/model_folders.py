@@ -1,0 +1,55 @@
+"""Model folders for tests: sources in every file format, conversions by path, and what `transformers` makes of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.tiny import save_llama
+from transformers import AutoModelForCausalLM
+
+from models.weights.conversion import convert_to_pipeline, export_hugging_face
+from models.weights.safetensors_writer import INDEX_NAME
+from models.weights.sources import open_weights
+
+Tensors = dict[str, torch.Tensor]
+
+
+def convert(source: Path, output: Path, **options: Any) -> Path:
+    convert_to_pipeline(open_weights(str(source)), output, **options)
+    return output
+
+
+def export(source: Path, output: Path, **options: Any) -> Path:
+    export_hugging_face(open_weights(str(source)), output, **options)
+    return output
+
+
+def load_transformers(folder: Path) -> Tensors:
+    """What the oracle makes of the folder, in the dtype it finds there."""
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    return model.state_dict()
+
+
+def assert_same_bits(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+
+
+def save_source(folder: Path, kind: str, dtype: torch.dtype, **fields: Any) -> Tensors:
+    """A model in the file format `kind`; returns its tensors as saved."""
+    model = save_llama(folder, **fields).to(dtype)
+    (folder / "model.safetensors").unlink()
+    if kind == "safetensors":
+        model.save_pretrained(folder)
+    elif kind == "index":
+        model.save_pretrained(folder, max_shard_size="60KB")
+        assert (folder / INDEX_NAME).is_file()
+    else:
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
+    return model.state_dict()

@@ -1,0 +1,69 @@
+"""Fixtures of whole runs in worker processes, and what such a run leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cases import Case, train_run
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from data.storage.tokenized import TokenizedDataset
+
+# Fields that differ from run to run.
+MEASURED = {
+    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble",
+    "imbalance", "predicted_imbalance", "peak_memory",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    save_records(root / "eval.jsonl", 11, seed=1)  # no multiple of any batch
+    return root
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., Path]:
+    """run(name, num_stages, world_size, *overrides): a whole run; returns its output_dir."""
+
+    def start(name: str, num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
+        defaults = (
+            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2", "max_grad_norm=1.0",
+            "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
+        )  # fmt: skip
+        case = Case(
+            root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides)
+        )
+        workers(world_size).run(train_run, case)
+        return tmp_path / name
+
+    return start
+
+
+def read_metrics(output_dir: Path, timed: bool = False) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return records if timed else [{k: v for k, v in r.items() if k not in MEASURED} for r in records]
+
+
+def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(output_dir / "hf" / "model.safetensors")
+
+
+def eval_dataset(root: Path) -> TokenizedDataset:
+    return next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
+
+
+def _open(folder: Path) -> TokenizedDataset | None:
+    return TokenizedDataset(folder, True, True) if folder.is_dir() else None

@@ -1,0 +1,125 @@
+"""Groups of real processes that are started once and run many cases.
+
+    with WorkerGroup(2) as group:
+        results = group.run(function, *args)      # one result a rank
+
+`function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any rank is raised
+here with that rank's stack trace, and the group is started anew for the next case, since its ranks may be out of step.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(
+    ["training.run"]
+)  # imported once, which takes seconds, and had by every worker that is started
+_SECONDS_A_CASE = 600
+# Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its process lives. An
+# engine makes several groups: workers with more threads than this are ended, and the next case starts new ones.
+_MAX_THREADS = 150
+
+
+class WorkerError(AssertionError):
+    pass
+
+
+class WorkerGroup:
+    def __init__(self, world_size: int, log_dir: Path) -> None:
+        self.world_size, self._log_dir = world_size, log_dir
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; the results in the order of ranks."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = [self._answer(rank) for rank in range(self.world_size)]
+        crowded = any(count_threads(process.pid) > _MAX_THREADS for process in self._processes)
+        failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+        if failed:
+            self.close()
+            raise WorkerError("\n".join(failed))
+        if crowded:
+            self.close()
+        return [answer for _, answer in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Waits for a rank; once one has failed the others are not waited for long, they may hang on it."""
+        try:
+            if self._pipes[rank].poll(_SECONDS_A_CASE if not getattr(self, "_failed", False) else 5):
+                succeeded, answer = self._pipes[rank].recv()
+                self._failed = getattr(self, "_failed", False) or not succeeded
+                return succeeded, answer
+        except EOFError:
+            pass
+        self._failed = True
+        return False, f"no answer (ended or hanging); its output is in {self._log_dir}"
+
+    def _start(self) -> None:
+        self._failed = False
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = _FORKSERVER.Pipe()
+            log = self._log_dir / f"world{self.world_size}_rank{rank}.log"
+            process = _FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, port, log))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # an idle worker ends when its pipe does
+        for process in self._processes:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+        self._processes, self._pipes = [], []
+
+
+def count_threads(pid: int) -> int:
+    tasks = Path(f"/proc/{pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0  # gone, or no Linux
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _work(pipe: Connection, rank: int, world_size: int, port: int, log: Path) -> None:
+    with open(log, "w", buffering=1) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import deepspeed
+    import torch
+
+    import training.engine.pipeline_engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,169 @@
+"""Damage in a real checkpoint: told before anything is loaded, by name, by all ranks together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.cases import Case, train_run
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from errors import UserError
+from models.architecture import build_layers
+from models.weights.sources import open_weights
+from training.checkpoint.manifest import FileRecord, HashedFile, read_manifest, write_manifest
+
+
+@pytest.fixture(scope="module")
+def saved(workers: Callable[[int], WorkerGroup], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A run of three steps on two stages, each step saved."""
+    root = tmp_path_factory.mktemp("damaged")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 24)
+    case = Case(root / "hf", root / "train.jsonl", root, 2, 2, 3, ("optimizer=adamw", "save_steps=1"))
+    workers(2).run(train_run, case)
+    return case
+
+
+@pytest.fixture
+def copied(saved: Case, tmp_path: Path) -> Path:
+    """Its checkpoints, to be broken."""
+    return Path(shutil.copytree(saved.workdir / "out" / "checkpoints", tmp_path / "checkpoints"))
+
+
+@pytest.fixture
+def choose(workers: Callable[[int], WorkerGroup], saved: Case) -> Callable[[Path | str], tuple[str, list[str]]]:
+    """choose(resume): the checkpoint that a run of two ranks takes, or the error; and what it says."""
+
+    def run(resume: Path | str) -> tuple[str, list[str]]:
+        first, second = workers(2).run(choose_checkpoint, saved, f"resume={resume}")
+        assert first == second
+        return first
+
+    return run
+
+
+def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
+    """On a rank: what `trainer_base_ds_mp.py` does about `resume` before it builds anything."""
+    import torch.distributed as dist
+
+    from training.checkpoint import resume as resuming
+    from training.distributed.ranks import Ranks
+    from training.setup import check_run
+
+    config = Case(
+        case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)
+    ).config()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    said: list[str] = []
+
+    def raise_here(error: UserError) -> None:
+        raise error
+
+    with patch.object(resuming, "raise_together", raise_here):  # each rank answers, instead of going quietly
+        try:
+            return str(resuming.choose_whole(check_run(config, ranks).resumable, said.append)), said
+        except UserError as error:
+            return str(error), said
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_whole_ones_are_taken_without_a_word(choose, copied: Path) -> None:
+    assert choose(copied) == (f"{copied}/global_step3", [])
+    assert choose(copied / "global_step1") == (f"{copied}/global_step1", [])
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_01-model_states.pt", "optimizer-stage_00-dp_00.safetensors", "optimizer-stage_01-dp_00.safetensors"]
+)
+def test_a_flipped_byte_makes_latest_go_back_and_say_so(choose, copied: Path, name: str) -> None:
+    flip_a_byte(copied / "global_step3" / name)
+    damage = f"{copied}/global_step3/{name} is damaged: its bytes are not those that were saved"
+    assert choose(copied) == (
+        f"{copied}/global_step2",
+        [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest whole checkpoint"],
+    )
+    error, said = choose(copied / "global_step3")
+    assert (error, said) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
+
+
+def test_truncated_flipped_and_missing_at_once(choose, copied: Path) -> None:
+    os.truncate(copied / "global_step3" / "layer_00-model_states.pt", 100)
+    flip_a_byte(copied / "global_step2" / "layer_02-model_states.pt")
+    chosen, said = choose(copied)
+    assert chosen == f"{copied}/global_step1" and len(said) == 3
+    assert (
+        "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in said[0]
+        and "global_step2/layer_02" in said[1]
+    )
+    (copied / "global_step1" / "layer_03-model_states.pt").unlink()
+    error, _ = choose(copied)
+    assert error.startswith(
+        f"resume: {copied}/global_step3/layer_00-model_states.pt is damaged: 100 bytes"
+    ) and error.endswith("(none of the others there is whole)")
+
+
+class Malicious:
+    """Pickled, it runs a command when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("write", ["torch.save", "pickle"])
+def test_a_malicious_pickle_does_not_run(choose, copied: Path, tmp_path: Path, write: str) -> None:
+    step_dir, trace = copied / "global_step3", tmp_path / "it ran"
+    for name in ("layer_00-model_states.pt", "mp_rank_00_model_states.pt", "optimizer-stage_00-dp_00.safetensors"):
+        if write == "torch.save":
+            torch.save({"weight": Malicious(trace)}, step_dir / name)
+        else:
+            (step_dir / name).write_bytes(pickle.dumps({"weight": Malicious(trace)}))
+    chosen, said = choose(copied)
+    assert chosen == f"{copied}/global_step2" and "is damaged" in said[0]
+
+    rewrite_manifest(step_dir)  # as whoever put them there could
+    source = open_weights(str(step_dir))
+    layer = build_layers(source.config)[0]
+    with pytest.raises(UserError, match="layer_00-model_states.pt cannot be read"):
+        source.read_layer(0, layer)
+    assert not trace.exists()
+
+
+def rewrite_manifest(step_dir: Path) -> None:
+    records: dict[str, FileRecord] = {}
+    for name in read_manifest(step_dir) or {}:
+        content = (step_dir / name).read_bytes()
+        with HashedFile(step_dir / name) as stream:
+            stream.write(content)
+            records[name] = stream.finish()
+    write_manifest(step_dir, records)
+
+
+def test_a_whole_run_does_not_run_it_either(
+    workers: Callable[[int], WorkerGroup], saved: Case, copied: Path, tmp_path: Path
+) -> None:
+    """The optimizer's files and DeepSpeed's own, with a manifest that fits: the run goes on, or refuses; nothing is unpickled."""
+    step_dir, trace = copied / "global_step2", tmp_path / "it ran"
+    torch.save({"module": Malicious(trace)}, step_dir / "mp_rank_00_model_states.pt")
+    rewrite_manifest(step_dir)
+    overrides = (*saved.overrides, f"resume={step_dir}", f"output_dir={tmp_path}/out")
+    workers(2).run(train_run, Case(saved.model, saved.train_file, saved.workdir, 2, 2, 3, overrides))
+    assert not trace.exists() and (tmp_path / "out" / "completed.json").is_file()

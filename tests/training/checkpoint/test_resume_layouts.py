@@ -1,0 +1,156 @@
+"""A run saved at one layout goes on at another as if it had never stopped: losses and gradient norms, on real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cases import Case, build_engine, hf_weights, train_run
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from training.checkpoint.optimizer_state import FILE_PATTERN
+
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
+STEPS_BEFORE, STEPS_AFTER = 2, 5
+BOUND = 1e-5  # relative, fp32
+EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
+ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
+EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TENSOR_PARALLEL.keys()]
+# At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of the noise in A's gradient.
+LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
+KINDS = {
+    "untied": (False, ()),
+    "tied": (True, ()),
+    "lora": (False, LORA),
+    "tied lora": (True, LORA),
+}  # model, overrides
+FEW = [
+    ("pp2", "pp1xdp2", "tied"),
+    ("pp2xdp2", "pp1", "untied"),
+    ("pp1", "pp4", "tied"),
+    ("pp1", "pp2", "lora"),
+    ("tp2", "pp2", "untied"),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("layouts")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
+    """run(name, layout, tied, *overrides): its output_dir. What has been run once is not run again."""
+    done: dict[str, Path] = {}
+
+    def start(name: str, layout: str, tied: bool, *overrides: str) -> Path:
+        if name not in done:
+            done[name] = root / name
+            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+            defaults = (
+                f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
+                f"output_dir={root / name}", "optimizer=adamw", "learning_rate=1e-3", "weight_decay=0.1", "max_grad_norm=1.0",
+                "lr_scheduler_type=cosine", "warmup_ratio=0.2", "logging_steps=1",
+            )  # fmt: skip
+            steps = STEPS_BEFORE + STEPS_AFTER
+            case = Case(
+                root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, steps, (*defaults, *overrides)
+            )
+            workers(world_size).run(train_run, case)
+        return done[name]
+
+    return start
+
+
+def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step from `first` on."""
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(record["loss"], record["grad_norm"]) for record in records if record["step"] >= first]
+
+
+def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
+    tied, overrides = KINDS[kind]
+    whole = run(f"{saved}-{kind}-whole", saved, tied, *overrides)
+    begun = run(f"{saved}-{kind}-begun", saved, tied, *overrides, f"stop_after_steps={STEPS_BEFORE}")
+    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, tied, *overrides, f"resume={begun}/checkpoints")
+    expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, STEPS_BEFORE + 1)
+    assert len(found) == STEPS_AFTER
+    for step, (a, b) in enumerate(zip(found, expected, strict=True), start=STEPS_BEFORE + 1):
+        assert a == pytest.approx(b, rel=BOUND), f"step {step}"
+
+
+@pytest.mark.parametrize("saved, resumed, kind", FEW, ids=str)
+def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
+def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("precision=bf16",), ("precision=bf16", "offload_optimizer=cpu")], ids=["bf16", "offloaded"]
+)
+def test_state_and_weights_are_the_saved_bits_at_another_layout(
+    run, root: Path, workers: Callable[[int], WorkerGroup], overrides: tuple[str, ...]
+) -> None:
+    """Losses in bf16 differ between layouts, whatever is resumed: sums of rounded gradients are cut elsewhere. So the state itself."""
+    begun = run(f"bits{len(overrides)}", "pp2xdp2", True, *overrides, f"stop_after_steps={STEPS_BEFORE}")
+    step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
+    saved = join(load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN)))
+    assert {key.split("/")[0] for key in saved} == {"weight", "exp_avg", "exp_avg_sq", "scalar"}
+
+    num_stages, world_size = LAYOUTS["pp1xdp2"]
+    reread = (*overrides, "optimizer=adamw", f"model_name_or_path={step_dir}")
+    case = Case(step_dir, root / "train.jsonl", root, num_stages, world_size, overrides=reread)
+    results = workers(world_size).run(reload_state, case, step_dir)
+    found = join(state for state, _ in results)
+    assert found.keys() == saved.keys() and found["scalar/step"].item() == STEPS_BEFORE
+    assert all(torch.equal(found[key], saved[key]) for key in saved)
+    for _, weights in results:
+        assert all(
+            torch.equal(weight.flatten(), saved[f"weight/{name}"].bfloat16().float())
+            for name, weight in weights.items()
+        )
+
+
+def reload_state(case: Case, step_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """On each rank: what the optimizer holds after a resume, by the names of the files; and the weights of the model."""
+    from training.checkpoint.optimizer_state import collect_state
+    from training.checkpoint.state import load_checkpoint, read_state
+
+    engine, *_ = build_engine(case)
+    load_checkpoint(engine, step_dir, read_state(step_dir))
+    state = {key: tensor.clone() for key, tensor in collect_state(engine.module, engine.optimizer).items()}
+    return state, hf_weights(engine)
+
+
+def join(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole flattened tensors from the fragments of all ranks; they must meet end to end."""
+    fragments: dict[str, dict[int, torch.Tensor]] = {}
+    for part in parts:
+        for key, tensor in part.items():
+            name, _, start = key.rpartition("@")
+            fragments.setdefault(name, {})[int(start)] = tensor
+    whole = {}
+    for name, pieces in fragments.items():
+        starts = sorted(pieces)
+        assert all(
+            start == (0 if i == 0 else starts[i - 1] + len(pieces[starts[i - 1]])) for i, start in enumerate(starts)
+        ), name
+        whole[name] = torch.cat([pieces[start] for start in starts])
+    return whole

@@ -1,0 +1,128 @@
+"""Who may write into a run's folder, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from training.checkpoint import run_folder
+from training.checkpoint.run_folder import RunFolder, write_atomically
+
+ROOT = Path(__file__).resolve().parents[3]
+HOLD = """
+import sys, time
+from training.checkpoint.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.take()
+print("taken", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def another_run(path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "taken\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_in_use_is_refused_until_its_run_is_killed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "out")
+    with another_run(folder.path) as process:
+        folder.write_completed({"step": 1})
+        with pytest.raises(
+            UserError, match=f"output_dir={folder.path} is in use by another run .*; take another output_dir"
+        ):
+            folder.take()
+        assert folder.completed.exists()  # nothing of the other run was touched
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        folder.take()
+    assert not folder.completed.exists()  # this run has not ended
+    folder.release()
+
+
+def test_a_released_folder_can_be_taken_again(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.take()
+    with pytest.raises(UserError):
+        second.take()
+    first.release()
+    second.take()
+    second.release()
+
+
+def fill(folder: RunFolder) -> None:
+    for directory in (folder.checkpoints / "global_step2", folder.export, folder.path / "mine"):
+        directory.mkdir(parents=True)
+    (folder.checkpoints / "latest").write_text("global_step2")
+    folder.metrics.write_text('{"step": 1}\n')
+
+
+def test_checkpoints_are_not_written_over_unasked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_usable(resuming=False, overwrite=False)
+    fill(folder)
+    folder.check_usable(resuming=True, overwrite=False)
+    folder.check_usable(resuming=False, overwrite=True)
+    with pytest.raises(
+        UserError,
+        match=f"output_dir={tmp_path} holds checkpoints .* resume=latest, .* overwrite_output_dir=true .* another",
+    ):
+        folder.check_usable(resuming=False, overwrite=False)
+
+
+def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    fill(folder)
+    folder.take()
+    folder.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
+    folder.release()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"output_dir={tmp_path}/file/out cannot be written: {tmp_path}/file is a file"):
+        RunFolder(tmp_path / "file" / "out").check_usable(False, False)
+    monkeypatch.setattr(run_folder.os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=f"{tmp_path} is read-only"):
+        RunFolder(tmp_path / "new" / "out").check_usable(False, False)
+
+
+def test_a_file_is_old_or_new_never_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "latest"
+    file.write_text("old")
+    seen: list[tuple[str, str]] = []  # (what a reader finds, what is about to replace it) at the moment of the rename
+
+    def replace(temporary: Path, target: Path) -> None:
+        seen.append((file.read_text(), Path(temporary).read_text()))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace)
+        write_atomically(file, "new")
+    assert seen == [("old", "new")] and file.read_text() == "old"
+    write_atomically(file, "newer")
+    assert file.read_text() == "newer" and list(tmp_path.iterdir()) == [file]
+
+
+def test_it_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    write_atomically(tmp_path / "file", "text")
+    assert calls == ["fsync", "replace", "fsync"]  # the content, the name, the folder

@@ -1,0 +1,167 @@
+"""Mistakes on the command line, in our words."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from support.configs import CONF, build_config
+
+from errors import UserError
+from training.cli.command_line import check_command_line, clean_arguments, compose_command
+from training.config.schema import register_schema
+
+
+def check(line: str) -> None:
+    register_schema()
+    check_command_line(clean_arguments(["trainer_base_ds_mp.py", *shlex.split(line)])[1:], CONF, "llama_tiny_pp2")
+
+
+def message_of(line: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check(line)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_launchers_argument_is_dropped_and_keys_come_last() -> None:
+    argv = [
+        "t.py",
+        "--local_rank=1",
+        "seed=1",
+        "-cn",
+        "llama_tiny_pp2",
+        "--cfg",
+        "job",
+        "+model.a=2",
+        "--local-rank=0",
+        "--config-name=x",
+    ]
+    assert clean_arguments(argv) == [
+        "t.py",
+        "-cn",
+        "llama_tiny_pp2",
+        "--cfg",
+        "job",
+        "--config-name=x",
+        "seed=1",
+        "+model.a=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "-cn llama_tiny_pp2",
+        "--config-name=llama_tiny_pp2.yaml seed=1",
+        "num_stages=1 -cn llama_tiny_pp2 seed=2",
+        "--cfg job",
+        "optimizer=sgd optimizer.eps=1e-6",
+        "+deepspeed.comms_logger.enabled=true +model.hidden_size=3",
+        "logger=wandb logger.mode=offline",
+        "train_file=[a.jsonl,b.jsonl] partition_method=[4,5]",
+        "hydra.verbose=true",
+    ],
+)
+def test_a_right_command_line_passes(line: str) -> None:
+    check(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("learning_rte=1", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
+        ("data.promt_field=q", "unknown key 'data.promt_field'; did you mean 'data.prompt_field'?"),
+        ("promt_field=q", "unknown key 'promt_field'; did you mean 'data.prompt_field'?"),
+        ("betas=[0,0]", "unknown key 'betas'; did you mean 'optimizer.betas'?"),
+        ("optmizer=sgd", "unknown key 'optmizer'; did you mean 'optimizer'?"),
+        ("xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
+        ("+xyzzy=1", "unknown key 'xyzzy'; conf/base.yaml lists the known ones"),
+        ("++data.xyzzy=1", "unknown key 'data.xyzzy'; known are data.name, "),
+        (
+            "model.hidden_size=1",
+            "unknown key 'model.hidden_size'; to add a key to 'model', write +model.hidden_size=...",
+        ),
+        ("seed", "'seed' is no key=value"),
+        ("~seed", "~seed: a key cannot be taken away"),
+        ("--lr 3", "--lr is no option"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest_known_one(line: str, message: str) -> None:
+    assert message_of(line).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("num_stages=two", "num_stages=two: must be a whole number"),
+        ("seed=1.5", "seed=1.5: must be a whole number"),
+        ("learning_rate=fast", "learning_rate=fast: must be a number"),
+        ("eval_on_start=maybe", "eval_on_start=maybe: must be true or false"),
+        ("precision=fp8", "precision=fp8: must be one of fp32, bf16, fp16"),
+        ("optimizer.betas=0.9", "optimizer.betas: must be a list, such as [1,2]"),
+        ("optimizer.betas=[a]", "optimizer.betas[0]=a: must be a number"),
+        ("output_dir=null", "output_dir: must be a value; null is not allowed"),
+        (
+            "seed=1,2",
+            "seed=1,2 is several values; write seed=[1,2] for a list; --multirun starts one run for each value",
+        ),
+        ("output_dir=a=b", "output_dir=a=b: cannot be read ("),
+        ("model=null", "Config group override must be a string or a list. Got NoneType (in: model=null)"),
+    ],
+)
+def test_a_wrong_type_names_the_key_the_value_and_what_it_must_be(line: str, message: str) -> None:
+    assert message_of(line).startswith(message)
+
+
+def test_quotes_as_the_message_shows_them_work() -> None:
+    quoted = message_of("'data.prompt_template=Q: {prompt}'").rpartition("own: ")[2]
+    assert build_config(*shlex.split(quoted)).data.prompt_template == "Q: {prompt}"
+
+
+def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> None:
+    configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
+    assert message_of("-cn llama_9b") == f"-cn llama_9b: there is no conf/llama_9b.yaml; there are {configs}"
+    assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
+    assert message_of("optimizer=adam") == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, sgd"
+    assert message_of("model=llama-7b").startswith(
+        "model=llama-7b: there is no conf/model/llama-7b.yaml; there are deepseek_v3, from_checkpoint, "
+    )
+
+
+def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
+    register_schema()
+    for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
+        copy = tmp_path / file.relative_to(CONF)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text())
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nlearning_rte: 1\n")
+    with pytest.raises(UserError, match="unknown key 'learning_rte'; did you mean 'learning_rate'?"):
+        check_command_line(["-cn", "mine"], tmp_path, "mine")
+
+
+def test_multirun_is_no_option_of_a_launch() -> None:
+    assert message_of("-m seed=1,2") == (
+        "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
+    )
+
+
+def test_a_folder_of_the_users_own_is_searched_too(tmp_path: Path) -> None:
+    register_schema()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "quiz.yaml").write_text("defaults: [sft, _self_]\nprompt_field: question\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nnum_stages: 3\n")
+    given = ["--config-dir", str(tmp_path), "-cn", "mine", "data=quiz"]
+    check_command_line(given, CONF, "base")
+    options = get_args_parser().parse_args(given)
+    composed = compose_command(options, options.overrides, CONF, "base")
+    assert (composed.num_stages, composed.data.prompt_field) == (3, "question")
+    with pytest.raises(UserError, match="unknown key 'num_stage'; did you mean 'num_stages'?"):
+        check_command_line([*given, "num_stage=2"], CONF, "base")
+    with pytest.raises(
+        UserError, match="data=quizz: there is no conf/data/quizz.yaml; there are chat, preference, pretrain, quiz, sft"
+    ):
+        check_command_line([*given[:-1], "data=quizz"], CONF, "base")

@@ -1,0 +1,86 @@
+"""Sweeps: which runs a command line asks for, and what is told of them. One goes through the real launcher (full)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.configs import CONF, build_config
+
+from errors import UserError
+from training.cli.command_line import clean_arguments
+from training.cli.sweep import Job, plan_sweep, run_sweep
+from training.config.schema import register_schema
+
+
+def plan(line: str) -> tuple[list[Job], int]:
+    register_schema()
+    return plan_sweep(clean_arguments(["trainer_base_ds_mp.py", *shlex.split(line)])[1:], CONF, "llama_tiny_pp2")
+
+
+def test_each_combination_is_a_run_with_a_folder_of_its_own() -> None:
+    jobs, num_gpus = plan(
+        "--multirun num_gpus=2 -cn llama_tiny_pp2 learning_rate=1e-4,3e-4 seed=range(1,3) max_steps=7 output_dir=out"
+    )
+    assert num_gpus == 2
+    assert [job.name for job in jobs] == [
+        f"learning_rate={rate} seed={seed}" for rate in ("0.0001", "0.0003") for seed in (1, 2)
+    ]
+    assert [str(job.output_dir) for job in jobs] == [
+        f"out/{job.name.replace(' ', '__').replace('=', '-')}" for job in jobs
+    ]
+    configs = [build_config(*[word for word in job.arguments if "=" in word]) for job in jobs]
+    assert [(config.learning_rate, config.seed, config.max_steps) for config in configs] == [
+        (1e-4, 1, 7),
+        (1e-4, 2, 7),
+        (3e-4, 1, 7),
+        (3e-4, 2, 7),
+    ]
+    assert [Path(config.output_dir) for config in configs] == [job.output_dir for job in jobs]
+    assert all(job.arguments[:2] == ("-cn", "llama_tiny_pp2") for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-m seed=1,2", "say with num_gpus=N how many ranks each has"),
+        ("-m num_gpus=two seed=1,2", "say with num_gpus=N how many ranks each has"),
+        ("-m num_gpus=2 learning_rte=1,2", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
+        ("-m num_gpus=2 seed=1,x", "seed=x: must be a whole number"),
+        ("-m num_gpus=2 optimizer=adamw,adam", "optimizer=adam: there is no conf/optimizer/adam.yaml"),
+    ],
+)
+def test_a_mistake_in_any_run_is_told_before_the_first_starts(line: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(line)
+    assert message in str(caught.value)
+
+
+def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [Job((f"seed={seed}",), (f"seed={seed}",), tmp_path / str(seed)) for seed in (1, 2, 3)]
+    started: list[str] = []
+
+    def launch(arguments: Sequence[str]) -> int:
+        started.append(arguments[0])
+        (job,) = (job for job in jobs if job.arguments == arguments)
+        if "seed=2" in arguments:
+            return 1
+        job.output_dir.mkdir()
+        (job.output_dir / "completed.json").write_text(
+            json.dumps({"step": 9, "eval_loss": 2.0 - 0.1 * int(arguments[0][-1])})
+        )
+        return 0
+
+    assert run_sweep(jobs, 2, launch) == 1
+    assert started == ["seed=1", "seed=2", "seed=3"]
+    assert [line.split() for line in capsys.readouterr().out.strip().splitlines()] == [
+        ["run", "step", "eval_loss", "folder"], ["seed=1", "9", "1.9000", f"{tmp_path}/1"], ["seed=2", "failed", "-", f"{tmp_path}/2"],
+        ["seed=3", "9", "1.7000", "*", f"{tmp_path}/3"],
+    ]  # fmt: skip
+
+    started.clear()
+    run_sweep(jobs, 2, launch)
+    assert started == ["seed=2"]  # the others have finished before

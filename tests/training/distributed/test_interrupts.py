@@ -1,0 +1,146 @@
+"""Signals, the files STOP and SAVE, and the clock: whichever rank hears of it, all ranks act at the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.cases import Case, train_run
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+ROOT = Path(__file__).resolve().parents[3]
+NEVER = 100_000  # steps
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("requests")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 24)
+    return root
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., Path]:
+    """run(asked, *overrides): a run of two stages during which `asked` happens on some rank; returns its output_dir."""
+
+    def start(asked: dict[int, str], *overrides: str, steps: int = NEVER) -> Path:
+        out = tmp_path / "out"
+        case = Case(
+            root / "hf",
+            root / "train.jsonl",
+            root,
+            2,
+            2,
+            steps,
+            (f"output_dir={out}", "logging_steps=1", "optimizer=adamw", *overrides),
+        )
+        workers(2).run(train_while_asked, case, asked)
+        return out
+
+    return start
+
+
+def train_while_asked(case: Case, asked: dict[int, str]) -> None:
+    """On a rank: a run, and beside it a thread that asks for something after the second step."""
+    out = Path(case.config().output_dir)
+
+    def ask(what: str) -> None:
+        metrics = out / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        if what in ("STOP", "SAVE"):
+            (out / what).touch()
+        else:
+            os.kill(os.getpid(), signal.Signals[what])
+
+    if (what := asked.get(int(os.environ["RANK"]))) is not None:
+        threading.Thread(target=ask, args=(what,), daemon=True).start()
+    before = signal.getsignal(signal.SIGINT)
+    train_run(case)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def steps_of(out: Path) -> tuple[list[int], list[int]]:
+    """The steps that were trained, and those that were saved."""
+    trained = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return trained, sorted(
+        int(path.name.removeprefix("global_step")) for path in (out / "checkpoints").glob("global_step*")
+    )
+
+
+@pytest.mark.parametrize("rank, name", [(0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGINT")])
+def test_a_signal_to_any_rank_saves_and_leaves(run, rank: int, name: str) -> None:
+    out = run({rank: name})
+    trained, saved = steps_of(out)
+    assert 2 <= len(trained) < NEVER and saved == [trained[-1]]
+    assert (
+        not (out / "hf").exists() and not (out / "completed.json").exists()
+    )  # no time for an export, and not finished
+    assert (out / "checkpoints" / "latest").read_text() == f"global_step{trained[-1]}"
+
+
+def test_the_file_stop_ends_the_run_as_its_last_step_would(run) -> None:
+    out = run({0: "STOP"})
+    trained, saved = steps_of(out)
+    assert 2 <= len(trained) < NEVER and saved == [trained[-1]]
+    assert (
+        json.loads((out / "completed.json").read_text())["step"] == trained[-1]
+        and (out / "hf" / "config.json").is_file()
+    )
+    assert not (out / "STOP").exists()
+
+
+def test_the_file_save_saves_and_goes_on(run) -> None:
+    out = run({0: "SAVE"}, steps=60)
+    trained, saved = steps_of(out)
+    assert trained == list(range(1, 61)) and len(saved) == 2 and 2 <= saved[0] < 60 == saved[1]
+    assert not (out / "SAVE").exists()
+
+
+def test_the_clock_saves_and_old_ones_go(run) -> None:
+    out = run({}, "save_minutes=1e-6", "keep_last=2", steps=6)
+    assert steps_of(out)[1] == [5, 6]
+
+
+STUCK = """
+import os, signal, sys, threading, time
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+from pathlib import Path
+from training.distributed.interrupts import Requests
+requests = Requests(Path("."), grace_seconds=0.3, save_minutes=None, is_main=True).start()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep({seconds})
+print(requests.agree())
+requests.close()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("seconds, code", [(60, 143), (0, 0)], ids=["stuck", "in time"])
+def test_a_step_that_does_not_end_ends_the_process(tmp_path: Path, seconds: int, code: int) -> None:
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK.format(root=str(ROOT), seconds=seconds)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert time.monotonic() - started < 40
+    assert (
+        "error: SIGTERM: the step did not end within grace_seconds=0.3; leaving without a save" in ended.stderr
+    ) == (code == 143)

@@ -1,0 +1,188 @@
+"""Who a process is, and how a mistake on one rank ends all of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from training.distributed import ranks as ranks_module
+from training.distributed.ranks import Ranks, exit_on_user_error, raise_together, read_ranks
+
+MAIN, OTHER = Ranks(0, 2, 0, 2), Ranks(1, 2, 1, 2)
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that were slept, which took no time."""
+    slept: list[float] = []
+    monkeypatch.setattr(ranks_module.time, "sleep", slept.append)
+    return slept
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Ranks(0, 1, 0, 1)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # deepspeed
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Ranks(5, 8, 1, 4)),  # torchrun
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+                "SLURM_JOB_ID": "7",
+                "MASTER_ADDR": "node-a",
+            },
+            Ranks(5, 8, 1, 4),
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},
+            Ranks(0, 1, 0, 1),
+        ),  # in the batch script, without srun
+    ],
+)
+def test_ranks_come_from_the_launchers_variables(
+    environ: dict[str, str], expected: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(environ))
+    assert read_ranks() == expected
+    assert os.environ["WORLD_SIZE"] == str(expected.world_size)  # torch reads it there
+
+
+def test_srun_on_several_hosts_needs_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"})
+    with pytest.raises(UserError, match="needs MASTER_ADDR.*scripts/slurm.sh"):
+        read_ranks()
+
+
+def fail(error: BaseException, ranks: Ranks, **options: Any) -> int:
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(ranks, **options):
+        raise error
+    return caught.value.code
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(UserError("seed=-1: at least 0"), MAIN) == 1
+    assert capfd.readouterr() == ("", "\nerror: seed=-1: at least 0\n\n")
+    assert fail(UserError("x"), OTHER, log=tmp_path / "rank_1.log") == 1
+    assert capfd.readouterr() == ("", "\nerror (rank 1): x\n\n")
+    assert naps == [] and not (tmp_path / "rank_1.log").exists()
+
+
+def test_what_the_disk_or_its_owner_refuse_is_one_line_too(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(PermissionError(errno.EACCES, "Permission denied", "/m/config.json"), MAIN) == 1
+    assert (
+        capfd.readouterr().err == "\nerror: /m/config.json: Permission denied; ask its owner, or take another path\n\n"
+    )
+    assert fail(OSError(errno.ENOSPC, "No space left on device", "/o/metrics.jsonl"), MAIN) == 1
+    assert (
+        "error: /o/metrics.jsonl cannot be written: No space left on device; make room, then go on with resume=latest"
+        in capfd.readouterr().err
+    )
+    with pytest.raises(IsADirectoryError), exit_on_user_error(MAIN):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
+
+
+def test_a_rank_that_finds_the_same_lets_the_other_speak(naps: list[float], monkeypatch, capfd) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    assert fail(UserError("x"), OTHER, speaks=False) == 1
+    assert capfd.readouterr() == ("", "") and naps == [10]
+
+
+LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    "error, seconds", [(RuntimeError(LOST), [10]), (RuntimeError("shape mismatch"), []), (KeyError("x"), [])]
+)
+def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(
+    naps: list[float], error: Exception, seconds: list[int]
+) -> None:
+    with pytest.raises(type(error)), exit_on_user_error(OTHER):
+        raise error
+    assert naps == seconds
+
+
+BUGS = [
+    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and the error is what it has said"),
+    (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
+    (KeyError(), [], "KeyError: no words"),
+]
+
+
+@pytest.mark.parametrize("error, seconds, said", BUGS)
+def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
+    error: Exception, seconds: list[float], said: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    log = tmp_path / "rank_1.log"
+    log.write_text("before\n")
+    assert fail(error, OTHER, log=log) == 1 and naps == seconds
+    assert capfd.readouterr() == ("", f"\nerror (rank 1): {said}; the stack trace is in {log}\n\n")
+    assert (
+        log.read_text().startswith("before\nTraceback")
+        and "in fail\n    raise error" in log.read_text()
+        and str(error) in log.read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [(UserError, "line 3: mend it"), (ValueError, "ValueError: line 3: mend it; the stack trace is in {log}")],
+)
+def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
+    kind, said: str, monkeypatch, capfd, tmp_path: Path
+) -> None:
+    from torch._utils import ExceptionWrapper
+
+    monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
+    try:
+        raise kind("line 3: mend it")
+    except kind:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(kind) as caught:
+        wrapped.reraise()
+    log = tmp_path / "rank_1.log"
+    assert fail(caught.value, OTHER, log=log) == 1
+    assert capfd.readouterr().err == f"\nerror (rank 1): {said.format(log=log)}\n\n"
+
+
+def test_before_there_is_a_log_one_of_the_ranks_traces_comes_first(naps: list[float]) -> None:
+    with pytest.raises(KeyError), exit_on_user_error(OTHER, speaks=False):
+        raise KeyError("x")
+    assert naps == [10]
+
+
+def agree(failing: tuple[int, ...]) -> str:
+    import torch.distributed as dist
+
+    ranks_module.time.sleep, sleep = lambda seconds: None, ranks_module.time.sleep
+    try:
+        raise_together(UserError("mistake") if dist.get_rank() in failing else None)
+    except UserError:
+        return "speaks"
+    except SystemExit as end:
+        return f"ends with {end.code}"
+    finally:
+        ranks_module.time.sleep = sleep
+    return "goes on"
+
+
+def test_of_several_ranks_with_a_mistake_one_speaks(workers) -> None:
+    group = workers(2)
+    assert group.run(agree, ()) == ["goes on", "goes on"]
+    assert group.run(agree, (1,)) == ["ends with 1", "speaks"]
+    assert group.run(agree, (0, 1)) == ["speaks", "ends with 1"]

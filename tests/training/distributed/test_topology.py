@@ -1,0 +1,156 @@
+"""The arithmetic of ranks and batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support.configs import build_config
+
+from errors import UserError
+from training.distributed.topology import Layout, build_layout
+
+
+def build(*overrides: str, world_size: int = 1, num_layers: int = 8, has_accelerator: bool = False) -> Layout:
+    return build_layout(build_config(*overrides), world_size, num_layers, has_accelerator)
+
+
+@pytest.mark.parametrize(
+    "given",
+    list(
+        itertools.combinations(
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 16}.items(), 2
+        )
+    ),
+)
+def test_the_third_batch_size_follows_from_any_two(given: tuple[tuple[str, int], ...]) -> None:
+    layout = build("num_stages=2", *(f"{key}={value}" for key, value in given), world_size=4)
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size, layout.dp_size) == (
+        2,
+        4,
+        16,
+        2,
+    )
+
+
+def test_all_three_batch_sizes_may_be_given_when_they_agree() -> None:
+    layout = build("micro_batch_size=2", "gradient_accumulation_steps=4", "global_batch_size=16", world_size=2)
+    assert layout == Layout(world_size=2, num_stages=1, micro_batch_size=2, gradient_accumulation_steps=4)
+
+
+def test_a_global_batch_means_the_same_at_every_layout() -> None:
+    for num_stages, world_size in [(1, 1), (2, 2), (4, 4), (2, 4), (1, 4)]:
+        assert (
+            build(
+                f"num_stages={num_stages}", "micro_batch_size=2", "global_batch_size=16", world_size=world_size
+            ).global_batch_size
+            == 16
+        )
+
+
+def test_ranks_lie_as_deepspeed_lays_them() -> None:
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    layout = Layout(world_size=6, num_stages=3, micro_batch_size=1, gradient_accumulation_steps=1)
+    topology = PipeDataParallelTopology(num_pp=3, num_dp=2)
+    for rank in range(6):
+        coordinate = topology.get_coord(rank)
+        assert (layout.stage_id(rank), layout.dp_rank(rank)) == (coordinate.pipe, coordinate.data)
+
+
+def test_ranks_that_share_layers_are_neighbours() -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = build(
+        "num_stages=2", "tensor_parallel_size=3", "micro_batch_size=1", "gradient_accumulation_steps=1", world_size=12
+    )
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=2)
+    for rank in range(12):
+        coordinate = topology.get_coord(rank)
+        assert (layout.stage_id(rank), layout.dp_rank(rank), layout.tp_rank(rank)) == (
+            coordinate.pipe,
+            coordinate.data,
+            coordinate.model,
+        )
+    assert layout.list_tensor_parallel_groups() == topology.get_axis_comm_lists("model")
+    assert layout.global_batch_size == 2 and layout.describe().startswith("tp3 x pp2 x dp2 = 12 ranks")
+
+
+def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
+    layout = Layout(
+        world_size=8, num_stages=2, micro_batch_size=1, gradient_accumulation_steps=1, tensor_parallel_size=4
+    )
+    assert "warning" not in layout.describe_placement(["a"] * 4 + ["b"] * 4)
+    text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
+    assert (
+        "warning: 1 tensor-parallel groups cross hosts, the first of ranks 0-3" in text
+        and "four times a micro-batch" in text
+    )
+
+
+def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
+    four_by_two = Layout(world_size=8, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=1)
+    assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
+        "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
+    )
+    assert four_by_two.describe_placement(["a", "b"] * 4) == (
+        "a: stage 0-3; b: stage 0-3; 0 of 6 stage boundaries and the replicas of 4 of 4 stages cross hosts"
+    )
+    interleaved = Layout(world_size=4, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=4, num_chunks=2)
+    assert interleaved.describe_placement(["a", "a", "b", "b"]).endswith(
+        "2 of 4 stage boundaries and the replicas of 0 of 4 stages cross hosts"
+    )
+
+
+TWO = ("micro_batch_size=2", "global_batch_size=8")
+MISTAKES = {
+    "no stage": (("num_stages=0", *TWO), {}, "num_stages=0: at least 1"),
+    "more stages than layers": (("num_stages=9", *TWO), {"world_size": 9}, "num_stages=9 exceeds the model's 8 layers; set num_stages to 8 or less"),
+    "stages do not divide": (
+        ("num_stages=2", *TWO), {"world_size": 3},
+        "num_stages=2 does not divide the number of started ranks, 3; start it with `deepspeed --num_gpus 4 trainer_base_ds_mp.py ...` "
+        "(without GPUs the launcher starts one rank unless --num_gpus says how many processes)",
+    ),
+    "no rank a layer": (("tensor_parallel_size=0", *TWO), {}, "tensor_parallel_size=0: at least 1"),
+    "stages of several ranks do not divide": (
+        ("num_stages=2", "tensor_parallel_size=2", *TWO), {"world_size": 6},
+        "tensor_parallel_size=2 x num_stages=2 = 4 does not divide the number of started ranks, 6; start it with `deepspeed --num_gpus 8",
+    ),
+    "stages do not divide, with GPUs": (
+        ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
+    ),
+    "nothing to interleave": (("schedule=interleaved", *TWO), {}, "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none"),
+    "more chunks than layers": (
+        ("num_stages=4", "schedule=interleaved", "virtual_stages_per_rank=3", *TWO), {"world_size": 4},
+        "num_stages=4 x virtual_stages_per_rank=3 is 12 chunks, and the model has 8 layers; lower one of them, or set schedule=1f1b",
+    ),
+    "too few micro-batches to interleave": (
+        ("num_stages=4", "schedule=interleaved", "micro_batch_size=1", "gradient_accumulation_steps=2"), {"world_size": 4},
+        "a multiple of num_stages=4; gradient_accumulation_steps=2 is none, the nearest is 4; change the batch, or set schedule=1f1b",
+    ),
+    "micro-batches that do not divide": (
+        ("num_stages=2", "schedule=interleaved", "micro_batch_size=1", "gradient_accumulation_steps=5"), {"world_size": 2},
+        "gradient_accumulation_steps=5 is none, the nearest is 4 or 6",
+    ),
+    "one batch size": (("micro_batch_size=2",), {}, "must be given; missing: gradient_accumulation_steps, global_batch_size"),
+    "batch size of zero": (("micro_batch_size=0", "global_batch_size=8"), {}, "micro_batch_size=0: at least 1"),
+    "three that disagree": (
+        ("gradient_accumulation_steps=3", *TWO), {"world_size": 2},
+        "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=2 is 12, not global_batch_size=8; give two of them and set the third to null",
+    ),
+    "no multiple of the micro-batch": (
+        ("micro_batch_size=3", "global_batch_size=8"), {}, "global_batch_size=8 is no multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
+    ),
+    "no multiple of the accumulation": (
+        ("gradient_accumulation_steps=5", "global_batch_size=8"), {"world_size": 2},
+        "no multiple of gradient_accumulation_steps=5 x dp=2 = 10; the nearest is 10",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
+    overrides, options, message = MISTAKES[name]
+    with pytest.raises(UserError) as caught:
+        build(*overrides, **options)
+    assert message in str(caught.value)

@@ -1,0 +1,134 @@
+"""A rank that is dead, stopped or stuck is named by another one, and the run ends: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from support.workers import WorkerGroup
+
+from training.distributed.p2p import wait_for
+from training.distributed.ranks import Ranks
+from training.distributed.watchdog import Watchdog, find_place
+
+ROOT = Path(__file__).resolve().parents[3]
+STUCK_MINUTES = 0.05
+
+
+class Stage(torch.nn.Module):
+    def forward(self) -> None:
+        pass
+
+
+def work(words: dict[int, str], folder: Path) -> None:
+    """On a rank: passes through its stage and meets the others after each, until its word comes true."""
+    import sys
+
+    import torch.distributed as dist
+
+    rank, stage = dist.get_rank(), Stage()
+    sys.__stderr__ = open(folder / f"rank_{rank}", "w", buffering=1)
+    word = words.get(rank, "")
+    try:
+        with (
+            Watchdog(Ranks(rank, dist.get_world_size(), rank, dist.get_world_size()), STUCK_MINUTES) as watchdog,
+            watchdog.watching(stage),
+        ):
+            for step in range(6):
+                stage()
+                dist.barrier()
+                if step == 4 and word == "sleep":
+                    time.sleep(60)
+                if step == 4 and word == "take its time":
+                    with watchdog.paused():
+                        time.sleep(2 * 60 * STUCK_MINUTES)
+                if step == 4 and word == "leave":
+                    raise ValueError("said elsewhere")
+                if step == 4 and word.startswith("SIG"):
+                    os.kill(os.getpid(), signal.Signals[word])
+    except (ValueError, RuntimeError):  # as a process of its own would
+        os._exit(1)
+
+
+def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
+    """What was said, by rank, and the seconds it took."""
+    group = WorkerGroup(world_size, folder)
+    group.run(time.sleep, 0)  # started
+    processes, start = list(group._processes), time.monotonic()
+    for pipe in group._pipes:
+        pipe.send((work, (words, folder), {}))
+    for rank in range(world_size):
+        if words.get(rank) != "SIGSTOP":
+            with suppress(EOFError):
+                group._pipes[rank].poll(60) and group._pipes[rank].recv()
+    seconds = time.monotonic() - start
+    for process in processes:
+        process.kill()
+    group.close()
+    return [(folder / f"rank_{rank}").read_text().strip() for rank in range(world_size)], seconds
+
+
+STOPPED = "error: rank {rank} has not answered for stuck_minutes=0.05: it is stopped or stuck, or its host is gone; go on with resume=latest"
+KILLED = "error: rank {rank} has ended without a word: it was killed, or its host ran out of memory; go on with resume=latest"
+ASLEEP = "error: rank {rank} has not got on for stuck_minutes=0.05: it is at tests/training/distributed/test_watchdog.py:LINE (work); the other ranks wait for it"
+CASES = {"SIGSTOP": STOPPED, "SIGKILL": KILLED, "sleep": ASLEEP, "leave": "", "take its time": ""}
+FAST = [("SIGSTOP", 2, 1)]
+REST = [
+    (word, world_size, rank)
+    for word in CASES
+    for world_size, rank in ((2, 0), (2, 1), (3, 0), (3, 2))
+    if (word, world_size, rank) not in FAST
+]
+
+
+@pytest.mark.parametrize(
+    "word, world_size, rank", [*FAST, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
+)
+def test_the_rank_is_named_once(tmp_path: Path, word: str, world_size: int, rank: int) -> None:
+    said, seconds = run(tmp_path, world_size, {rank: word})
+    expected = CASES[word].format(rank=rank)
+    (found,) = [text for text in said if text] or [""]
+    found = re.sub(r"test_watchdog.py:\d+", "test_watchdog.py:LINE", found)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+    assert seconds < 60
+    if word == "sleep":
+        assert "test_watchdog.py" in (tmp_path / f"world{world_size}_rank{rank}.log").read_text()  # all threads' stacks
+
+
+def test_the_place_is_the_nearest_line_of_the_project() -> None:
+    import json
+
+    seen: list[tuple[str, bool]] = []
+    json.loads(
+        "[1]", parse_int=lambda _: seen.append(find_place(sys._getframe(1)))
+    )  # as a library below would be caught
+    assert seen[0][0].startswith("tests/training/distributed/test_watchdog.py:") and not seen[0][1]
+
+
+def test_on_a_gpu_any_line_may_wait_for_it_but_those_that_read_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    for file, waits in {"data/loader.py": False, "models/losses/cross_entropy.py": True}.items():
+        seen: list[tuple[str, bool]] = []
+        exec(
+            compile("seen.append(find_place(sys._getframe()))", str(ROOT / file), "exec"),
+            {"seen": seen, "find_place": find_place, "sys": sys},
+        )
+        assert seen == [(f"{file}:1 (<module>)", waits)]
+
+
+def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
+    class Work:
+        def wait(self) -> None:
+            seen.append(find_place(sys._getframe(1)))
+
+    seen: list[tuple[str, bool]] = []
+    wait_for([Work()])
+    assert seen[0][0].startswith("training/engine/executor.py:") and seen[0][1]

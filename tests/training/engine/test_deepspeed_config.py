@@ -1,0 +1,75 @@
+"""The dict that DeepSpeed gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.configs import build_config
+
+from errors import UserError
+from training.distributed.topology import Layout
+from training.engine.deepspeed_config import REDUCE_BUCKET, build_deepspeed_config
+
+LAYOUT = Layout(world_size=4, num_stages=2, micro_batch_size=3, gradient_accumulation_steps=5)
+
+
+def build(*overrides: str) -> dict[str, Any]:
+    return build_deepspeed_config(build_config(*overrides), LAYOUT)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_zero_1_in_every_precision(precision: str, offload: str) -> None:
+    built = build(f"precision={precision}", f"offload_optimizer={offload}")
+    assert built["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": REDUCE_BUCKET,
+        **({"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}),
+        **({"contiguous_gradients": False} if (precision, offload) == ("fp32", "none") else {}),
+    }
+    assert (built["bf16"]["enabled"], built["fp16"]["enabled"]) == (precision == "bf16", precision == "fp16")
+    assert built.get("data_types") == ({"grad_accum_dtype": "fp32"} if precision == "bf16" else None)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_sums_of_one_replica_are_not_rounded(offload: str) -> None:
+    config = build_config("precision=bf16", f"offload_optimizer={offload}")
+    assert build_deepspeed_config(config, Layout(2, 2, 3, 5))["communication_data_type"] == "fp32"
+    assert "communication_data_type" not in build_deepspeed_config(config, LAYOUT)
+
+
+@pytest.mark.parametrize("norm", [0, 0.5])
+def test_clipping_is_always_stated(norm: float) -> None:
+    assert build(f"max_grad_norm={norm}")["gradient_clipping"] == norm  # left out, DeepSpeed would clip at 1
+
+
+def test_batch_sizes_are_those_of_the_layout() -> None:
+    built = build()
+    assert (
+        built["train_micro_batch_size_per_gpu"],
+        built["gradient_accumulation_steps"],
+        built["train_batch_size"],
+    ) == (3, 5, 30)
+
+
+def test_deepspeed_itself_takes_it() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for precision in ("fp32", "bf16"):
+        read = DeepSpeedConfig(
+            {**build(f"precision={precision}", "max_grad_norm=0"), "train_batch_size": 15}
+        )  # alone here: dp is 1
+        assert (read.zero_optimization_stage, read.gradient_clipping) == (1, 0)
+
+
+def test_the_group_adds_keys() -> None:
+    assert build("+deepspeed.comms_logger.enabled=true")["comms_logger"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("key", ["zero_optimization.stage", "bf16.enabled", "train_batch_size", "gradient_clipping"])
+def test_a_key_that_is_written_here_is_refused(key: str) -> None:
+    with pytest.raises(
+        UserError, match=f"deepspeed.{key.partition('.')[0]} is written from the run's own keys .*; set those instead"
+    ):
+        build(f"+deepspeed.{key}=0")

@@ -1,0 +1,315 @@
+"""Interleaved 1F1B: no rank waits for ever, the gradients are those of the plain Hugging Face model, and a run goes on under either schedule."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    EVERY_SECOND,
+    LAYOUTS,
+    SELECTIVE,
+    Case,
+    merge,
+    train_case,
+    train_oracle,
+    train_run,
+    worst_difference,
+)
+from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from training.distributed.p2p import SENDS_IN_FLIGHT
+from training.engine.executor import InterleavedSchedule
+
+INTERLEAVED = "schedule=interleaved"
+STEPS, STEPS_BEFORE = 4, 2
+
+
+def play(num_stages: int, micro_batches: int, num_chunks: int, forward_only: bool = False) -> list[int]:
+    """The instructions of all ranks, with sends that nothing buffers: on a link the n-th send goes to the n-th receive that is posted.
+
+    Returns how many instructions each rank could not execute, because all wait for each other.
+    """
+    schedules = [
+        InterleavedSchedule(micro_batches, num_stages, stage, num_chunks, forward_only) for stage in range(num_stages)
+    ]
+    programs = [[command for step in schedule.steps() for command in step] for schedule in schedules]
+    position = [0] * num_stages
+    sent: dict[Any, list[int]] = defaultdict(list)  # by link: buffers in the order of sending, and of posting
+    posted: dict[Any, list[int]] = defaultdict(list)
+
+    def is_ready(stage: int, command: Any) -> bool:
+        if command.name == "StartRecv":
+            posted["act" if command.is_forward else "grad", stage].append(command.buffer_id)
+        elif command.name in ("RecvActivation", "RecvGrad"):
+            link = ("act" if command.name == "RecvActivation" else "grad"), stage
+            number = posted[link].index(command.buffer_id)
+            if number >= len(sent[link]):
+                return False
+            # what has come: of the chunk before, or after, and of the same micro-batch
+            step = -1 if link[0] == "act" else 1
+            chunk, micro_batch = divmod(command.buffer_id, micro_batches)
+            other, other_micro_batch = divmod(sent[link][number], micro_batches)
+            assert other_micro_batch == micro_batch
+            assert other * num_stages + (stage + step) % num_stages == chunk * num_stages + stage + step
+        elif command.name in ("SendActivation", "SendGrad"):
+            link = (
+                ("act", (stage + 1) % num_stages)
+                if command.name == "SendActivation"
+                else ("grad", (stage - 1) % num_stages)
+            )
+            if len(sent[link]) - len(posted[link]) >= SENDS_IN_FLIGHT:
+                return False
+            sent[link].append(command.buffer_id)
+        elif command.name == "FinishSends":
+            links = ("act", (stage + 1) % num_stages), ("grad", (stage - 1) % num_stages)
+            return all(len(posted[link]) >= len(sent[link]) for link in links)
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, program in enumerate(programs):
+            while position[stage] < len(program) and is_ready(stage, program[position[stage]]):
+                position[stage] += 1
+                moved = True
+    assert all(len(sent[link]) == len(posted[link]) for link in {*sent, *posted}) or any(
+        p < len(q) for p, q in zip(position, programs, strict=True)
+    )
+    return [len(program) - place for place, program in zip(position, programs, strict=True)]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
+def test_no_rank_waits_for_ever(num_stages: int, num_chunks: int) -> None:
+    for groups in (1, 2, 5):
+        assert play(num_stages, groups * num_stages, num_chunks) == [0] * num_stages
+    for micro_batches in range(1, 2 * num_stages + 2):  # an evaluation takes what is there
+        assert play(num_stages, micro_batches, num_chunks, forward_only=True) == [0] * num_stages
+
+
+def test_with_other_numbers_of_micro_batches_ranks_do_wait_for_ever() -> None:
+    assert all(play(num_stages=4, micro_batches=5, num_chunks=3))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("interleaved")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    return root
+
+
+def build_case(root: Path, tied: bool, layout: str, *overrides: str) -> Case:
+    num_stages, world_size = LAYOUTS[layout]
+    return Case(
+        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(INTERLEAVED, *overrides)
+    )
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert result["losses"] == pytest.approx(oracle["losses"], rel=BOUND) and result["norms"] == pytest.approx(
+        oracle["norms"], rel=BOUND
+    )
+
+
+@pytest.mark.parametrize(
+    "tied, layout, overrides",
+    [
+        pytest.param(True, "pp2", (CLIPPED,), id="pp2-tied-clipped"),
+        pytest.param(False, "pp4", (CHECKPOINTED,), id="pp4-checkpointed"),  # a layer a chunk
+    ],
+)
+def test_five_sgd_steps_equal_hugging_face(
+    workers, root: Path, tied: bool, layout: str, overrides: tuple[str, ...]
+) -> None:
+    compare(workers, build_case(root, tied, layout, *overrides))
+
+
+def evaluate_one(case: Case) -> list[float]:
+    """The loss of a single micro-batch, on the rank that holds it."""
+    from support.cases import build_engine
+
+    from training.engine.pipeline_engine import run_forward
+
+    engine, loader, *_ = build_engine(case)
+    return [float(loss) for loss in run_forward(engine, loader.iterate(0, 1), 1)]
+
+
+def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:
+    case = build_case(root, True, "pp2")
+    interleaved, plain = (workers(2).run(evaluate_one, one) for one in (case, in_turn(case)))
+    assert (
+        interleaved[0] == plain[0] == [] and interleaved[1] == pytest.approx(plain[1], rel=1e-6) and len(plain[1]) == 1
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (), (CHECKPOINTED, CLIPPED), SELECTIVE, EVERY_SECOND, ("micro_batch_size=1", CLIPPED), ("freeze=[embed_tokens]",),
+        ("data.pad_to=max_seq_length",),
+    ],
+    ids=lambda overrides: "-".join(overrides) or "plain",
+)  # fmt: skip
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2xdp2"])
+def test_every_layout_equals_hugging_face(
+    workers, root: Path, layout: str, tied: bool, overrides: tuple[str, ...]
+) -> None:
+    if any(override.startswith("freeze") for override in overrides):
+        same_as_1f1b(workers, build_case(root, tied, layout, *overrides))
+    else:
+        compare(workers, build_case(root, tied, layout, *overrides))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "split",
+    [(), ("partition_method=[1,2,1,2,1,1]",), ("partition_method=uniform",)],
+    ids=["balanced", "list", "uniform"],
+)
+def test_three_chunks_a_stage(workers, root: Path, split: tuple[str, ...]) -> None:
+    compare(workers, build_case(root, True, "pp2", "virtual_stages_per_rank=3", CLIPPED, *split))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_chunks_whose_layers_ranks_share(workers, root: Path, tied: bool) -> None:
+    compare(
+        workers, replace(build_case(root, tied, "pp2", "tensor_parallel_size=2", CHECKPOINTED, CLIPPED), world_size=4)
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+def test_lora_equals_peft(workers, root: Path, tmp_path: Path, layout: str) -> None:
+    model = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    overrides = (
+        "adapter=lora",
+        f"adapter.name_or_path={tmp_path}/adapter",
+        CHECKPOINTED,
+        CLIPPED,
+        f"data.cache_dir={tmp_path}/cache",
+    )
+    case = build_case(root, False, layout, *overrides)
+    case.workdir = tmp_path
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
+    assert worst_difference(*to_peft_weights(result, oracle, model.config))[0] < BOUND
+    assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)
+
+
+def same_as_1f1b(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    interleaved, plain = (merge(workers(case.world_size).run(train_case, one)) for one in (case, in_turn(case)))
+    assert worst_difference(interleaved["weights"], plain["weights"])[0] < BOUND
+    assert interleaved["losses"] == pytest.approx(plain["losses"], rel=BOUND) and interleaved["norms"] == pytest.approx(
+        plain["norms"], rel=BOUND
+    )
+
+
+def in_turn(case: Case) -> Case:
+    """The case under 1F1B, which other tests compare with the oracle."""
+    return Case(
+        case.model,
+        case.train_file,
+        case.workdir,
+        case.num_stages,
+        case.world_size,
+        case.steps,
+        (*case.overrides, "schedule=1f1b"),
+    )
+
+
+@pytest.mark.full
+def test_in_bf16_the_first_step_is_bit_for_bit_that_of_1f1b(workers, root: Path) -> None:
+    case = build_case(root, True, "pp2", "precision=bf16", CHECKPOINTED)
+    interleaved, plain = (merge(workers(2).run(train_case, one)) for one in (case, in_turn(case)))
+    assert interleaved["losses"][0] == plain["losses"][0] and interleaved["norms"][0] == pytest.approx(
+        plain["norms"][0], rel=BOUND
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), ("adapter=lora", "adapter.r=4")], ids=["full", "lora"])
+def test_preferences_with_a_reference(workers, root: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """The reference is computed by a forward pass of the same pipeline, over any number of micro-batches."""
+    save_pairs(tmp_path / "pairs.jsonl", 21)
+    cases = []
+    for name in ("interleaved", "1f1b"):  # each with a reference of its own
+        keys = (
+            f"data.cache_dir={tmp_path}/{name}",
+            "data=preference",
+            "micro_batch_size=1",
+            "learning_rate=0.02",
+            *overrides,
+            f"schedule={name}",
+        )
+        cases.append(Case(root / "tiedTrue", tmp_path / "pairs.jsonl", tmp_path, 2, 2, overrides=keys))
+    interleaved, plain = (merge(workers(2).run(train_case, case)) for case in cases)
+    assert worst_difference(interleaved["weights"], plain["weights"])[0] < BOUND
+    assert interleaved["losses"] == pytest.approx(plain["losses"], rel=BOUND)
+
+
+@pytest.fixture(scope="module")
+def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
+    """run(name, override, ...): the output_dir of a whole run at pp2, saved and evaluated on the way. What has been run once is not run again."""
+    save_records(root / "eval.jsonl", 5)  # three micro-batches, of two samples and of one
+
+    def start(name: str, *overrides: str) -> Path:
+        out = root / name
+        if not out.exists():
+            keys = (
+                f"output_dir={out}", f"eval_file={root}/eval.jsonl", f"eval_steps={STEPS_BEFORE}", f"save_steps={STEPS_BEFORE}", "logging_steps=1",
+                "optimizer=adamw", "learning_rate=1e-3", "max_grad_norm=1.0", "lr_scheduler_type=cosine",
+            )  # fmt: skip
+            workers(2).run(
+                train_run, Case(root / "tiedTrue", root / "train.jsonl", root, 2, 2, STEPS, (*keys, *overrides))
+            )
+        return out
+
+    return start
+
+
+def read(out: Path, after: int = 0) -> Iterator[float]:
+    """Loss and gradient norm of each step, and the losses of evaluations."""
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["step"] > after:
+            yield from (record[key] for key in ("loss", "grad_norm", "eval_loss") if key in record)
+
+
+@pytest.mark.parametrize("saved, resumed", [("interleaved", "1f1b"), ("1f1b", "interleaved")])
+def test_a_run_goes_on_under_the_other_schedule(run: Callable[..., Path], saved: str, resumed: str) -> None:
+    whole = run(saved, f"schedule={saved}", "profile_step=2")
+    other = run(f"{saved}-resumed", f"schedule={resumed}", f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}")
+    expected = list(read(whole, STEPS_BEFORE))
+    assert len(expected) == 2 * (STEPS - STEPS_BEFORE) + 1 and list(read(other, STEPS_BEFORE)) == pytest.approx(
+        expected, rel=BOUND
+    )
+
+
+def test_a_run_is_the_same_under_either_schedule_and_says_what_it_did(run: Callable[..., Path]) -> None:
+    plain, interleaved = (run(name, f"schedule={name}", "profile_step=2") for name in ("1f1b", "interleaved"))
+    assert list(read(interleaved)) == pytest.approx(list(read(plain)), rel=BOUND)
+    assert (interleaved / "step_2.png").stat().st_size > 10_000
+    record = next(json.loads(line) for line in (interleaved / "metrics.jsonl").read_text().splitlines())
+    assert (
+        0 < record["bubble"] < 1
+        and record["predicted_bubble"]
+        < next(json.loads(line) for line in open(plain / "metrics.jsonl"))["predicted_bubble"]
+    )

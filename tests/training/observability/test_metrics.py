@@ -1,0 +1,103 @@
+"""metrics.jsonl and the progress line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import console
+from training.observability.metrics import MetricsFile, ProgressBar, perplexity
+
+RECORD = {
+    "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000, "tokens_per_second": 1234.5, "step_time": 30.0,
+}  # fmt: skip
+
+
+def write(path: Path, *records: dict[str, float]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_a_report_on_disk_at_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", first_step=0)
+    file.report(RECORD)
+    assert read(tmp_path / "metrics.jsonl") == [RECORD]  # a run that is killed loses nothing that it said
+    file.report({"step": 3, "eval_loss": 2.0, "eval_tokens": 10})
+    file.close()
+    assert read(tmp_path / "metrics.jsonl") == [RECORD, {"step": 3, "eval_loss": 2.0, "eval_tokens": 10}]
+
+
+def test_a_resumed_run_cuts_the_file_back_to_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = [
+        {"step": 0, "eval_loss": 9.0},
+        {"step": 1, "loss": 8.0},
+        {"step": 2, "loss": 7.0},
+        {"step": 2, "eval_loss": 7.5},
+    ]
+    write(path, *kept, {"step": 3, "loss": 6.0}, {"step": 4, "loss": 5.0})
+    file = MetricsFile(path, first_step=2)
+    file.report({"step": 3, "loss": 6.5})
+    file.close()
+    assert read(path) == [*kept, {"step": 3, "loss": 6.5}]
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "lo', '{"step', "{", "1", '{"loss": 3}'])
+def test_a_half_line_is_dropped(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"step": 1, "loss": 8.0})
+    with open(path, "a") as handle:
+        handle.write(half)  # no end of line: the next report must not be glued to it
+    file = MetricsFile(path, first_step=2)
+    file.report({"step": 3, "loss": 6.5})
+    file.close()
+    assert read(path) == [{"step": 1, "loss": 8.0}, {"step": 3, "loss": 6.5}]
+
+
+def test_a_run_from_the_start_keeps_nothing_of_one_that_saved_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"step": 0, "eval_loss": 9.0}, {"step": 1, "loss": 8.0})
+    MetricsFile(path, first_step=0).close()
+    assert read(path) == []
+
+
+def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "stream", lambda: stream)
+    bar = ProgressBar(2, 123)
+    bar.advance(3)
+    bar.report(RECORD)
+    bar.report({"step": 3, "eval_loss": math.log(50), "eval_tokens": 10})
+    bar.close()
+    assert stream.getvalue() == (
+        "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\nstep 3: eval_loss 3.9120  perplexity 50.00\n"
+    )
+
+
+def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(console, "stream", lambda: stream)
+    bar = ProgressBar(2, 123)
+    bar.advance(3)
+    bar.report(RECORD)
+    bar.report({"step": 3, "eval_loss": 1.0, "eval_tokens": 10})
+    bar.close()
+    text = stream.getvalue()
+    assert (
+        "3/123" in text
+        and "loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in text
+        and "eval_loss 1.0000  perplexity 2.72" in text
+    )
+
+
+def test_perplexity_of_a_loss_that_ran_away() -> None:
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert math.isfinite(perplexity(1e6))

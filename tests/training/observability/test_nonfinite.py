@@ -1,0 +1,203 @@
+"""A step whose loss or gradient is not finite, made so in the data of a real run: it is named, and neither weights nor checkpoints take it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.cases import Case, train_run
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from data import loader
+from data.order import GlobalOrder
+from training.checkpoint import writer as checkpoint_writer
+from training.checkpoint.writer import ShareFile
+
+BAD_STEP = 2  # from 0
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("nonfinite")
+    save_llama(root / "hf", num_hidden_layers=2)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", SAMPLES)
+    return Case(
+        root / "hf",
+        root / "train.jsonl",
+        root,
+        2,
+        2,
+        4,
+        ("optimizer=adamw", "learning_rate=1e-3", "save_steps=1", "logging_steps=1"),
+    )
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], case: Case, tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+    """run(*overrides, world_size=2): its output_dir, and its error or ''."""
+
+    def start(*overrides: str, world_size: int = 2) -> tuple[Path, str]:
+        out = tmp_path / "out"
+        changed = replace(case, world_size=world_size, overrides=(*case.overrides, f"output_dir={out}", *overrides))
+        errors = workers(world_size).run(train_on_bad_data, changed)
+        return out, max(errors)
+
+    return start
+
+
+def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
+    """On a rank: a run in which the loss of one step is divided by zero. Ranks that would go quietly answer ''."""
+    from training import loop
+    from training.distributed import ranks
+
+    build = loader.TrainLoader._build_batch
+
+    def build_bad(self: loader.TrainLoader, index: int) -> loader.Batch:
+        inputs, targets = build(self, index)
+        if targets is not None and index // self._gradient_accumulation_steps == bad_step:
+            targets = (targets[0], torch.zeros((), dtype=torch.float64))
+        return inputs, targets
+
+    def raise_together(error: Any) -> None:
+        with patch.object(ranks.time, "sleep"):
+            ranks.raise_together(error)
+
+    with (
+        patch.object(loader.TrainLoader, "_build_batch", build_bad),
+        patch.object(loop, "raise_together", raise_together),
+    ):
+        try:
+            train_run(case)
+        except ValueError as error:
+            return str(error)
+        except SystemExit:
+            pass
+        return ""
+
+
+def train_with_a_bad_stage(case: Case, stage: int, backward: bool, passes: int = 4) -> str:
+    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient that it computes.
+
+    passes: forward passes of a stage in a step.
+    """
+    from training import loop
+
+    build = loop.NonfiniteProbe
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + float("inf")  # all of it: the loss does not look at each position
+
+    def build_late(module: Any, device: torch.device) -> Any:  # the hooks of a module run in the order of registration
+        calls = iter(range(1000))
+
+        def interfere(_: Any, inputs: Any, outputs: Any) -> Any:
+            if module.stage_id != stage or next(calls) != passes * BAD_STEP + 1:
+                return None
+            if backward:
+                inputs[0][0].register_hook(spoil)
+                return None
+            return (spoil(outputs[0]), *outputs[1:])
+
+        module.register_forward_hook(interfere)
+        return build(module, device)
+
+    with patch.object(loop, "NonfiniteProbe", build_late):
+        return train_on_bad_data(case, bad_step=None)
+
+
+@pytest.mark.parametrize(
+    "stage, backward, world_size, place",
+    [
+        (1, False, 4, "in the output of stage 1"),
+        (2, True, 4, "in the backward pass of stage 2"),
+        *(
+            pytest.param(stage, False, 4, f"in the output of stage {stage}", marks=pytest.mark.full)
+            for stage in (0, 2, 3)
+        ),
+        *(
+            pytest.param(stage, True, 4, f"in the backward pass of stage {stage}", marks=pytest.mark.full)
+            for stage in (1, 3)
+        ),
+    ],
+)
+def test_the_first_stage_that_saw_it_is_named(
+    workers, case: Case, tmp_path: Path, stage: int, backward: bool, world_size: int, place: str
+) -> None:
+    changed = replace(
+        case, world_size=world_size, num_stages=4, overrides=(*case.overrides, f"output_dir={tmp_path}/out")
+    )
+    error = max(workers(world_size).run(train_with_a_bad_stage, changed, stage, backward))
+    assert error.startswith("step 3: ") and f"(counted from 0); first seen {place}. Neither" in error
+
+
+@pytest.mark.parametrize(
+    "backward, place",
+    [
+        (False, "in the output of stage 1, chunk 0"),
+        pytest.param(True, "in the backward pass of stage 1, chunk 0", marks=pytest.mark.full),
+    ],
+)
+def test_the_first_chunk_that_saw_it_is_named(workers, case: Case, tmp_path: Path, backward: bool, place: str) -> None:
+    """Stage 0 sees it too, in the chunk that comes after."""
+    changed = replace(
+        case, num_stages=2, overrides=(*case.overrides, "schedule=interleaved", f"output_dir={tmp_path}/out")
+    )
+    error = max(workers(2).run(train_with_a_bad_stage, changed, 1, backward, passes=8))
+    assert error.startswith("step 3: ") and f"first seen {place}. Neither" in error
+
+
+def read(out: Path) -> tuple[list[int], list[str]]:
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return steps, sorted(path.name for path in (out / "checkpoints").glob("global_step*"))
+
+
+def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
+    return [
+        torch.load(file, weights_only=True)
+        for file in sorted((out / "checkpoints" / f"global_step{step}").glob("layer_*"))
+    ]
+
+
+@pytest.mark.parametrize("world_size, precision", [(2, "fp32"), (4, "bf16")], ids=["pp2-fp32", "pp2xdp2-bf16"])
+def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, precision: str) -> None:
+    out, error = run(f"precision={precision}", world_size=world_size)
+    ids = ", ".join(map(str, GlobalOrder(SAMPLES, 8, case.config().seed).sample_ids(BAD_STEP)))
+    assert error.startswith(
+        tuple(f"step 3: loss {loss}, gradient norm inf; samples {ids} of train_file" for loss in ("nan", "inf"))
+    )
+    assert "(counted from 0); first seen in the loss. Neither" in error
+    assert "on_nonfinite=skip" in error and "resume=latest" in error
+    assert read(out) == ([1, 2], ["global_step1", "global_step2"]) and not (out / "completed.json").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size",
+    [(("precision=fp32",), 2), (("precision=bf16",), 4), (("precision=bf16", "offload_optimizer=cpu"), 2)],
+    ids=["fp32", "pp2xdp2-bf16", "offloaded"],
+)
+def test_skip_leaves_the_weights_as_they_were_and_goes_on(run, overrides: tuple[str, ...], world_size: int) -> None:
+    out, error = run("on_nonfinite=skip", *overrides, world_size=world_size)
+    assert error == ""
+    steps, saved = read(out)
+    assert steps == [1, 2, 4] and len(saved) == 4
+    before, skipped, after = (layers_of(out, step) for step in (2, 3, 4))
+    for a, b, c in zip(before, skipped, after, strict=True):
+        assert all(torch.equal(a[name], b[name]) and c[name].isfinite().all() for name in a)
+    assert not torch.equal(skipped[1]["self_attn.q_proj.weight"], after[1]["self_attn.q_proj.weight"])
+    assert "NaN" not in (out / "metrics.jsonl").read_text() and "Infinity" not in (out / "metrics.jsonl").read_text()
+
+
+def test_weights_that_are_not_finite_are_not_saved() -> None:
+    good, bad = torch.zeros(3), torch.tensor([0.0, float("nan"), 0.0])
+    assert checkpoint_writer.find_nonfinite([ShareFile("a", {"x": good})], 7) is None
+    error = checkpoint_writer.find_nonfinite([ShareFile("a", {"x": good}), ShareFile("b", {"y": bad})], 7)
+    assert "saving: 'y' of b is not finite after step 7, so that step is not saved" in str(error)

@@ -1,0 +1,126 @@
+"""The clock around a real engine: what it names, what it adds up, and that a slow stage is seen as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Case, build_engine
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from training.distributed.topology import Layout
+from training.observability.measured_timeline import measured_timeline
+from training.observability.stage_timer import MemoryPeak, RankTimes, Span
+from training.observability.telemetry import combine
+from training.planner.timeline import Work
+
+PAUSE = 0.1  # seconds added to each forward pass of stage 1: many times what the pass itself takes
+MICRO_BATCHES = 4
+
+
+def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes], bool]:
+    """Two steps and an evaluation on a pipeline whose second stage is slow: the second step, the times of all ranks, those after that."""
+    from training.engine.pipeline_engine import evaluate, train_step
+    from training.observability.stage_timer import StageTimer
+
+    engine, loader, config, *_ = build_engine(case)
+    if engine.stage_id == 1:
+        engine.module.register_forward_hook(lambda *_: time.sleep(PAUSE))
+    clock = StageTimer(engine, MemoryPeak(engine.device))
+    clock.attach()
+    micro_batches = loader.iterate(0, 3)
+    for step in range(2):
+        clock.start_step()
+        train_step(engine, micro_batches, config, step, 3)
+        spans = clock.finish_step()
+    gathered = clock.gather()
+    batches = loader.iterate(2, 3)
+    evaluate(engine, batches, MICRO_BATCHES, 1)
+    after = clock.gather()
+    clock.detach()
+    return spans, gathered, after, engine._INSTRUCTION_MAP is type(engine)._INSTRUCTION_MAP
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("clock")
+    save_llama(root / "hf")
+    save_tokenizer(root / "hf")
+    return Case(root / "hf", save_records(root / "train.jsonl", 40), root, 2, 2)
+
+
+def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    results = workers(2).run(train_timed, case)
+    for spans, gathered, after, is_detached in results:
+        assert [span.stop for span in spans[:-1]] == [
+            span.start for span in spans[1:]
+        ]  # no time is lost between two instructions
+        names = [span.name for span in spans]
+        assert names.count("ForwardPass") == names.count("BackwardPass") == MICRO_BATCHES
+        assert names[-4:] == ["ReduceTiedGrads", "ReduceGrads", "Aligned", "OptimizerStep"]
+        assert gathered == results[0][1] and [times.num_steps for times in gathered] == [2, 2]
+        assert [times.num_steps for times in after] == [0, 0]  # an evaluation is no step
+        assert is_detached
+    measured = combine(results[0][1], Layout(2, 2, 2, MICRO_BATCHES))
+    slept = PAUSE * MICRO_BATCHES
+    assert measured.compute_time[1] > slept and measured.wait_time[0] > slept - measured.compute_time[0]
+    assert measured.compute_time[0] < slept < measured.step_time and sum(measured.communication_time) < slept
+    for parts in zip(measured.compute_time, measured.communication_time, measured.wait_time, strict=True):
+        assert sum(parts) == pytest.approx(measured.step_time)
+    busy = [times.forward + times.backward for times in results[0][1]]
+    assert measured.imbalance == pytest.approx(max(busy) / (sum(busy) / 2) - 1) and measured.imbalance > 0.2
+    assert 0 < measured.bubble < 1 and min(measured.peak_memory) > 0
+    spans = measured_timeline([spans for spans, *_ in results]).spans
+    assert (
+        sum(span.work is Work.communication and span.stop - span.start > PAUSE / 2 for span in spans) == 0
+    )  # what a stage waits is drawn idle
+    forward = [span for span in spans if span.work is Work.forward and span.stage_id == 1]
+    assert [span.micro_batch for span in forward] == [0, 1, 2, 3] and all(
+        span.stop - span.start > PAUSE for span in forward
+    )
+
+
+def laps_of(*named: tuple[str, float]) -> list[Span]:
+    spans, now = [], 0.0
+    for name, seconds in named:
+        spans.append(Span(name, now, now + seconds))
+        now += seconds
+    return spans
+
+
+def test_a_step_by_hand() -> None:
+    times = RankTimes()
+    step = laps_of(
+        ("RecvActivation", 5.0), ("ForwardPass", 1.0), ("BackwardPass", 2.0), ("SendGrad", 0.5), ("RecvActivation", 0.25), ("ForwardPass", 1.0),
+        ("BackwardPass", 2.0), ("SendGrad", 1.0), ("ReduceGrads", 0.125), ("Aligned", 3.0), ("OptimizerStep", 0.5),
+    )  # fmt: skip
+    times.add(step, 17.0)
+    assert times == RankTimes(
+        num_steps=1,
+        step=17.0,
+        forward=2.0,
+        backward=4.0,
+        optimizer=0.5,
+        reduce=0.125,
+        pipeline=12.75,
+        recv_activation=0.5,
+        send_grad=1.0,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the proc file system")
+def test_memory_that_was_given_back_counts() -> None:
+    seen = []
+    for _ in range(5):  # a busy system takes pages of mapped files back meanwhile
+        peak = MemoryPeak(torch.device("cpu"))
+        peak.start()
+        before = peak.read()
+        block: Any = torch.ones(64 * 2**20 // 4)
+        del block
+        seen.append(peak.read() - before)
+    assert any(60 * 2**20 < grown < 80 * 2**20 for grown in seen), seen

@@ -1,0 +1,157 @@
+"""Times of ranks become figures of stages, and a table: cases computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.configs import build_config
+from transformers import LlamaConfig
+
+from errors import UserError
+from training.config.schema import Device, load_hardware
+from training.config.validate import check_config
+from training.distributed.topology import Layout
+from training.observability.metrics import split_stages
+from training.observability.stage_timer import RankTimes
+from training.observability.telemetry import Telemetry, combine
+from training.planner.hardware import complete_hardware
+from training.planner.prediction import Prediction, find_machine, predict
+
+LAYOUT = Layout(2, 2, 1, 4)
+ARCHITECTURE = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=320
+)  # 8 layers
+FIRST = RankTimes(
+    num_steps=2,
+    step=20.0,
+    forward=3.0,
+    backward=5.0,
+    optimizer=1.0,
+    reduce=0.5,
+    pipeline=16.0,
+    send_activation=0.25,
+    recv_grad=2.0,
+    peak_memory=100,
+)
+LAST = RankTimes(
+    num_steps=2,
+    step=19.0,
+    forward=4.0,
+    backward=8.0,
+    optimizer=2.0,
+    reduce=0.5,
+    pipeline=14.0,
+    recv_activation=3.0,
+    send_grad=0.5,
+    peak_memory=300,
+)
+
+
+def test_a_pipeline_of_two_by_hand() -> None:
+    measured = combine([FIRST, LAST], LAYOUT)
+    assert (measured.num_steps, measured.step_time) == (2, 10.0)
+    assert measured.compute_time == [4.5, 7.0]
+    assert measured.communication_time == [
+        0.625,
+        0.625,
+    ]  # a boundary takes what its quicker end took: 0.25 forward, 0.5 back; and 0.5 for gradients
+    assert measured.wait_time == [4.875, 2.375]
+    assert measured.bubble == pytest.approx(1 - 10 / 16) and measured.imbalance == pytest.approx(0.2)
+    assert measured.peak_memory == [100, 300]
+
+
+def test_replicas_of_a_stage_count_by_their_mean_and_their_fullest() -> None:
+    other = replace(LAST, forward=6.0, peak_memory=500)
+    measured = combine([FIRST, FIRST, LAST, other], Layout(4, 2, 1, 4))
+    assert measured.compute_time == [4.5, 7.5] and measured.peak_memory == [100, 500]
+
+
+def test_no_step_no_figures() -> None:
+    assert combine([RankTimes(), RankTimes()], LAYOUT) is None
+
+
+def expectation(*overrides: str) -> Prediction:
+    config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
+    return predict(
+        config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), Device.cuda
+    )
+
+
+class Clock:
+    def gather(self) -> list[RankTimes]:
+        return [FIRST, LAST]
+
+
+def test_a_report_has_the_measured_beside_the_predicted() -> None:
+    expected = expectation()
+    telemetry = Telemetry(Clock(), LAYOUT, expected)
+    record = telemetry.describe(telemetry.gather(), tokens_per_second=25.6)  # 64 tokens a row: full ones
+    per_token = (
+        expected.plan.mfu * expected.plan.step_seconds / expected.plan.tokens_per_step
+    )  # by the plan's own convention
+    assert record["mfu"] == pytest.approx(25.6 * per_token)
+    assert record["predicted_bubble"] == expected.plan.idle and record["predicted_imbalance"] == expected.plan.imbalance
+    assert record["predicted_peak_memory"] == [stage.memory.peak for stage in expected.plan.stages]
+    assert split_stages(record)["stage1/wait_time"] == 2.375
+    telemetry.describe(telemetry.gather(), tokens_per_second=51.2)
+    lines = telemetry.summarize().splitlines()
+    assert lines[0] == "measured over 2 steps:"  # the first report warms up
+    assert [line.split()[:5] for line in lines[2:4]] == [
+        ["0", "0-2", "45.0%", "6.2%", "48.8%"],
+        ["1", "3-7", "70.0%", "6.2%", "23.8%"],
+    ]
+    assert (
+        lines[4].startswith("step 10.0 s (predicted")
+        and "51 tokens/s" in lines[4]
+        and "bubble 37.5%" in lines[4]
+        and "imbalance 20.0%" in lines[4]
+    )
+
+
+def test_a_run_that_reported_nothing_has_no_table() -> None:
+    assert Telemetry(Clock(), LAYOUT, expectation()).summarize() == ""
+
+
+def test_on_an_unknown_card_mfu_is_left_out() -> None:
+    config = build_config("num_stages=2", "max_seq_length=64")
+    assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
+    telemetry = Telemetry(Clock(), LAYOUT, predict(config, ARCHITECTURE, [0, 3, 8], LAYOUT, None, Device.cuda))
+    assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
+    assert "MFU" not in telemetry.summarize() and "predicted for full samples" not in telemetry.summarize()
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40g"), ("NVIDIA A100-SXM4-80GB", "a100_80g"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", "here"),
+    ],
+)  # fmt: skip
+def test_the_machine_is_found_by_what_its_driver_calls_it(device: str, name: str) -> None:
+    config = build_config("hardware=a100_40g")
+    machine = find_machine(config.hardware, device, config, 1)
+    assert machine.name == name and machine.peak_flops["bf16"] > 0
+
+
+def test_what_a_user_says_of_his_card_counts() -> None:
+    config = build_config("hardware=h200", "hardware.peak_flops.bf16=5e14")
+    assert find_machine(config.hardware, "NVIDIA H200", config, 1).peak_flops["bf16"] == 5e14
+    assert {hardware.name for hardware in load_hardware()} >= {"h100", "h200", "here"}
+
+
+def test_a_cpu_holds_what_is_offloaded_too() -> None:
+    config = build_config("num_stages=2", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
+    on_card, on_host = (
+        predict(
+            config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), device
+        )
+        for device in Device
+    )
+    assert on_card.peak_memory == [stage.memory.peak for stage in on_card.plan.stages]
+    assert all(host > stage.memory.peak for host, stage in zip(on_host.peak_memory, on_host.plan.stages, strict=True))
+
+
+def test_a_step_to_draw_is_counted_from_one() -> None:
+    with pytest.raises(UserError, match="profile_step=0: at least 1; null turns it off"):
+        check_config(build_config("profile_step=0"), has_accelerator=False)

@@ -1,0 +1,246 @@
+"""LoRA on the stages against peft on the plain Hugging Face model, and what a LoRA run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    LAYOUTS,
+    Case,
+    mean_loss,
+    merge,
+    relative_difference,
+    train_case,
+    train_oracle,
+    worst_difference,
+)
+from support.families import FAMILIES, save_family
+from support.runs import eval_dataset, read_metrics
+from support.tiny import save_records, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import AutoModelForCausalLM
+
+from convert2ckpt import main as convert2ckpt
+from errors import UserError
+from models.adapters import Adapter, adapter_names, build_lora_config, to_peft_name
+from models.architecture import build_layers
+from models.weights.sources import open_weights
+
+FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", ""), ("deepseek_v3", "pp2", "use_rslora")]
+REST = [
+    (family, layout, "")
+    for family in sorted(FAMILIES)
+    for layout in ("pp1", "pp2", "pp4")
+    if (family, layout, "") not in FAST
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "option"),
+    [pytest.param(*case) for case in FAST] + [pytest.param(*case, marks=pytest.mark.full) for case in REST],
+)
+def test_five_sgd_steps_equal_peft(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str, layout: str, option: str
+) -> None:
+    model_folder = save_family(tmp_path / "model", family)
+    save_tokenizer(tmp_path / "tokenizer")
+    options = {option: True} if option else {}
+    model = make_adapter(tmp_path / "adapter", model_folder, **options)
+    num_stages, world_size = LAYOUTS[layout]
+    overrides = (
+        f"tokenizer_name_or_path={tmp_path}/tokenizer",
+        "adapter=lora",
+        f"adapter.name_or_path={tmp_path}/adapter",
+        CHECKPOINTED,
+        CLIPPED,
+    )
+    case = Case(
+        model_folder,
+        save_records(tmp_path / "train.jsonl", 40),
+        tmp_path,
+        num_stages,
+        world_size,
+        overrides=(*overrides, "learning_rate=0.5"),
+    )
+    result = merge(workers(world_size).run(train_case, case))
+    oracle = train_oracle(case, model)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp1", marks=pytest.mark.full)])
+def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str
+) -> None:
+    """The oracle is peft on a Hugging Face model whose projections hold what nf4 makes of them, in fp32."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model_folder = save_family(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
+    save_tokenizer(tmp_path / "model")
+    model = make_adapter(tmp_path / "adapter", model_folder)
+    changed = 0.0
+    for name, parameter in model.named_parameters():
+        if "base_layer" in name:
+            rounded = functional.dequantize_4bit(
+                *functional.quantize_4bit(parameter.data, quant_type="nf4", compress_statistics=True)
+            )
+            changed = max(changed, relative_difference(rounded, parameter.data))
+            parameter.data = rounded
+    assert changed > 0.01  # it does round
+    num_stages, world_size = LAYOUTS[layout]
+    overrides = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", "adapter.load_in_4bit=true", CLIPPED)
+    case = Case(
+        model_folder, save_records(tmp_path / "train.jsonl", 40), tmp_path, num_stages, world_size, overrides=overrides
+    )
+    result = merge(workers(world_size).run(train_case, case))
+    oracle = train_oracle(case, model)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, num_stages: int) -> None:
+    lora = ("adapter=lora", "adapter.r=4", "adapter.target_modules=[q_proj,v_proj,down_proj]")
+    whole = run("whole", num_stages, num_stages, *lora)
+    run("halves", num_stages, num_stages, *lora, "stop_after_steps=2")
+    halves = run("halves", num_stages, num_stages, *lora, "resume=latest")
+    reported = read_metrics(whole)[-1]["eval_loss"]
+    assert reported == read_metrics(halves)[-1]["eval_loss"]
+    assert (whole / "hf" / "config.json").is_file()  # so the tokenizer beside it is taken, not the base model's
+    saved = load_file(whole / "hf" / "adapter_model.safetensors")
+    assert all(
+        torch.equal(tensor, saved[name])
+        for name, tensor in load_file(halves / "hf" / "adapter_model.safetensors").items()
+    )
+    assert (
+        sum(file.stat().st_size for file in (whole / "checkpoints/global_step4").glob("layer_*")) < 200_000
+    )  # adapters alone
+
+    base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
+    run("halves", num_stages, num_stages, *lora, "evaluate_only=true", "resume=latest")
+    assert json.loads((halves / "evaluation.json").read_text())["eval_loss"] == pytest.approx(
+        reported, rel=1e-5
+    )  # with the adapter merged in
+    before = mean_loss(base, eval_dataset(root))[0]
+    assert abs(mean_loss(PeftModel.from_pretrained(base, whole / "hf"), eval_dataset(root))[0] - reported) < 1e-4
+    assert before - reported > 0.01  # the adapter does something
+    for source in ("hf", "checkpoints"):
+        merged = tmp_path / f"merged-{source}"
+        assert (
+            convert2ckpt_main("--to_hf", "--model_name_or_path", str(whole / source), "--output_dir", str(merged)) == 0
+        )
+        assert abs(mean_loss(AutoModelForCausalLM.from_pretrained(merged), eval_dataset(root))[0] - reported) < 1e-4
+
+
+def convert2ckpt_main(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["convert2ckpt.py", *arguments])
+        return convert2ckpt()
+
+
+def test_adapters_start_equal_at_every_layout(workers: Callable[[int], WorkerGroup], root: Path) -> None:
+    weights = []
+    for num_stages in (1, 2):
+        case = Case(
+            root / "tiedFalse",
+            root / "train.jsonl",
+            root,
+            num_stages,
+            num_stages,
+            steps=1,
+            overrides=("adapter=lora", "learning_rate=0"),
+        )
+        weights.append(
+            {
+                name: t
+                for name, t in merge(workers(num_stages).run(train_case, case))["weights"].items()
+                if "lora_" in name
+            }
+        )
+    assert (
+        weights[0].keys() == weights[1].keys() and len(weights[0]) == 2 * 7 * 5
+    )  # A and B, seven projections, five layers
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "freeze",
+    [["embed_tokens", "layers\\.[0-2]\\."], ["layers\\.[34]\\.", "norm", "lm_head"]],
+    ids=["first-stage", "last-stage"],
+)
+def test_a_stage_with_nothing_to_train(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    freeze: list[str],
+    tied: bool,
+) -> None:
+    pattern = ",".join(f'"{p}"' for p in freeze)
+    case = Case(
+        root / f"tied{tied}",
+        root / "train.jsonl",
+        tmp_path,
+        2,
+        2,
+        overrides=(f"freeze=[{pattern}]", "partition_method=[4,4]", CLIPPED),
+    )
+    result = merge(workers(2).run(train_case, case))
+    model = AutoModelForCausalLM.from_pretrained(root / f"tied{tied}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(p, name) for p in freeze))
+    oracle = train_oracle(case, model)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def test_a_peft_folder_has_peft_names(tmp_path: Path) -> None:
+    """Of a layer with an adapter, DoRA's vector included: what peft itself writes for the whole model."""
+    folder = save_family(tmp_path / "model", "llama")
+    model = make_adapter(tmp_path / "adapter", folder, use_dora=True)
+    layers = build_layers(model.config)
+    names = set()
+    for index, layer in enumerate(layers):
+        module = layer.module_class(*layer.args)
+        Adapter(build_lora_config(layers, "all-linear", use_dora=True)).attach(module, index, layer)
+        names |= {to_peft_name(name, layer) for name in adapter_names(module)}
+    assert names == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_what_would_be_lost_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "model", "llama")
+    model = make_adapter(tmp_path / "adapter", folder, ["q_proj"])
+    layers, weights, config = (
+        build_layers(model.config),
+        tmp_path / "adapter" / "adapter_model.safetensors",
+        tmp_path / "adapter" / "adapter_config.json",
+    )
+    open_weights(str(tmp_path / "adapter")).check_complete(layers)
+    save_file({**load_file(weights), "base_model.model.lm_head.lora_A.weight": torch.zeros(2, 2)}, weights)
+    with pytest.raises(
+        UserError, match=r"'base_model.model.lm_head.lora_A.weight' is on no projection of a decoder layer"
+    ):
+        open_weights(str(tmp_path / "adapter")).check_complete(layers)
+    fields = json.loads(config.read_text())
+    for key, value, message in (
+        ("target_modules", ".*q_proj", "target_modules='.*q_proj'; write a list"),
+        ("layers_to_transform", [1], r"layers_to_transform=\[1\]; adapters of all layers alike"),
+        ("bias", "all", "bias=all; adapters of all layers alike"),
+    ):
+        config.write_text(json.dumps(fields | {key: value}))
+        with pytest.raises(UserError, match=message):
+            open_weights(str(tmp_path / "adapter"))

@@ -1,0 +1,130 @@
+"""Packed rows through real pipeline stages: the loss, gradient and weights of each document run alone.
+
+A step takes the whole data set, so a packed run, one that is not, and the plain Hugging Face model (a row for each document) train on
+the same samples in each step, whatever the order. SGD, as in `test_parity.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases import Case, merge, train_case, train_oracle, worst_difference
+from support.tiny import save_llama, save_records, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.order import GlobalOrder
+from data.storage.rows import Rows
+from training.inputs.datasets import build_row_plan, prepare_file
+
+BOUND = 1e-5
+NUM_SAMPLES = 22
+STEPS = 3
+LAYOUTS = {
+    "pp1": (1, 1),
+    "pp2": (2, 2),
+    "pp3": (3, 3),
+    "pp4": (4, 4),
+    "pp1xdp2": (1, 2),
+    "pp2xdp2": (2, 4),
+}  # num_stages, world size
+PACKED = "data.packing=true"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("packing")
+    save_llama(root / "model")
+    save_tokenizer(root / "model")
+    save_records(root / "train.jsonl", NUM_SAMPLES)
+    return root
+
+
+def build_case(root: Path, layout: str, *overrides: str, rows: int = NUM_SAMPLES) -> Case:
+    num_stages, world_size = LAYOUTS[layout]
+    given = (f"global_batch_size={rows}", "micro_batch_size=1", *overrides)
+    return Case(root / "model", root / "train.jsonl", root, num_stages, world_size, STEPS, given)
+
+
+def pack(root: Path) -> Rows:
+    config = build_case(root, "pp1", PACKED).config()
+    path = prepare_file(config, "train_file", AutoTokenizer.from_pretrained(root / "model"), print)
+    return Rows(path, build_row_plan(config, "train_file"), True, True)
+
+
+@pytest.fixture(scope="module")
+def rows(root: Path) -> Rows:
+    """The packed rows: several documents in most of them, and as many rows as two replicas can share."""
+    rows = pack(root)
+    assert len(rows) % 2 == 0 and len(rows) < NUM_SAMPLES / 2, len(rows)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "layout, overrides",
+    [
+        ("pp1", ()),
+        ("pp2xdp2", ("activation_checkpoint_interval=1",)),
+        *(pytest.param(layout, (), marks=pytest.mark.full) for layout in ("pp2", "pp3", "pp4", "pp1xdp2")),
+        pytest.param("pp2", ("attn_implementation=eager", "data.pad_to=max_seq_length"), marks=pytest.mark.full),
+    ],
+)
+def test_packed_rows_train_as_each_document_alone(
+    workers, root: Path, rows: Rows, layout: str, overrides: tuple[str, ...]
+) -> None:
+    packed = build_case(root, layout, PACKED, *overrides, rows=len(rows))
+    result = merge(workers(packed.world_size).run(train_case, packed))
+    unpacked = build_case(root, layout, *overrides)
+    expected = merge(workers(unpacked.world_size).run(train_case, unpacked))
+    for other in (expected, train_oracle(unpacked)):
+        assert worst_difference(result["weights"], other["weights"])[0] < BOUND
+        torch.testing.assert_close(result["losses"], other["losses"], rtol=BOUND, atol=0)
+        torch.testing.assert_close(result["norms"], other["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))]
+)
+def test_documents_laid_end_to_end_train_as_each_piece_alone(workers, root: Path, layout: str) -> None:
+    """Raw text, cut where a row is full: each token but a document's first is a target once, and sees its own document's part in the row."""
+    texts = inspect.getdoc(textwrap).split("\n\n") + [
+        inspect.getdoc(f) for f in (textwrap.wrap, textwrap.dedent, textwrap.fill)
+    ]
+    file = root / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = ("data=pretrain", f"train_file={file}", "max_seq_length=64", "activation_checkpoint_interval=1")
+    config = build_case(root, "pp1", *given).config()
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    rows = Rows(prepare_file(config, "train_file", tokenizer, print), build_row_plan(config, "train_file"), True, True)
+    count = len(rows) - len(rows) % 2
+    case = replace(build_case(root, layout, *given, rows=count), steps=1)
+    result = merge(workers(case.world_size).run(train_case, case))
+
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    loss_sum, num_targets, num_cut = 0.0, 0, 0
+    for row in GlobalOrder(len(rows), count, config.seed).sample_ids(0):
+        tokens, ends = (
+            torch.from_numpy(rows.input_ids(row).astype("int64")),
+            [stop - start for _, start, stop in rows.pieces(row)],
+        )
+        for piece in tokens.split(ends):
+            logits = model(piece[None]).logits[0, :-1]
+            loss_sum += torch.nn.functional.cross_entropy(logits, piece[1:], reduction="sum")
+            num_targets += len(piece) - 1
+        num_cut += sum(start > 0 for _, start, _ in rows.pieces(row))
+    assert num_cut > 3 and any(len(rows.pieces(row)) > 1 for row in range(len(rows)))
+    assert sum(rows.num_targets) == sum(
+        len(tokenizer(text)["input_ids"]) for text in texts
+    )  # the end token, less the first one
+    (loss_sum / num_targets).backward()
+    expected = {
+        name: (parameter - config.learning_rate * parameter.grad).detach()
+        for name, parameter in model.named_parameters()
+    }
+    torch.testing.assert_close(result["losses"], [(loss_sum / num_targets).item()], rtol=BOUND, atol=0)
+    assert worst_difference(result["weights"], expected)[0] < BOUND

@@ -1,0 +1,131 @@
+"""Five steps of SGD through real pipeline stages against the plain Hugging Face model in one process.
+
+SGD, because Adam hides a gradient that is wrong by a factor; a learning rate that moves the weights by a good part of their size,
+because otherwise the weights would agree whatever the gradient.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    EVERY_SECOND,
+    LAYOUTS,
+    SELECTIVE,
+    Case,
+    build_engine,
+    merge,
+    train_case,
+    train_oracle,
+    worst_difference,
+)
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """case(tied, ...): a model, its tokenizer and records, made once for all cases."""
+    root = tmp_path_factory.mktemp("parity")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    records = save_records(root / "train.jsonl", 40)
+
+    def case(tied: bool, layout: str, *overrides: str) -> Case:
+        num_stages, world_size = LAYOUTS[layout]
+        return Case(root / f"tied{tied}", records, root, num_stages, world_size, overrides=overrides)
+
+    return case
+
+
+def run(workers: Callable[[int], WorkerGroup], case: Case) -> dict:
+    return merge(workers(case.world_size).run(train_case, case))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="plain"),
+        pytest.param((CHECKPOINTED, CLIPPED), id="checkpointed-clipped"),
+        pytest.param((CHECKPOINTED,), id="checkpointed", marks=pytest.mark.full),
+        pytest.param((CLIPPED,), id="clipped", marks=pytest.mark.full),
+        pytest.param(SELECTIVE, id="selective", marks=pytest.mark.full),
+        pytest.param(EVERY_SECOND, id="every-second", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_five_sgd_steps_equal_hugging_face(
+    workers, material, layout: str, tied: bool, overrides: tuple[str, ...]
+) -> None:
+    compare(workers, material(tied, layout, *overrides))
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    result = run(workers, case)
+    oracle = train_oracle(case)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def test_selective_checkpointing(workers, material) -> None:
+    compare(workers, material(True, "pp2", *SELECTIVE, CLIPPED))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,), EVERY_SECOND], ids=["kept", "checkpointed", "every-second"])
+def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
+    """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others, whatever the layers."""
+    case = material(False, "pp2", "compile=true", *overrides)
+    compiled, oracle = workers(2).run(train_compiled, case), train_oracle(case)
+    assert worst_difference(merge(compiled)["weights"], oracle["weights"])[0] < BOUND
+    assert [result["num_graphs"] for result in compiled] == [2, 2]
+
+
+def train_compiled(case: Case) -> dict:
+    """As `train_case`, with the number of pieces of code that were compiled for it."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    result = train_case(case)
+    return {**result, "num_graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.parametrize("split", ["[7,1]", "[1,7]"], ids=["head-alone", "embedding-alone"])
+def test_a_stage_without_matrices_or_vectors(workers, material, split: str) -> None:
+    """The optimizer's groups are summed over the stages one by one; every stage must have them all."""
+    case = material(False, "pp2", f"partition_method={split}", CLIPPED)
+    result, oracle = run(workers, case), train_oracle(case)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def test_sums_of_one_replica_stay_in_fp32(workers, material) -> None:
+    """In bf16 nothing has to be averaged, so nothing is rounded on the way to the optimizer."""
+    for share in workers(2).run(count_rounded, material(False, "pp2", "precision=bf16")):
+        assert share < 0.5
+
+
+def count_rounded(case: Case) -> float:
+    """The share of this stage's gradients, as the optimizer gets them, that bf16 could hold."""
+    from training.engine.pipeline_engine import train_step
+
+    engine, loader, config, _, _ = build_engine(case)
+    got: list[torch.Tensor] = []
+    inner = engine.optimizer.optimizer
+    inner.register_step_pre_hook(lambda *_: got.extend(group["params"][0].grad.clone() for group in inner.param_groups))
+    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    gradients = torch.cat(got)
+    gradients = gradients[gradients != 0]
+    return (gradients == gradients.bfloat16().float()).float().mean().item()

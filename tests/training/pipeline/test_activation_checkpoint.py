@@ -1,0 +1,75 @@
+"""Which layers are recomputed, and that the backward pass of a decoder layer is the same whatever is kept of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from models.architecture import build_layers
+from training.config.schema import CheckpointMode
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept
+
+B, T = 2, 32
+
+
+def test_groups_are_cut_as_the_engine_cuts_them() -> None:
+    assert ActivationCheckpointing(2).list_groups(5) == [Group(0, 2, True), Group(2, 4, True), Group(4, 5, True)]
+    assert ActivationCheckpointing(0).list_groups(5) == [Group(0, 5, False)]
+    assert ActivationCheckpointing(7).list_groups(2) == [Group(0, 2, True)]
+
+
+def test_every_kth_layer_is_a_group_of_its_own() -> None:
+    recompute = ActivationCheckpointing(3, CheckpointMode.every)
+    assert [group.stop for group in recompute.list_groups(7)] == list(range(1, 8))
+    assert [group.start for group in recompute.list_groups(7) if group.is_recomputed] == [2, 5]
+    assert recompute.group_size == 1 and ActivationCheckpointing(0, CheckpointMode.every).group_size == 0
+
+
+class Counted(TorchDispatchMode):
+    """The operators that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_selective_repeats_what_is_cheap_and_nothing_else(dtype: torch.dtype) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
+    )
+    config._attn_implementation = "sdpa"
+    layer = build_layers(config)[1]
+    torch.manual_seed(0)
+    module = layer.module_class(*layer.args).to(dtype)
+    hidden_states, position_ids = (
+        torch.randn(B, T, 64, dtype=dtype, requires_grad=True),
+        torch.arange(T).expand(B, T).clone(),
+    )
+    gradients, calls = {}, {}
+    for recompute in (
+        ActivationCheckpointing(0),
+        ActivationCheckpointing(1),
+        ActivationCheckpointing(1, CheckpointMode.selective),
+    ):
+        run = recompute.build_function() if recompute.interval else lambda function, *inputs: function(*inputs)
+        name = recompute.mode.value if recompute.interval else "kept"
+        output, _ = run(lambda *inputs: module(inputs), hidden_states, position_ids)
+        with Counted() as counted:
+            gradients[name] = torch.autograd.grad(output.float().square().sum(), [hidden_states, *module.parameters()])
+        calls[name] = counted.calls
+    for name in ("grouped", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(gradients[name], gradients["kept"], strict=True)), name
+    costly = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
+    assert calls["grouped"]["mm"] > calls["kept"]["mm"] and calls["grouped"]["silu"] == calls["selective"]["silu"] == 1
+    assert all(calls["selective"][operator] == calls["kept"][operator] for operator in costly)
+    assert is_kept(torch.ops.aten.mm.default) and not is_kept(torch.ops.aten.silu.default)

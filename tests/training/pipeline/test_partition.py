@@ -1,0 +1,164 @@
+"""Where the layers are cut: the best of all cuts, by what each layer costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from errors import UserError
+from models.architecture import build_layers
+from models.layer import Layer
+from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work, list_chunks
+
+D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
+DECODER_WORK = (
+    D * D * (HEADS + 2 * KV_HEADS) // HEADS + D * D + 3 * D * I
+)  # query, key and value; output; the three of the MLP
+
+
+def build(tied: bool = False) -> list[Layer]:
+    return build_layers(
+        LlamaConfig(
+            vocab_size=V, hidden_size=D, intermediate_size=I, num_hidden_layers=DECODERS, num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def stages(weights: list[int], bounds: list[int]) -> list[int]:
+    return [sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def test_balance_is_the_best_of_all_cuts() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        weights = [
+            generator.choice([0, 0, 1, 2, 3, 7, generator.randint(0, 50)]) for _ in range(generator.randint(1, 8))
+        ]
+        num_stages = generator.randint(1, len(weights))
+        bounds = balance(weights, num_stages)
+        assert bounds[0] == 0 and bounds[-1] == len(weights) and len(bounds) == num_stages + 1
+        assert all(start < stop for start, stop in itertools.pairwise(bounds))
+        every_cut = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), num_stages - 1))
+        best = min((max(s), sum(w * w for w in s)) for s in (stages(weights, cut) for cut in every_cut))
+        found = stages(weights, bounds)
+        assert (max(found), sum(w * w for w in found)) == best, (weights, num_stages, bounds)
+
+
+def test_balance_under_a_cap_is_the_best_of_all_cuts_that_fit() -> None:
+    """Earlier stages hold more micro-batches, so the same layers may fit on a later one only."""
+    generator = random.Random(1)
+    outcomes = set()
+    for _ in range(300):
+        weights = [generator.randint(0, 9) for _ in range(generator.randint(1, 8))]
+        sizes, num_stages, cap = (
+            [generator.randint(1, 9) for _ in weights],
+            generator.randint(1, len(weights)),
+            generator.randint(5, 60),
+        )
+
+        def fits(stage: int, start: int, stop: int) -> bool:
+            return sum(sizes[start:stop]) * (num_stages - stage) <= cap
+
+        every_cut = ([0, *cut, len(weights)] for cut in itertools.combinations(range(1, len(weights)), num_stages - 1))
+        fitting = [
+            cut
+            for cut in every_cut
+            if all(fits(stage, *bounds) for stage, bounds in enumerate(itertools.pairwise(cut)))
+        ]
+        best = min(((max(s), sum(w * w for w in s)) for s in (stages(weights, cut) for cut in fitting)), default=None)
+        bounds = balance(weights, num_stages, fits)
+        found = None if bounds is None else stages(weights, bounds)
+        assert best == (None if found is None else (max(found), sum(w * w for w in found))), (
+            weights,
+            sizes,
+            num_stages,
+            cap,
+        )
+        assert bounds is None or bounds in fitting
+        outcomes.add((bounds is None, bounds == balance(weights, num_stages)))
+    assert outcomes == {(True, False), (False, True), (False, False)}  # none fits; the best fits; another one does
+
+
+@pytest.mark.parametrize("head", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("num_stages, num_chunks", [(2, 2), (3, 2), (2, 3)])
+def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunks: int, head: int) -> None:
+    for num_decoders in range(num_stages * num_chunks - 2, 11):
+        weights = [0, *[3] * num_decoders, 0, head]
+
+        def judge(bounds: list[int], weights: list[int] = weights) -> tuple[list[int], list[int]]:
+            chunks = stages(weights, bounds)
+            return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(
+                chunks, reverse=True
+            )
+
+        shard_specs = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
+        bounds = balance_chunks(weights, num_stages, num_chunks)
+        assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in shard_specs)
+        held = [list_chunks(bounds, num_stages, stage) for stage in range(num_stages)]
+        assert sorted(layer for chunks in held for chunk in chunks for layer in chunk) == list(range(len(weights)))
+        assert [chunk.start for chunk in held[1]] == bounds[1:-1:num_stages]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_head_is_work_and_the_embedding_is_none(tied: bool) -> None:
+    assert [compute_work(layer) for layer in build(tied)] == [0, *[DECODER_WORK] * DECODERS, 0, V * D]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_balanced_gives_the_stage_with_the_head_fewer_layers(tied: bool) -> None:
+    assert compute_bounds(build(tied), 2, "balanced") == [
+        0,
+        5,
+        9,
+    ]  # 4 decoder layers, or 2 and a head worth 1.6 of them
+
+
+def test_uniform_counts_layers_and_parameters_counts_weights() -> None:
+    layers = build()
+    assert compute_bounds(layers, 3, "uniform") == [0, 3, 6, 9]
+    sizes = [V * D, *[DECODER_WORK + 2 * D] * DECODERS, D, V * D]
+    assert compute_bounds(layers, 2, "parameters") == balance(sizes, 2)
+    assert compute_bounds(build(tied=True), 2, "parameters") == balance([*sizes[:-1], 0], 2)
+
+
+def test_a_list_is_taken_as_it_is() -> None:
+    assert compute_bounds(build(), 3, [1, 2, 6]) == [0, 1, 3, 9]
+    assert compute_bounds(build(), 2, [1, 2, 2, 4], num_chunks=2) == [0, 1, 3, 5, 9]
+    with pytest.raises(
+        UserError,
+        match=r"to 2 stages; it must give 9 layers .* to num_stages=2 x virtual_stages_per_rank=2, at least one each",
+    ):
+        compute_bounds(build(), 2, [5, 4], num_chunks=2)
+
+
+def test_a_type_is_spread_over_the_stages() -> None:
+    layers = build()
+    bounds = compute_bounds(layers, 3, "type:decoder")
+    matches = [int(layer.module_class.__name__ == "DecoderLayer") for layer in layers]
+    assert stages(matches, bounds) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("fair", ("partition_method=fair is unknown", "balanced, uniform, parameters, type:REGEX, or a list")),
+        (None, ("partition_method=None is unknown",)),
+        (3, ("partition_method=3 is unknown",)),
+        ("type:mamba", ("partition_method=type:mamba matches no layer", "DecoderLayer, Embedding, FinalNorm, LMHead")),
+        ("type:(", ("partition_method=type:( is no regular expression",)),
+        ([4, 4], ("[4, 4] gives 8 layers to 2 stages", "must give 9 layers", "num_stages=3")),
+        ([4, 4, 2], ("gives 10 layers to 3 stages",)),
+        ([9, 0, 0], ("at least one each",)),
+        ([], ("gives 0 layers to 0 stages",)),
+        ([4, "a", 4], ("must list whole numbers",)),
+    ],
+)
+def test_a_method_that_cannot_be(method: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        compute_bounds(build(), 3, method)
+    assert all(part in str(caught.value) for part in parts), caught.value

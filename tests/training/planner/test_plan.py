@@ -1,0 +1,151 @@
+"""A step by hand: every layer one unit of work on a card of round figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.configs import build_config as build_run_config
+
+from training.config.schema import Device, RunConfig
+from training.distributed.topology import Layout
+from training.planner.cost import LayerCost
+from training.planner.hardware import GB, GIB, Machine
+from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
+from training.planner.time import compute_optimizer_seconds, compute_reduce_seconds
+
+HARDWARE = Machine(
+    name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5, peak_flops={"bf16": 1e12}, efficiency=0.5,
+    memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20,
+    device_name="round",
+)  # fmt: skip
+N, T, B, V = 1_000_000, 100, 2, 50
+
+
+def layer(tied_key: str | None = None, work: float = 1e6) -> LayerCost:
+    return LayerCost(
+        "x", N, N, N, 1000, work, attention_width=0, saved_bytes=10**6, output_bytes=2 * B * T * 64, tied_key=tied_key
+    )
+
+
+def config(*overrides: str) -> RunConfig:
+    return build_run_config(
+        "precision=bf16", f"max_seq_length={T}", "micro_batch_size=2", "gradient_accumulation_steps=8", *overrides
+    )
+
+
+def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
+    num_chunks = layout.num_stages * layout.num_chunks
+    each = len(layers) // num_chunks
+    bounds = [each * chunk for chunk in range(num_chunks)] + [len(layers)]
+    return compute_plan(layers, bounds, layout, V, config(*overrides), HARDWARE)
+
+
+def test_the_time_of_a_step() -> None:
+    found = plan(Layout(2, 2, B, 8), [layer()] * 4, "activation_checkpoint_interval=0")
+    micro_batch = 2 * 1e6 * B * T / (1e12 * 0.5)  # forward, a stage of two layers
+    transfer = (2 * B * T * 64 + 8 * B * T / 2) / (100 * GB)
+    assert found.stages[0].forward_seconds == pytest.approx(micro_batch)
+    assert found.stages[0].backward_seconds == pytest.approx(2 * micro_batch)
+    assert found.pipeline_seconds == pytest.approx((8 + 1) * 3 * micro_batch, rel=20 * transfer / micro_batch)
+    assert found.bubble == pytest.approx(1 / 9) and found.imbalance == pytest.approx(0)
+    assert found.boundary_bytes == [2 * (2 * B * T * 64) + 8 * B * T]
+    assert found.tokens_per_second == pytest.approx(8 * B * T / found.step_seconds)
+    assert found.mfu == pytest.approx(6 * 4 * N * 8 * B * T / found.step_seconds / 2e12)
+
+
+def test_an_interleaved_step() -> None:
+    plain, found = (
+        plan(Layout(2, 2, B, 8, num_chunks=n), [layer()] * 8, "activation_checkpoint_interval=0") for n in (1, 2)
+    )
+    assert [stage.layers for stage in found.stages] == ["0-1+4-5", "2-3+6-7"]
+    for name in ("num_parameters", "forward_seconds", "backward_seconds"):
+        assert [getattr(stage, name) for stage in found.stages] == pytest.approx(
+            [getattr(stage, name) for stage in plain.stages]
+        )
+    transfers = 20 * found.transfer_seconds[0]
+    assert found.bubble == pytest.approx(1 / 17) and found.imbalance == pytest.approx(0)
+    assert found.pipeline_seconds == pytest.approx(
+        (2 * 8 + 1) * 3 * plain.stages[0].forward_seconds / 2, abs=2 * transfers
+    )
+    assert len(found.boundary_bytes) == 3 and set(found.boundary_bytes) == set(
+        plain.boundary_bytes
+    )  # from the last stage to the first, too
+
+
+def test_checkpointing_computes_all_but_the_head_again() -> None:
+    found = plan(Layout(2, 2, B, 8), [layer()] * 4, "activation_checkpoint_interval=1")
+    assert [stage.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
+
+
+@pytest.mark.parametrize(("interval", "recomputed"), [(0, (0, 0)), (1, (1 + 1, 1))])
+def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(
+    interval: int, recomputed: tuple[int, int]
+) -> None:
+    timed = replace(layer(), pass_seconds=(1e-6, 3e-6))
+    found = plan(Layout(2, 2, B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
+    assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
+    assert [stage.backward_seconds for stage in found.stages] == pytest.approx(
+        [(6 + again) * 1e-6 * B * T for again in recomputed]
+    )
+
+
+def test_a_module_that_layers_of_a_stage_share_is_held_once() -> None:
+    tied = layer("embed")
+    assert plan(Layout(1, 1, B, 8), [tied, layer(), tied]).stages[0].num_parameters == 2 * N
+    assert [stage.num_parameters for stage in plan(Layout(2, 2, B, 8), [tied, layer(), layer(), tied]).stages] == [
+        2 * N,
+        2 * N,
+    ]
+
+
+def test_uneven_stages() -> None:
+    found = plan(Layout(2, 2, B, 8), [layer(work=1e6), layer(work=3e6)], "activation_checkpoint_interval=0")
+    assert found.imbalance == pytest.approx(0.5)
+    assert found.idle > found.bubble
+
+
+def test_mfu_by_the_convention_of_palm() -> None:
+    """Llama-3-8B: 8.03 B parameters, 32 layers of width 4096, sequence 4096. A known measurement: 10,471 tokens/s on a peak of 989e12 is 57.8%."""
+    attention = LayerCost("x", 0, 0, 0, 0, 0.0, attention_width=2 * 4096, saved_bytes=0, output_bytes=0)
+    whole = LayerCost("x", 0, 0, 8_030_261_248, 0, 0.0, attention_width=0, saved_bytes=0, output_bytes=0)
+    flops = compute_model_flops([whole, *[attention] * 32], 4096)
+    assert flops == 6 * 8_030_261_248 + 12 * 32 * 4096 * 4096
+    assert 10_471 * flops / 989e12 == pytest.approx(0.578, abs=0.0005)
+
+
+def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
+    on_node, across, alone = Layout(4, 1, B, 8), Layout(8, 1, B, 8), Layout(4, 4, B, 8)
+    copied = 32 * N / (1000 * GB)
+    assert compute_reduce_seconds(N, on_node, 0, config(), HARDWARE) == pytest.approx(
+        copied + (2 + 1) * 3 / 4 * 2 * N / (100 * GB)
+    )
+    assert compute_reduce_seconds(N, across, 0, config(), HARDWARE) == pytest.approx(
+        copied + (2 + 1) * 7 / 8 * 2 * N / (10 * GB)
+    )
+    assert compute_reduce_seconds(N, alone, 0, config(), HARDWARE) == 0
+    assert compute_reduce_seconds(N, alone, 0, config("offload_optimizer=cpu"), HARDWARE) == pytest.approx(copied)
+    assert compute_reduce_seconds(
+        N, alone, 0, config("precision=fp32", "offload_optimizer=cpu"), HARDWARE
+    ) == pytest.approx(40 * N / (1000 * GB))
+
+
+def test_the_optimizer_is_bound_by_memory() -> None:
+    layout = Layout(4, 2, B, 8)
+    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx(
+        (20 + 28 + 4 + 2) * N / 2 / (1000 * GB)
+    )
+    offloaded = compute_optimizer_seconds(N, layout, config("offload_optimizer=cpu"), HARDWARE)
+    assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 54 * N / 2 * 4 / (400 * GB))
+
+
+def test_host_memory_is_that_of_the_fullest_node() -> None:
+    assert compute_host_bytes([10, 1, 1, 1], Layout(8, 4, B, 8), 4) == 2 * 10 + 2 * 1
+    assert compute_host_bytes([10, 1], Layout(2, 2, B, 8), 4) == 11
+
+
+def test_it_fits_or_not_by_how_much() -> None:
+    found = plan(Layout(2, 2, B, 8), [layer()] * 4)
+    assert found.fits and found.missing_memory == found.fullest.memory.peak - 5 * GIB
+    assert not replace(found, memory_limit=found.fullest.memory.peak - 1).fits
+    assert not replace(found, host_limit=found.host_bytes - 1).fits

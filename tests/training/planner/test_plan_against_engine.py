@@ -1,0 +1,183 @@
+"""The plan's memory against every byte that PyTorch allocates while the real engine trains, rank by rank.
+
+All storages are counted from the moment they are made until they are freed. A bucket of DeepSpeed counts whole, as on a GPU, though a
+CPU touches only what is written; and what is offloaded counts too, since here the host is the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.cases import Case, build_engine
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+from benchmarks.allocation import AllocationPeak
+from models.architecture import build_layers, choose_attention
+from models.parallel.tensor_parallel import shard_layers
+from models.weights.sources import open_weights
+from training.config.precision import DTYPES
+from training.config.schema import Device
+from training.distributed.topology import build_layout
+from training.pipeline.partition import compute_bounds
+from training.planner.cost import count_layers
+from training.planner.hardware import Machine
+from training.planner.memory import HOST_BYTES_A_RANK
+from training.planner.plan import compute_plan
+
+SEQ_LENGTH = 128
+BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
+SMALL_BUCKET = 60_000  # smaller than most matrices
+OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
+CARD = Machine("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1, "any")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plan")
+    save_llama(root / "hf", hidden_size=192, intermediate_size=512, num_hidden_layers=4)
+    save_tokenizer(root / "hf")
+    save_records(root / "train.jsonl", 40)
+    return root
+
+
+@contextmanager
+def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
+    import deepspeed.runtime.pipe.engine
+
+    from training.engine import pipeline_engine as engines
+
+    written = engines.build_deepspeed_config
+
+    def build(*arguments: Any) -> dict[str, Any]:
+        built = written(*arguments)
+        built["zero_optimization"]["reduce_bucket_size"] = num_elements
+        return built
+
+    with (
+        patch.object(engines, "build_deepspeed_config", build),
+        patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
+    ):
+        yield
+
+
+def train_counted(case: Case, bucket: int) -> int:
+    """The peak of this rank's bytes in its third step, when the optimizer has its state."""
+    from training.engine.pipeline_engine import train_step
+
+    with small_buckets(bucket), AllocationPeak() as counter:
+        engine, loader, config, _, _ = build_engine(case)
+        micro_batches = loader.iterate(0, 3)
+        for step in range(3):
+            counter.peak = counter.alive
+            train_step(engine, micro_batches, config, step, 3)
+    return counter.peak
+
+
+def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
+    """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of bucket."""
+    from training.engine.pipeline_engine import train_step
+
+    trained = []
+    for size in sizes:
+        with small_buckets(size):
+            engine, loader, config, _, _ = build_engine(case)
+            micro_batches = loader.iterate(0, 3)
+            for step in range(3):
+                train_step(engine, micro_batches, config, step, 3)
+            trained.append(list(engine.module.parameters()))
+    return [all(torch.equal(found[0], other) for other in found[1:]) for found in zip(*trained, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "overrides"),
+    [
+        (2, ("precision=bf16", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1")),
+        (1, ("precision=bf16", "activation_checkpoint_interval=2", "offload_optimizer=cpu")),
+        (2, OFFLOADED),
+        (2, ("precision=fp32", "activation_checkpoint_interval=1")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=0")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
+        (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
+        (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=interleaved")),
+        pytest.param(
+            2, ("precision=bf16", "activation_checkpoint_interval=1", "schedule=interleaved"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            2, ("precision=fp32", "activation_checkpoint_interval=0", "schedule=interleaved"), marks=pytest.mark.full
+        ),
+        (2, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2")),
+        pytest.param(
+            2, ("precision=bf16", "activation_checkpoint_interval=0", "tensor_parallel_size=2"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            2, ("precision=fp32", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            1, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full
+        ),
+    ],
+    ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
+)
+def test_predicted_and_real_peak(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    compare_peaks(workers, root, tmp_path, num_stages, overrides, monkeypatch, BUCKET)
+
+
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_matrices_larger_than_a_bucket(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_peaks(workers, root, tmp_path, num_stages, OFFLOADED, monkeypatch, SMALL_BUCKET)
+
+
+def compare_peaks(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch, bucket: int,
+) -> None:  # fmt: skip
+    for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
+        monkeypatch.setattr(f"training.planner.memory.{name}", bucket)
+    width = 2 if "tensor_parallel_size=2" in overrides else 1
+    case = Case(
+        root / "hf", root / "train.jsonl", tmp_path, num_stages, 2 * width,
+        overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
+    )  # fmt: skip
+    config, architecture = case.config(), open_weights(str(root / "hf")).config
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
+    layers = shard_layers(architecture, build_layers(architecture), width)
+    layout = build_layout(config, 2 * width, len(layers), False)
+    costs = count_layers(
+        layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision], tensor_parallel_size=width
+    )
+    bounds = compute_bounds(layers, num_stages, config.partition_method, num_chunks=layout.num_chunks)
+    plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, CARD)
+    for rank, real in enumerate(workers(2 * width).run(train_counted, case, bucket)):
+        memory = plan.stages[layout.stage_id(rank)].memory
+        assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)
+
+
+@pytest.mark.parametrize(
+    "num_stages, overrides",
+    [(1, OFFLOADED), (2, OFFLOADED), (1, ("precision=fp32",))],
+    ids=["pp1-offloaded", "pp2-offloaded", "fp32"],
+)
+def test_the_size_of_a_bucket_changes_no_bit(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...]
+) -> None:
+    """One bucket, several, or some matrices by themselves; two replicas or one."""
+    case = Case(
+        root / "hf", root / "train.jsonl", tmp_path, num_stages, 2,
+        overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "learning_rate=1e-3", *overrides),
+    )  # fmt: skip
+    for same in workers(2).run(train_by_bucket, case, 10**7, BUCKET, SMALL_BUCKET):
+        assert len(same) > 10 and all(same)

@@ -1,0 +1,220 @@
+"""The plan as a user meets it: for every config that ships, without weights, and in one line where it cannot be made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from support.configs import CONF, compose_config
+from support.launching import run_alone
+from support.tiny import save_llama
+
+from errors import UserError
+from models.architecture import build_layers
+from models.weights.sources import parse_config
+from training.config.schema import RunConfig, to_typed
+from training.distributed.topology import build_layout
+from training.pipeline.partition import compute_bounds
+from training.planner.hardware import complete_hardware
+from training.planner.plan import Plan
+from training.planner.prediction import find_fits
+from training.planner.report import render_rows, render_seconds
+from training.planner.run import build_plan, check_world_size, count_steps, load_architecture, plan_run
+
+PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
+PLANNED = re.compile(r"# python trainer_base_ds_mp\.py -cn (\S+) (plan=true .*)")
+UNREAD = ("model_name_or_path", "train_file", "output_dir")
+
+
+def planned_arguments(name: str) -> list[str]:
+    """The overrides of the plan that a config's first comment names."""
+    comment = (line for line in (CONF / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
+    found = [match for match in map(PLANNED.fullmatch, comment) if match]
+    assert len(found) == 1 and found[0][1] == name, (
+        f"conf/{name}.yaml: the first comment must name a plan, the cards that it fits"
+    )
+    return shlex.split(found[0][2])
+
+
+def build(name: str, *overrides: str) -> RunConfig:
+    return to_typed(compose_config(name, *overrides), UNREAD)
+
+
+def of_shipped_size(config: RunConfig) -> RunConfig:
+    """The demo starts from weights that `make demo` makes; without them its size stands in conf/model."""
+    if not config.model and not Path(config.model_name_or_path).exists():
+        config.model = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "llama_tiny.yaml"))
+    return config
+
+
+def plan_of(config: RunConfig) -> Plan:
+    architecture = load_architecture(config)
+    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
+    return build_plan(config, architecture, build_layers(architecture), hardware)
+
+
+@pytest.mark.parametrize("name", PRIMARY)
+def test_every_shipped_config_fits_the_cards_that_it_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # test_rehearsal.py times layers on this machine; here it is enough that the plan comes out
+    monkeypatch.setattr(
+        "training.planner.run.profile_layers", lambda config, architecture, layout, costs, hardware: (list(costs), hardware)
+    )
+    config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
+    report = "\n".join(plan_run(config))
+    assert "\nFITS: " in report and "whole run: " in report
+    assert len(re.findall(r"^ +\d+ +\d+-\d+ ", report, re.MULTILINE)) == config.num_stages
+    assert report.isascii() and (tmp_path / "schedule.png").is_file()
+
+
+def test_a_table_wider_than_the_terminal_is_turned() -> None:
+    header, rows = ("stage", "memory", "x"), [("0", "10.00", "-"), ("1", "9.00", "-"), ("2", "8.00", "y")]
+    assert (
+        render_rows(header, rows, 16) == render_rows(header, rows)
+        and render_rows(header, rows)[0] == "stage  memory  x"
+    )
+    assert render_rows(header, rows, 15) == [
+        "stage       0", "memory  10.00", "x           -", "",
+        "stage      1", "memory  9.00", "x          -", "",
+        "stage      2", "memory  8.00", "x          y",
+    ]  # fmt: skip
+
+
+def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
+    """A little less memory than the fullest stage needs: another split is found, the least slow of those that fit, and a run on such a
+    card takes the same. With far less memory, none fits, and the split is the balanced one again."""
+    given = (
+        "world_size=8",
+        "hardware=a100_80g",
+        "micro_batch_size=2",
+        "gradient_accumulation_steps=16",
+        "activation_checkpoint_interval=0",
+    )
+    free = plan_of(build("llama_7b_pp4", *given))
+    bounds = [stage.chunks[0].first_layer for stage in free.stages]
+    missing = 1.5 * 2**30
+    tight = build("llama_7b_pp4", *given, f"hardware.memory={(free.fullest.memory.peak - missing) / 0.95 / 2**30}")
+    plan = plan_of(tight)
+    assert free.fits and plan.fits and plan.imbalance > free.imbalance
+    assert [stage.chunks[0].first_layer for stage in plan.stages] != bounds
+
+    architecture = load_architecture(tight)
+    layers = build_layers(architecture)
+    layout = build_layout(tight, 8, len(layers), has_accelerator=True)
+    fits = find_fits(tight, architecture, layout, "NVIDIA A100-SXM4-80GB", local_size=8)
+    assert compute_bounds(layers, 4, "balanced", fits)[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
+    assert (
+        find_fits(tight, architecture, layout, "cpu", local_size=8) is None
+    )  # a host's memory is not measured by what it has in all
+    assert find_fits(tight, architecture, layout, "Some other card", local_size=8) is None
+
+    hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
+    assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    """No launcher, no weights, no training data; the picture is all that it leaves."""
+    ended = run_alone(["-cn", "llama_65b_pp8", *planned_arguments("llama_65b_pp8")], tmp_path)
+    assert ended.code == 0 and "\nFITS: stage" in ended.output, ended.output
+    left = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
+    assert sorted(left) == ["launch.log", "outputs/llama_65b_pp8/schedule.png"]
+
+
+def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None:
+    """Llama 7B: 6,738,415,616 parameters, as published."""
+    plan = plan_of(build("llama_7b_pp4", "plan=true", "world_size=4"))
+    assert sum(stage.num_parameters for stage in plan.stages) == 6_738_415_616
+
+
+def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None:
+    report = "\n".join(
+        plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}"))
+    )
+    assert re.search(
+        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, in the backward pass, [\d.]+ GiB too much; most of it is gradients",
+        report,
+    )
+    assert "change: more num_stages" in report  # replicas would share the optimizer, which is not on the card
+
+
+def test_a_host_that_is_too_small(tmp_path: Path) -> None:
+    report = "\n".join(
+        plan_run(
+            build(
+                "llama_65b_pp8",
+                "plan=true",
+                "world_size=8",
+                "hardware=h200",
+                "hardware.host_memory=500",
+                f"output_dir={tmp_path}",
+            )
+        )
+    )
+    assert re.search(r"DOES NOT FIT the host: a node needs 1,\d+ GiB, \d+ too much; more nodes share it", report)
+
+
+def test_weights_that_are_there_decide(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf", num_hidden_layers=3)
+    arguments = ("plan=true", "world_size=2", f"model_name_or_path={tmp_path}/hf", "precision=fp32")
+    assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].chunks[-1].last_layer == 3 + 2
+    with pytest.raises(UserError, match=r"model.vocab_size=32000, but .*config.json says 320"):
+        list(plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("world_size=null",), "plan=true needs world_size=N, the number of cards to plan for"),
+        (("world_size=0",), "world_size=0: at least 1"),
+        (("world_size=6",), "world_size=6 is no multiple of num_stages=4; the nearest is 4 or 8"),
+        (("world_size=2",), "world_size=2 is no multiple of num_stages=4; the nearest is 4"),
+        (("world_size=4", "plan=maybe"), "plan=maybe: one of false, true, search"),
+        (
+            ("world_size=4", "model=from_checkpoint"),
+            "model_name_or_path=checkpoints/llama_7b is not there, and model=from_checkpoint states no",
+        ),
+        (("world_size=4", "partition_method=[1,2,3,4]"), "gives 10 layers to 4 stages; it must give 35"),
+    ],
+)
+def test_a_plan_that_cannot_be_made(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        list(plan_run(build("llama_7b_pp4", "plan=true", *overrides)))
+    assert message in str(caught.value)
+
+
+def test_an_unknown_machine(tmp_path: Path) -> None:
+    ended = run_alone(["-cn", "llama_7b_pp4", "plan=true", "world_size=4", "hardware=a100"], tmp_path)
+    assert ended.code == 1 and ended.errors() == [
+        "error: hardware=a100: there is no conf/hardware/a100.yaml; there are a100_40g, a100_80g, h100, h200, here, rtx4090"
+    ]
+
+
+def test_steps_of_the_whole_run(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "a"}\n\n' * 130)
+    config = build("llama_7b_pp4", f"train_file={file}", "num_train_epochs=3")
+    assert count_steps(config, 64) == 6
+    assert count_steps(build("llama_7b_pp4", "max_steps=5"), 64) == 5
+    assert count_steps(build("llama_7b_pp4"), 64) is None
+
+
+def test_a_search_takes_any_number_of_ranks() -> None:
+    check_world_size(build("llama_7b_pp4", "plan=search", "world_size=6"))
+
+
+def test_every_shipped_size_can_be_counted() -> None:
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        if fields := OmegaConf.to_container(OmegaConf.load(file)):
+            assert build_layers(parse_config(fields, file))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0125, "12.5 ms"), (119.9, "119.9 s"), (145.2, "2 min 25 s"), (3599, "59 min 59 s"), (9000, "2 h 30 min")],
+)
+def test_a_time_is_told_in_units_of_its_size(seconds: float, text: str) -> None:
+    assert render_seconds(seconds) == text

@@ -1,0 +1,101 @@
+"""The search: everything that divides is tried, what fits comes first and fastest, and the printed overrides are a run."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from support.configs import compose_config
+
+from errors import UserError
+from models.architecture import build_layers
+from training.config.schema import RunConfig, to_typed
+from training.planner.hardware import complete_hardware
+from training.planner.run import build_plan, load_architecture, plan_run
+from training.planner.search import CHECKPOINTING, Candidate, render_search, search_plans
+
+UNREAD = ("model_name_or_path", "train_file", "output_dir")
+
+
+def build(*overrides: str) -> RunConfig:
+    return to_typed(compose_config("llama_7b_pp4", "plan=search", "global_batch_size=16", *overrides), UNREAD)
+
+
+def search(config: RunConfig) -> list[Candidate]:
+    architecture = load_architecture(config)
+    return search_plans(
+        config,
+        architecture,
+        build_layers(architecture),
+        complete_hardware(config.hardware, config.precision, config.world_size),
+    )
+
+
+def test_every_split_that_divides_is_tried() -> None:
+    found = search(build("world_size=8"))
+    layouts = {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found}
+    assert layouts == {
+        (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
+    }
+    assert len(found) == 2 * len(CHECKPOINTING) * len(layouts)  # with and without offloading
+    assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
+
+
+def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
+    found = search(build("world_size=8", "schedule=interleaved"))
+    plain, interleaved = (
+        {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found if c.plan.layout.num_chunks == n}
+        for n in (1, 2)
+    )
+    assert interleaved == {
+        (stages, micro) for stages, micro in plain if stages > 1 and 16 // (8 // stages * micro) % stages == 0
+    }
+    assert all(("schedule=interleaved" in c.overrides) == (c.plan.layout.num_chunks == 2) for c in found)
+
+
+def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
+    found = search(build("world_size=8", "hardware=a100_40g"))
+    fits = [candidate.plan.fits for candidate in found]
+    assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
+    speeds = [candidate.plan.tokens_per_second for candidate in found if candidate.plan.fits]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_overrides_make_the_plan_that_was_ranked() -> None:
+    config = build("world_size=8", "hardware=a100_40g")
+    best = search(config)[0]
+    report = "\n".join(plan_run(config))
+    used = shlex.split(report.splitlines()[-1].removeprefix("use: "))
+    assert tuple(used) == best.overrides
+    again = build("world_size=8", "hardware=a100_40g", *used)
+    architecture = load_architecture(again)
+    plan = build_plan(
+        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8)
+    )
+    assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
+
+
+def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:
+    assert len({c.plan.layout.num_stages for c in search(build("world_size=4", "partition_method=[9,9,9,8]"))}) == 3
+
+
+def test_nothing_fits_and_by_how_much() -> None:
+    config = build("world_size=1", "hardware=rtx4090")
+    with pytest.raises(UserError) as caught:
+        "\n".join(plan_run(config))
+    nearest = search(config)[0].plan
+    assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a card (stage 0; most of it is " in str(caught.value)
+    assert str(caught.value).startswith(
+        "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
+    )
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=120")
+    with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
+        render_search(search(config), config, config.hardware)
+
+
+def test_a_global_batch_that_no_split_divides() -> None:
+    with pytest.raises(UserError, match="global_batch_size=7 can be cut for no split of world_size=64"):
+        search(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))

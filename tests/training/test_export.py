@@ -1,0 +1,26 @@
+"""What lies beside the checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.configs import build_config
+from support.tiny import save_llama, save_tokenizer
+from transformers import AutoTokenizer
+
+from models.weights.sources import open_weights
+from training.checkpoint.run_folder import RunFolder
+from training.export import prepare_folder
+
+
+def test_a_model_learns_the_end_token_of_the_tokenizer_that_it_is_trained_with(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    names = ("config.json", "generation_config.json")
+    for file in (tmp_path / "hf" / name for name in names):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 3}))
+    tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
+    prepare_folder(build_config(), open_weights(str(tmp_path / "hf")), tokenizer, folder, None)
+    for name in names:
+        assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id]

@@ -1,0 +1,21 @@
+"""What the panel at a run's end tells."""
+
+from __future__ import annotations
+
+from training.checkpoint.state import TrainerState
+from training.summary import RunTotals
+
+START = TrainerState(
+    step=2, num_tokens=100, num_stages=1, dp_size=1, global_batch_size=1, micro_batch_size=1, num_samples=9, total_steps=9, seed=0
+)  # fmt: skip
+
+
+def test_totals_count_from_where_the_run_has_started_and_leave_out_what_was_no_step() -> None:
+    totals = RunTotals(START)
+    totals.report({"step": 4, "loss": 3.0, "step_time": 0.5, "num_tokens": 300})
+    totals.report({"step": 4, "eval_loss": 2.0, "eval_tokens": 7})
+    totals.report({"step": 5, "loss": 2.5, "step_time": 2.0, "num_tokens": 400})
+    facts = totals.describe()
+    assert facts["trained"] == "3 steps, 300 tokens, 100 tokens/s" and facts["loss"] == "2.5000 at step 5"
+    assert facts["time"].endswith("3.0 s of it in steps")
+    assert RunTotals(START).describe() == {}

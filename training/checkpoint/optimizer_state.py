@@ -1,0 +1,229 @@
+"""The optimizer's state, in files that fit any layout.
+
+Under ZeRO-1 a data-parallel rank holds one slice, its *partition*, of each parameter group of its stage laid end to end: the fp32 weights,
+and as many values again for each of AdamW's moments. What a partition holds of one parameter is a *fragment*: a run of elements of the
+flattened parameter. Saved is each fragment under the parameter's Hugging Face name and the place of its first element,
+
+    exp_avg/model.layers.3.mlp.up_proj.weight@4096      fp32 [number of elements]
+
+so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a rank has a part of
+the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`, in each `stride` elements of the whole
+those from `first` on (columns 40 to 79 of a matrix with 80 columns),
+
+    exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
+
+Weight decay groups need not match either: they
+follow from the parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's are
+saved and both read them.
+
+Why not DeepSpeed's universal checkpoint: it is a second format that one process a host has to write from the first, unpickling every file,
+before anyone can load, and it takes the size of the checkpoint once more on the disk. Here every byte is read once, mapped, by who needs
+it, nothing is unpickled, and one path serves all layouts, so the tests of one are the tests of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from errors import UserError
+from models.parallel.shard import ShardLayout, TensorParallel
+from training.pipeline.module import StageModule
+
+WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
+SCALAR = "scalar"  # the kind of what a whole run has once, such as Adam's step count
+FILE_PATTERN = "optimizer-*.safetensors"
+# What moves in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
+_LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank's optimizer holds of a parameter."""
+
+    name: str  # the parameter's, in Hugging Face's naming
+    owned: bool  # this rank saves it; False for the other end of a tie, and for what ranks have in common
+    place: ShardLayout | None  # of the parameter in the whole one, where it is a part
+    start: int  # the first element, in the flattened parameter
+    states: dict[str, torch.Tensor]  # kind -> view of the partition, fp32 [number of elements]
+
+    @property
+    def label(self) -> str:
+        """The name in a file, without the kind."""
+        return f"{self.name}{_render_place(self.place)}@{self.start}"
+
+
+def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
+    shared = f"-tp_{parallel.rank:02d}" if parallel.size > 1 else ""
+    return f"optimizer-stage_{stage_id:02d}-dp_{dp_rank:02d}{shared}.safetensors"
+
+
+def collect_state(module: StageModule, optimizer: Any) -> dict[str, torch.Tensor]:
+    """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here is trained."""
+    tensors = {
+        f"{kind}/{fragment.label}": tensor
+        for fragment in _list_fragments(module, optimizer)
+        if fragment.owned
+        for kind, tensor in fragment.states.items()
+    }
+    scalars = {
+        name: torch.as_tensor(value, dtype=torch.float64).cpu() for name, value in _read_scalars(optimizer).items()
+    }
+    return tensors | {f"{SCALAR}/{name}@0": value.reshape(1) for name, value in scalars.items()}
+
+
+def load_state(module: StageModule, optimizer: Any, step_dir: Path, with_moments: bool = True) -> None:
+    """Fills this rank's partitions from a checkpoint of any layout.
+
+    with_moments: False takes the fp32 weights alone, when another optimizer goes on.
+    Raises UserError when a parameter's state is not there, or not all of it.
+    """
+    files = sorted(step_dir.glob(FILE_PATTERN))
+    kinds, scalars = _survey(files)
+    kinds = kinds if with_moments else kinds & {WEIGHT}
+    for flat in _partitions(optimizer):
+        state = optimizer.optimizer.state[flat]
+        for kind in kinds - {WEIGHT}:
+            state[kind] = torch.zeros_like(flat, requires_grad=False)
+        if with_moments and "step" in scalars:
+            state["step"] = torch.tensor(
+                scalars["step"], dtype=torch.float32, device=flat.device
+            )  # as the fused kernels want it
+    wanted: dict[tuple[str, str], Fragment] = {}
+    for fragment in _list_fragments(module, optimizer):
+        wanted |= {(kind, fragment.name): fragment for kind in kinds}
+    missing = {key: fragment.states[key[0]].numel() for key, fragment in wanted.items()}
+    for file in files:
+        _read_overlaps(file, wanted, missing)
+    if lacking := sorted(name for (_, name), count in missing.items() if count):
+        raise UserError(
+            f"resume: {step_dir} holds no optimizer state for '{lacking[0]}' ({len(lacking)} such); it was saved with other parameters "
+            f"trained. Give the same adapter and freeze, or start a new run with model_name_or_path={step_dir}"
+        )
+    _set_loss_scaler(optimizer, scalars)
+
+
+def _list_fragments(module: StageModule, optimizer: Any) -> Iterator[Fragment]:
+    partitions = _partitions(optimizer)
+    for name, parameter, owned, place in module.named_hf_parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:  # frozen, or all of it is in other ranks' partitions
+            continue
+        flat = partitions[mapping.param_group_index]
+        address = mapping.hp_fragment_address
+        states = {WEIGHT: flat.detach().narrow(0, address.start, address.numel)}
+        for kind, value in optimizer.optimizer.state.get(flat, {}).items():
+            if torch.is_tensor(value) and value.shape == flat.shape:
+                states[kind] = value.narrow(0, address.start, address.numel)
+        yield Fragment(name, owned, place, mapping.lp_fragment_address.start, states)
+
+
+def _partitions(optimizer: Any) -> list[torch.Tensor]:
+    """One flat fp32 tensor a parameter group: what DeepSpeed's ZeRO and bf16 optimizers hand to torch's. None where nothing is trained."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    return [group["params"][0] for group in wrapped.param_groups if group["params"]] if wrapped is not None else []
+
+
+def _read_scalars(optimizer: Any) -> dict[str, Any]:
+    scalars: dict[str, Any] = {}
+    for flat in _partitions(optimizer):
+        scalars |= {
+            name: value
+            for name, value in optimizer.optimizer.state.get(flat, {}).items()
+            if torch.is_tensor(value) and value.ndim == 0
+        }
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scalars |= {name: getattr(scaler, name) for name in _LOSS_SCALER_STATE}
+    return scalars
+
+
+def _set_loss_scaler(optimizer: Any, scalars: dict[str, float]) -> None:
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        for name in _LOSS_SCALER_STATE:
+            if name in scalars:
+                setattr(scaler, name, type(getattr(scaler, name))(scalars[name]))
+
+
+def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
+    """The kinds of state that the files hold, and the scalars. Reads headers only."""
+    kinds: set[str] = set()
+    scalars: dict[str, float] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as saved:
+            for key in saved.keys():
+                kind, name, _, _ = _parse(key)
+                if kind == SCALAR:
+                    scalars[name] = saved.get_tensor(key).item()
+                else:
+                    kinds.add(kind)
+    return kinds, scalars
+
+
+def _read_overlaps(file: Path, wanted: dict[tuple[str, str], Fragment], missing: dict[tuple[str, str], int]) -> None:
+    """Copies what `file` has of the wanted fragments, and counts it off."""
+    with safe_open(file, framework="pt") as saved:
+        for key in saved.keys():
+            kind, name, place, start = _parse(key)
+            fragment = wanted.get((kind, name))
+            if fragment is None:
+                continue
+            piece, target = saved.get_tensor(key), fragment.states[kind]  # mapped: what is not copied is not read
+            here, there = (place, start, piece.numel()), (fragment.place, fragment.start, target.numel())
+            for low, to, length in _list_overlaps(here, there):
+                target[to : to + length].copy_(piece[low : low + length])
+                missing[kind, name] -= length
+
+
+Run = tuple[
+    ShardLayout | None, int, int
+]  # where a parameter lies in the whole one; the first element of a run in the flattened parameter, and how many
+
+
+def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
+    """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length) of each run of them."""
+    one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
+    mine, its = next(one, None), next(other, None)
+    while mine is not None and its is not None:
+        start, stop = max(mine[1], its[1]), min(mine[1] + mine[2], its[1] + its[2])
+        if start < stop:
+            yield mine[0] + start - mine[1], its[0] + start - its[1], stop - start
+        if mine[1] + mine[2] <= its[1] + its[2]:
+            mine = next(one, None)
+        else:
+            its = next(other, None)
+
+
+def _list_runs(place: ShardLayout | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
+    """(first in the fragment, first in the whole, length); of parts cut in the same way, the flattened part stands for the whole."""
+    if place is None or is_same:
+        yield 0, start, count
+        return
+    for low, whole, length in place.list_runs(start, start + count):
+        yield low - start, whole, length
+
+
+def _render_place(place: ShardLayout | None) -> str:
+    return (
+        ""
+        if place is None
+        else f"[{place.stride}:" + ",".join(f"{first}+{length}" for first, length in place.runs) + "]"
+    )
+
+
+def _parse(key: str) -> tuple[str, str, ShardLayout | None, int]:
+    """(kind, name, place, start) of a key in a file."""
+    kind, _, rest = key.partition("/")
+    label, _, start = rest.rpartition("@")
+    name, _, described = label.partition("[")
+    if not described:
+        return kind, name, None, int(start)
+    stride, _, runs = described.removesuffix("]").partition(":")
+    pairs = (run.split("+") for run in runs.split(","))
+    return kind, name, ShardLayout(int(stride), tuple((int(first), int(length)) for first, length in pairs)), int(start)

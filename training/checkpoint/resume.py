@@ -1,0 +1,136 @@
+"""Which checkpoint a run goes on from: the newest whole one, with what the run must have in common with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from console import progress
+from errors import UserError
+from training.checkpoint.manifest import MANIFEST_NAME, find_wrong_content, find_wrong_size, read_manifest
+from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
+from training.distributed.ranks import raise_together
+
+# What decides which samples come next and what a step does with them. The layout does not.
+_KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """What `resume` may mean: checkpoints that are whole as far as names and sizes tell, the best first; what is wrong with better ones."""
+
+    candidates: list[Path]
+    damages: list[str]
+
+
+def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
+    """`latest`, or a folder that holds it: that checkpoint, else those before it, newest first, else those after it. A path: that one.
+
+    trust: take one that has no manifest at all. Raises UserError when there is none, none of a training run, or none that is whole.
+    """
+    path = checkpoints if resume == "latest" else Path(resume).expanduser()
+    named = _list_candidates(path)
+    if not any(candidate.is_dir() for candidate in named):
+        raise UserError(
+            f"resume={resume}: there is no checkpoint at {named[0] if named else path}; leave resume out to start a new run"
+        )
+    first = named[0]
+    if first.is_dir() and (
+        first.name.startswith(TEMPORARY_PREFIX)
+        or not any((first / name).exists() for name in (STATE_NAME, MANIFEST_NAME))
+    ):
+        raise UserError(
+            f"resume={resume}: {first} is no training checkpoint of this project, or a save that never ended (a whole one is named "
+            f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as model_name_or_path"
+        )
+    found = {candidate: _find_quick_damage(candidate, trust) for candidate in named}
+    whole = [candidate for candidate, damage in found.items() if damage is None]
+    passed_over = named[: named.index(whole[0])] if whole else named
+    damages = [damage for candidate in passed_over if (damage := found[candidate]) is not None]
+    if not whole:
+        raise damaged_error(damages)
+    return Resumable(whole, damages)
+
+
+def damaged_error(damages: list[str]) -> UserError:
+    others = " (none of the others there is whole)" if len(damages) > 1 else ""
+    return UserError(f"resume: {damages[0]}; copy the checkpoint again, or resume from another one{others}")
+
+
+def _list_candidates(path: Path) -> list[Path]:
+    if re.fullmatch(r"global_step\d+", path.name) or path.name.startswith(TEMPORARY_PREFIX):
+        return [path]
+    found = list_checkpoints(path)
+    if not (path / "latest").is_file():
+        return found
+    latest = path / (path / "latest").read_text().strip()
+    step = step_of(latest) if latest in found else 0
+    return [
+        latest,
+        *(other for other in found if step_of(other) < step),
+        *(other for other in found if step_of(other) > step),
+    ]
+
+
+def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:
+    if not step_dir.is_dir():
+        return f"{step_dir} is missing"
+    if not (step_dir / MANIFEST_NAME).exists():
+        return (
+            None
+            if trust
+            else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true takes it as it is)"
+        )
+    return find_wrong_size(step_dir)
+
+
+def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
+    """What is wrong with this rank's share of the files, in words; the shares of all ranks make the whole checkpoint. Reads every byte."""
+    records = read_manifest(step_dir)
+    if records is None:
+        return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
+    by_size = sorted(records, key=lambda name: (records[name].size, name))  # so that shares are about equal
+    share = by_size[rank::world_size]
+    with progress(f"checking {step_dir.name}", len(share), "files", shown=rank == 0) as told:
+        return find_wrong_content(step_dir, told.follow(share))
+
+
+def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
+    """The first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call it, in a process group.
+
+    say: hears what is wrong with better ones. Raises UserError when none is whole.
+    """
+    damages = list(resumable.damages)
+    for chosen in resumable.candidates:
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, find_damage(chosen, dist.get_rank(), dist.get_world_size()))
+        if not any(found):
+            break
+        damages.append(next(filter(None, found)))
+    else:
+        raise_together(damaged_error(damages))
+    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
+        say(f"resume: {text}")
+    return chosen
+
+
+def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allow_changes: bool = False) -> list[str]:
+    """What differs in what the run means, in words. The layout may differ freely.
+
+    Raises UserError, naming all of it, unless `allow_changes`.
+    """
+    before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
+    differing = [
+        f"{name} was {before.get(name, 'none')}, is {after.get(name, 'none')}"
+        for name in {**before, **after} if before.get(name) != after.get(name)
+    ]  # fmt: skip
+    if differing and not allow_changes:
+        raise UserError(
+            f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same values, "
+            f"or go on all the same with resume_allow_changes=true, or start a new run from its weights with model_name_or_path={step_dir}"
+        )
+    return differing

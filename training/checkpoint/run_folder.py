@@ -1,0 +1,89 @@
+"""The folder of a run: who may write into it, and what lies where (see the README for the list of its files)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, TextIO
+
+from errors import UserError
+from models.weights.folders import sync_to_disk
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.export = self.path / "hf"
+        self.plan = self.path / "plan.txt"
+        self.completed = self.path / "completed.json"
+        self._lock: TextIO | None = None
+
+    def check_writable(self) -> None:
+        """Raises UserError for a folder that cannot be written."""
+        existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(
+                f"output_dir={self.path} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'a file'}; take another one"
+            )
+
+    def check_usable(self, resuming: bool, overwrite: bool) -> None:
+        """Raises UserError for a folder that cannot be written, or whose checkpoints this run would write over."""
+        self.check_writable()
+        if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
+            raise UserError(
+                f"output_dir={self.path} holds checkpoints of an earlier run; go on with resume=latest, "
+                "or start afresh with overwrite_output_dir=true (deletes them), or take another output_dir"
+            )
+
+    def check_keeps(self, source: Path) -> None:
+        """Raises UserError when starting afresh would delete the weights to start from."""
+        for doomed in (self.checkpoints, self.export):
+            if source.resolve().is_relative_to(doomed.resolve()):
+                raise UserError(
+                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another output_dir, or move the weights"
+                )
+
+    def take(self) -> None:
+        """Makes the folder this process's own until `release`, and no longer a completed run's. Main rank only.
+
+        The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output_dir={self.path} is in use by another run that has not ended; take another output_dir"
+            ) from None
+        self.completed.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Deletes what an earlier run has left."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.export, ignore_errors=True)
+        self.metrics.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def write_completed(self, record: dict[str, Any]) -> None:
+        """The completion record: whoever supervises the run reads this, not the launcher's exit code."""
+        write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """A reader sees the old content or the new, never a part; it is on disk when this returns."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, file)
+    sync_to_disk(file.parent)

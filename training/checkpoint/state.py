@@ -1,0 +1,97 @@
+"""Training checkpoints: what lies in one.
+
+    checkpoints/  latest  config.json  tokenizer files  global_stepN/
+    global_stepN/ layer_XX-model_states.pt       weights in the training dtype, one file a layer
+                  optimizer-stage_XX-dp_YY.safetensors   see training/checkpoint/optimizer_state.py
+                  mp_rank_00_model_states.pt     nothing; DeepSpeed's own load_checkpoint(load_module_only=True) asks for it
+                  trainer_state.json             where the run stands
+                  manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
+
+No file depends on the layout that wrote it, so a run goes on at any other. Random numbers, learning rate and sample order are functions of
+the step, so the step is all the state there is beside the tensors. Nothing in a checkpoint is unpickled but tensors (`weights_only=True`).
+`training/checkpoint/writer.py` writes them, `training/checkpoint/resume.py` says which one a run goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from errors import UserError
+from training.checkpoint import optimizer_state
+
+STATE_NAME = "trainer_state.json"
+TEMPORARY_PREFIX = "tmp-"
+FORMAT = 1  # raise it when an older project could not read what this one writes
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands, and what it must keep to go on from there."""
+
+    step: int  # optimizer steps done
+    num_tokens: int  # seen so far, without padding
+    num_stages: int
+    dp_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_samples: int
+    total_steps: int
+    seed: int
+    precision: str = ""
+    optimizer: str = ""
+    data: dict[str, str] = field(
+        default_factory=dict
+    )  # what is trained on and how: `describe_data` and `describe_loss`
+    eval_loss: float | None = None  # of this step; None where it was not evaluated
+    format: int = FORMAT
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """The `global_stepN` folders, newest step first, whole or not."""
+    found = [path for path in checkpoints.glob("global_step*") if re.fullmatch(r"global_step\d+", path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(step_dir: Path) -> int:
+    return int(step_dir.name.removeprefix("global_step"))
+
+
+def read_state(step_dir: Path) -> TrainerState:
+    """Raises UserError when it cannot be read, or was written by a newer version of this project."""
+    file = step_dir / STATE_NAME
+    try:
+        content = json.loads(file.read_text())
+        if content.get("format", FORMAT) > FORMAT:
+            raise UserError(
+                f"{file} was written by a newer version of this project (format {content['format']}, this one reads {FORMAT}); update the project"
+            )
+        return TrainerState(**content)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{file} cannot be read ({error}); the checkpoint is damaged, resume from another one"
+        ) from None
+
+
+def load_checkpoint(engine: PipelineEngine, step_dir: Path, state: TrainerState) -> None:
+    """Restores the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from `step_dir`.
+
+    state: where this run starts. Raises UserError when the optimizer's state is not all there.
+    """
+    same_optimizer = read_state(step_dir).optimizer == state.optimizer
+    optimizer_state.load_state(engine.module, engine.optimizer, step_dir, with_moments=same_optimizer)
+    engine.global_steps = state.step
+    engine.global_samples = state.step * state.global_batch_size
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Deletes what saves and deletions that never ended have left."""
+    for folder in checkpoints.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)

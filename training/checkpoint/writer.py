@@ -1,0 +1,297 @@
+"""Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
+
+A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the replicas of a stage
+share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state and manifest, renames the folder and moves
+`latest`. All that happens in a thread, which talks to the other ranks' threads over a process group of its own. With `async_save` it writes
+a copy of the state in the host's memory while training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled
+writer queues the tensors themselves, which training then changes; seen in 0.19.8.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from console import progress
+from errors import UserError
+from models.weights.conversion import ENGINE_STATE, ENGINE_STATE_NAME
+from models.weights.folders import check_disk_space, exchange, sync_to_disk
+from models.weights.safetensors_writer import TensorInfo, write_safetensors_to
+from models.weights.sources import layer_file
+from models.weights.torch_writer import save_torch
+from training.checkpoint import optimizer_state
+from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
+from training.checkpoint.retention import prune_checkpoints
+from training.checkpoint.run_folder import write_atomically
+from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
+from training.distributed.ranks import raise_together
+
+_SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
+_SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
+_SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
+_SPARE_BYTES = 16 * 2**20  # headers, state, manifest
+
+
+@dataclass(frozen=True)
+class ShareFile:
+    """A file of this rank's share, and the tensors that go into it."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    is_copy: bool = False  # they are not the engine's own
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def copy(self, before: ShareFile | None) -> ShareFile:
+        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs more than the copying."""
+        if self.is_copy:
+            return self
+        there = {} if before is None else before.tensors
+        copies = {}
+        for name, tensor in self.tensors.items():
+            same = name in there and (there[name].shape, there[name].dtype) == (tensor.shape, tensor.dtype)
+            copies[name] = there[name].copy_(tensor) if same else tensor.to("cpu", copy=True)
+        return ShareFile(self.name, copies, is_copy=True)
+
+
+def plan_share(engine: PipelineEngine) -> list[ShareFile]:
+    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put them together, one
+    after the other, in the host's memory of the one that writes it."""
+    module, grid, parallel = engine.module, engine.grid, engine.module.parallel
+    stage_id, dp_rank, dp_size = grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()
+    files = []
+    for index, _, layer_module in module.local_layers():
+        if not module.owns(index) or index % dp_size != dp_rank:
+            continue
+        name, writer = layer_file(Path(), index).name, index // dp_size % parallel.size
+        if parallel.size == 1:
+            files.append(ShareFile(name, module.saved_tensors(layer_module)))
+        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
+            files.append(ShareFile(name, tensors, is_copy=True))
+    if state := optimizer_state.collect_state(module, engine.optimizer):
+        files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))
+    return files
+
+
+class CheckpointWriter:
+    """Saves the state of one engine into one `checkpoints` folder. All ranks call each method at the same step."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        checkpoints: Path,
+        keep_last: int | None = None,
+        keep_best: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        self._engine, self._checkpoints, self._keep = engine, checkpoints, (keep_last, keep_best)
+        self._asynchronous = asynchronous
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        self._thread: threading.Thread | None = None
+        self._error: UserError | None = None
+        self._copies: dict[str, ShareFile] = {}  # of the last save, by file
+
+    def check_room(self, num_moments: int) -> None:
+        """Raises UserError when the disk has no room for one checkpoint; told before the first step, not after the last.
+
+        num_moments: tensors beside the fp32 weights that the optimizer will have.
+        """
+        sizes = [(name, tensor.nbytes) for file in plan_share(self._engine) for name, tensor in file.tensors.items()]
+        weights = sum(size for name, size in sizes if name.startswith(f"{optimizer_state.WEIGHT}/"))
+        parameters = sum(size for name, size in sizes if "/" not in name)
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, parameters + weights * (1 + num_moments), group=self._group)
+        error = None
+        if self._rank == 0:
+            try:
+                check_disk_space(self._checkpoints, sum(told) + _SPARE_BYTES)
+            except UserError as mistake:
+                error = UserError(f"a checkpoint of this run does not fit: {mistake}")
+        raise_together(error)
+
+    def save(self, state: TrainerState) -> None:
+        """Writes `global_step{state.step}`; asynchronously, only takes a copy and starts to write it.
+
+        Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
+        """
+        self.wait()
+        share = plan_share(self._engine)
+        folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
+        fits = self._prepare(
+            folder, sum(file.nbytes for file in share), sum(file.nbytes for file in self._copies.values())
+        )
+        if not fits:
+            self._copies = {}
+        if self._asynchronous and fits:
+            self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
+            share = list(self._copies.values())
+        self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
+        self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
+        self._thread.start()
+        if not (self._asynchronous and fits):
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises UserError when the disk did not take it."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as told:
+            while thread.is_alive():
+                thread.join(_SECONDS_BETWEEN_LOOKS)
+                told.reach(self._written)
+        raise_together(self._error)
+
+    def _count(self, num_bytes: int) -> None:
+        self._written += num_bytes
+
+    def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
+        """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
+
+        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds `held` bytes for it. The same
+        on all ranks: one that copies goes on while another would wait for it.
+        """
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(
+            told, (socket.gethostname(), nbytes, held, psutil.virtual_memory().available), group=self._group
+        )
+        error = None
+        if self._rank == 0:
+            try:
+                self._checkpoints.mkdir(parents=True, exist_ok=True)
+                check_disk_space(self._checkpoints, sum(count for _, count, _, _ in told) + _SPARE_BYTES)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            except (UserError, OSError) as mistake:
+                error = _explain(mistake, folder)
+        raise_together(error)
+        return all(
+            have_room([entry[1:] for entry in told if entry[0] == host]) for host in {entry[0] for entry in told}
+        )
+
+    def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
+        """In the thread. Every rank ends with the same `_error`, or none."""
+        records: dict[str, FileRecord] = {}
+        error = None
+        try:
+            error = find_nonfinite(share, state.step)
+            if error is None:
+                records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
+        except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
+            error = _explain(mistake, folder)
+        told: list[Any] = [None] * self._world_size
+        try:
+            dist.all_gather_object(told, (records, error), group=self._group)
+        except RuntimeError as mistake:  # a rank is gone, or has not written its share in time
+            self._error = _explain(mistake, folder)
+            return
+        errors = [error for _, error in told if error is not None]
+        if self._rank == 0 and not errors:
+            try:
+                publish(
+                    folder,
+                    self._checkpoints,
+                    state,
+                    {name: record for part, _ in told for name, record in part.items()},
+                )
+                prune_checkpoints(self._checkpoints / f"global_step{state.step}", *self._keep)
+            except Exception as mistake:
+                errors = [_explain(mistake, folder)]
+        self._error = errors[0] if errors else None
+
+
+def have_room(ranks: list[tuple[int, int, int]]) -> bool:
+    """ranks: of one host, each (bytes to write, bytes held for them already, bytes that it found available)."""
+    return sum(nbytes - held for nbytes, held, _ in ranks) < _SHARE_OF_MEMORY * min(
+        available for *_, available in ranks
+    )
+
+
+def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
+    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made it."""
+    for file in share:
+        for name, tensor in file.tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return UserError(
+                    f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the checkpoints before it "
+                    "are untouched. Lower learning_rate and go on with resume=latest"
+                )
+    return None
+
+
+def write_share(
+    folder: Path, share: list[ShareFile], writes_engine_state: bool, wrote: Callable[[int], None] = lambda count: None
+) -> dict[str, FileRecord]:
+    """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
+    records = {file.name: _write_file(folder / file.name, partial(_fill, file=file), wrote) for file in share}
+    if writes_engine_state:
+        records[ENGINE_STATE_NAME] = _write_file(
+            folder / ENGINE_STATE_NAME, lambda stream: save_torch(ENGINE_STATE, stream)
+        )
+    sync_to_disk(folder)
+    return records
+
+
+def _fill(stream: HashedFile, file: ShareFile) -> None:
+    if file.name.endswith(".pt"):
+        # copy: torch.save writes whole storages, and ZeRO makes the weights views of one flat buffer
+        save_torch({name: tensor.to("cpu", copy=True) for name, tensor in file.tensors.items()}, stream)
+        return
+    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in file.tensors.items()]
+    infos.sort(key=lambda info: -info.dtype.itemsize)  # stable; each tensor is aligned in its file
+    write_safetensors_to(stream, file.name, infos, read=lambda info: file.tensors[info.name].cpu())
+
+
+def _write_file(
+    path: Path, fill: Callable[[HashedFile], Any], wrote: Callable[[int], None] = lambda count: None
+) -> FileRecord:
+    with HashedFile(path, wrote) as stream:
+        fill(stream)
+        return stream.finish()
+
+
+def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[str, FileRecord]) -> None:
+    """Makes the written folder a checkpoint, and `latest` name it."""
+    text = json.dumps(asdict(state), indent=2) + "\n"
+    record = _write_file(folder / STATE_NAME, lambda stream: stream.write(text.encode()))
+    write_manifest(folder, {**records, STATE_NAME: record})
+    sync_to_disk(folder)
+    final = checkpoints / folder.name.removeprefix(TEMPORARY_PREFIX)
+    if final.exists():  # the run went back and came here again: the old one keeps its name until the new one takes it
+        exchange(folder, final)
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        os.rename(folder, final)
+    sync_to_disk(checkpoints)
+    write_atomically(checkpoints / "latest", final.name)
+
+
+def _explain(error: Exception, folder: Path) -> UserError:
+    if isinstance(error, OSError):
+        reason = f"{error.filename or folder} cannot be written ({error.strerror or error})"
+    else:
+        reason = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"{folder} could not be written ({type(error).__name__}: {error})"
+        )
+    return UserError(
+        f"saving: {reason}; the checkpoints before it are untouched. Make room or mend the disk, then go on with resume=latest"
+    )

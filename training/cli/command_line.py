@@ -1,0 +1,170 @@
+"""What stands between the launcher's command line and Hydra's."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from errors import UserError
+from training.config.schema import RunConfig
+
+# What OmegaConf says about a value of the wrong type -> what the value must be.
+_WRONG_TYPES = {
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
+    r"Value '(?P<value>.*)' is not a valid bool": "true or false",
+    r"Invalid value '(?P<value>.*)', expected one of \[(?P<options>.*)\]": "one of {options}",
+    r"Invalid value assigned: \w+ is not a ListConfig, list or tuple": "a list, such as [1,2]",
+    r"field '.*' is not Optional": "a value; null is not allowed",
+}
+
+
+def clean_arguments(argv: Sequence[str]) -> list[str]:
+    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra would abort, and with `key=value` after all options.
+
+    argparse takes keys from one place only: without the second, `num_stages=1 -cn NAME seed=2` ends in a usage message.
+    """
+    command, *arguments = [argument for argument in argv if not re.match(r"--local[-_]rank=", argument)]
+    return [command, *sorted(arguments, key=_is_override)]
+
+
+def _is_override(argument: str) -> bool:
+    return ("=" in argument and not argument.startswith("-")) or argument.startswith("~")
+
+
+def asks_for_sweep(arguments: Sequence[str]) -> bool:
+    return bool(get_args_parser().parse_known_args(list(arguments))[0].multirun)
+
+
+def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str) -> None:
+    """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
+
+    arguments: as `clean_arguments` returns them, without the command.
+    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an
+    unknown option, and for `--multirun` (see training/cli/sweep.py).
+    """
+    options, unknown = get_args_parser().parse_known_args(list(arguments))
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance num_stages=2"
+        )
+    if options.multirun:
+        raise UserError(
+            "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
+        )
+    for override in options.overrides:
+        _check_override(override)
+    if options.config_path:
+        return  # configs of the user's own alone
+    if options.config_dir and not Path(options.config_dir).is_dir():
+        raise UserError(f"--config-dir {options.config_dir}: there is no such folder")
+    try:
+        compose_command(options, options.overrides, config_dir, default_config)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        dirs = [config_dir, *([Path(options.config_dir)] if options.config_dir else [])]
+        raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
+
+
+def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Path, default_config: str) -> DictConfig:
+    """What Hydra will compose. options: of its command line; the folder of `--config-dir` is searched too."""
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        if options.config_dir:
+            loader: Any = GlobalHydra.instance().config_loader()
+            loader.get_search_path().prepend("command-line", f"file://{Path(options.config_dir).resolve()}", "schema")
+            loader.repository.initialize_sources(loader.get_search_path())
+        return compose((options.config_name or default_config).removesuffix(".yaml"), list(overrides))
+
+
+def _check_override(override: str) -> None:
+    """Raises UserError for what Hydra takes without a word: a key that nothing reads, added with `+`, and one that is taken away."""
+    if override.startswith("~"):
+        raise UserError(
+            f"{override}: a key cannot be taken away; give it another value, or null where conf/base.yaml allows it"
+        )
+    key, equals, _ = override.partition("=")
+    if not equals:
+        raise UserError(f"'{override}' is no key=value; conf/base.yaml lists the keys")
+    key = key.lstrip("+").partition("@")[0]
+    group = key.partition(".")[0]
+    if override.startswith("+") and group not in _open_groups() and key not in _known_keys():
+        raise UserError(_unknown_key(key))
+
+
+def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides: Sequence[str]) -> str:
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = "\n".join(str(link) for link in chain)
+    reason = str(chain[-1]).splitlines()[0]
+    if isinstance(error, MissingConfigException):
+        return _missing_config(str(error.missing_cfg_file), config_name, dirs)
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
+    if several := _first(r"Ambiguous value for argument '(.*)'", text):
+        key, _, values = several.partition("=")
+        return (
+            f"{several} is several values; write {key}=[{values}] for a list; --multirun starts one run for each value"
+        )
+    full_key = _first(r"full_key: (\S+)", text)
+    if unknown := _first(r"Key '([^']+)' (?:is not in struct|not in )", text):
+        return _unknown_key(full_key or unknown)
+    if full_key is None:
+        return f"{reason} (in: {' '.join(overrides)})"
+    for pattern, wanted in _WRONG_TYPES.items():
+        if match := re.match(pattern, reason):
+            given = match.groupdict()
+            value = f"={given['value']}" if "value" in given else ""
+            return f"{full_key}{value}: must be {wanted.format(**given)}"
+    return f"{full_key}: {reason}"
+
+
+def _missing_config(file: str, config_name: str, dirs: Sequence[Path]) -> str:
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    known = sorted({option.stem for folder in dirs for option in (folder / group).glob("*.yaml")} - {"base"})
+    asked = f"{group}={name}" if group else f"-cn {config_name}"
+    return f"{asked}: there is no conf/{file.removesuffix('.yaml')}.yaml; there are {', '.join(known)}"
+
+
+def _unknown_key(key: str) -> str:
+    group, _, rest = key.partition(".")
+    if rest and group in _open_groups():
+        return f"unknown key '{key}'; to add a key to '{group}', write +{key}=..."
+    known = list(_known_keys())
+    siblings = [name for name in known if rest and name.startswith(f"{group}.")]
+    by_last_part = {name.rpartition(".")[2]: name for name in siblings or known}
+    if near := difflib.get_close_matches(key.rpartition(".")[2], by_last_part, n=1):
+        return f"unknown key '{key}'; did you mean '{by_last_part[near[0]]}'?"
+    return f"unknown key '{key}'; " + (
+        f"known are {', '.join(siblings)}" if siblings else "conf/base.yaml lists the known ones"
+    )
+
+
+def _first(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        yield prefix + item.name
+        if is_dataclass(hints[item.name]):
+            yield from _known_keys(hints[item.name], f"{prefix}{item.name}.")
+
+
+def _open_groups() -> set[str]:
+    """The groups whose keys the schema does not list, and Hydra's own."""
+    return {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict} | {"hydra"}

@@ -1,0 +1,167 @@
+"""`--multirun`: one launch after another, one for each combination of the values given, and a table of what came of them.
+
+    python trainer_base_ds_mp.py --multirun num_gpus=2 -cn llama_tiny_pp2 learning_rate=1e-4,3e-4
+
+Hydra's own sweeps would start the runs inside the ranks of one launch, where no second engine can be had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from errors import UserError
+from training.cli.command_line import check_command_line, compose_command
+from training.distributed.ranks import find_free_port
+
+NUM_GPUS = "num_gpus"  # ranks of each launch: read here alone
+Launch = Callable[[Sequence[str]], int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    swept: tuple[str, ...]  # "learning_rate=1e-4"
+    arguments: tuple[str, ...]  # of the training command
+    output_dir: Path
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.swept) or "(no values to choose from)"
+
+    def read_completed(self) -> dict[str, Any] | None:
+        """What `completed.json` holds; None for a run that has not finished."""
+        file = self.output_dir / "completed.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+
+def plan_sweep(arguments: Sequence[str], config_dir: Path, default_config: str) -> tuple[list[Job], int]:
+    """The runs that a command line asks for, each with a folder of its own below `output_dir`, and the number of ranks of each.
+
+    arguments: as `clean_arguments` returns them. Raises UserError for what is wrong with any of the runs; none has been started then.
+    """
+    options, _ = get_args_parser().parse_known_args(list(arguments))
+    kept = [
+        argument for argument in arguments if argument not in ("-m", "--multirun") and argument not in options.overrides
+    ]
+    given = [override for override in options.overrides if override.partition("=")[0] != NUM_GPUS]
+    num_gpus = _read_num_gpus(options.overrides)
+    # Each run is checked below, in our words; here a wrong override only must not end in a stack trace.
+    check_command_line([*kept, *(_first_value(override) for override in given)], config_dir, default_config)
+    choices = [_expand(override) for override in given]
+    jobs = []
+    for overrides in itertools.product(*choices):
+        swept = tuple(override for override, options_of_it in zip(overrides, choices) if len(options_of_it) > 1)
+        check_command_line([*kept, *overrides], config_dir, default_config)
+        base = Path(compose_command(options, overrides, config_dir, default_config).output_dir)
+        output_dir = base / "__".join(_name_folder(override) for override in swept)
+        jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir))
+    return jobs, num_gpus
+
+
+def _name_folder(override: str) -> str:
+    """A name that the command line takes as it is."""
+    return re.sub(r"[^\w.+-]", "_", override.replace("=", "-", 1))
+
+
+def _read_num_gpus(overrides: Sequence[str]) -> int:
+    values = [override.partition("=")[2] for override in overrides if override.startswith(f"{NUM_GPUS}=")]
+    if len(values) != 1 or not values[0].isdecimal() or int(values[0]) < 1:
+        raise UserError(
+            f"--multirun starts a launch for each run: say with {NUM_GPUS}=N how many ranks each has, such as {NUM_GPUS}=2"
+        )
+    return int(values[0])
+
+
+def _expand(override: str) -> list[str]:
+    """ "seed=1,2" -> ["seed=1", "seed=2"]; ranges and choices as Hydra writes them."""
+    parsed = OverridesParser.create().parse_override(override)
+    if not parsed.is_sweep_override():
+        return [override]
+    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+
+
+def _first_value(override: str) -> str:
+    try:
+        return _expand(override)[0]
+    except Exception:  # of Hydra's grammar: check_command_line says it better
+        return override
+
+
+def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
+    """Starts the jobs in order, but for those that have finished before. Returns 0 when all have finished, else 1.
+
+    launch: runs the training command with these arguments on so many ranks; its exit code.
+    """
+    try:
+        for number, job in enumerate(jobs, 1):
+            if job.read_completed() is not None:
+                print(
+                    f"run {number} of {len(jobs)}: {job.name} has finished before: {job.output_dir}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                continue
+            print(f"\nrun {number} of {len(jobs)} on {num_gpus} ranks: {job.name}", file=sys.stderr, flush=True)
+            launch(job.arguments)
+    except KeyboardInterrupt:
+        pass
+    print(render_table(jobs))
+    return 0 if all(job.read_completed() is not None for job in jobs) else 1
+
+
+def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
+    """Starts the trainer through DeepSpeed's launcher, which says nothing but errors. group: what Weights & Biases puts the runs under."""
+    environment = {"WANDB_RUN_GROUP": group, **os.environ}
+
+    def launch(arguments: Sequence[str]) -> int:
+        launcher = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--quiet",
+            "--num_gpus",
+            str(num_gpus),
+            "--master_port",
+            str(find_free_port()),
+        ]
+        process = subprocess.Popen([*launcher, str(trainer), *arguments], env=environment)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # its ranks have had the signal too, and save
+            raise
+
+    return launch
+
+
+def render_table(jobs: Sequence[Job]) -> str:
+    """A line a run: what was swept, how far it came, its eval loss (the lowest marked), its folder."""
+    completed = [job.read_completed() or {} for job in jobs]
+    losses = [record["eval_loss"] for record in completed if "eval_loss" in record]
+    rows = [("run", "step", "eval_loss", "folder")]
+    for job, record in zip(jobs, completed):
+        loss = record.get("eval_loss")
+        mark = " *" if loss is not None and loss == min(losses) else ""
+        rows.append(
+            (
+                job.name,
+                str(record.get("step", "failed")),
+                "-" if loss is None else f"{loss:.4f}{mark}",
+                str(job.output_dir),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n" + "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

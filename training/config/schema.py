@@ -1,0 +1,343 @@
+"""The schema of a run. Hydra fills it from `conf/`, and from here on only typed objects travel.
+
+Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what differs
+between its options. Every key is described once, in `conf/base.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from errors import UserError
+
+Schema = TypeVar("Schema")
+NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Offload(Enum):
+    none = "none"
+    cpu = "cpu"
+
+
+class SchedulerType(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+# 1F1B and interleaved 1F1B; the functional form, because a name in Python cannot begin with a digit
+PipelineSchedule = Enum("PipelineSchedule", {"1f1b": "1f1b", "interleaved": "interleaved"})
+
+
+class CheckpointMode(Enum):
+    grouped = "grouped"
+    every = "every"
+    selective = "selective"
+
+
+class AttnImplementation(Enum):
+    auto = "auto"
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+    flash_attention_3 = "flash_attention_3"
+    flex_attention = "flex_attention"
+
+
+class PadTo(Enum):
+    longest = "longest"
+    max_seq_length = "max_seq_length"
+
+
+class Init(Enum):
+    pretrained = "pretrained"
+    random = "random"
+
+
+class AdapterName(Enum):
+    none = "none"
+    lora = "lora"
+
+
+class DataKind(Enum):
+    sft = "sft"
+    chat = "chat"
+    pretrain = "pretrain"
+    preference = "preference"
+
+
+class Task(Enum):
+    sft = "sft"
+    pretrain = "pretrain"
+    dpo = "dpo"
+
+
+class DPOLossType(Enum):
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+
+
+class LengthPolicy(Enum):
+    truncate = "truncate"
+    drop = "drop"
+    split = "split"
+
+
+class MixtureUnit(Enum):
+    samples = "samples"
+    tokens = "tokens"
+
+
+class OnBadRecord(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class OptimizerName(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class LoggerName(Enum):
+    none = "none"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
+class WandbMode(Enum):
+    online = "online"
+    offline = "offline"
+
+
+class Device(Enum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@dataclass
+class DataConfig:
+    name: DataKind = MISSING
+    encoder: Any = MISSING
+    collator: Any = MISSING
+    prompt_field: str | None = MISSING
+    completion_field: str | None = MISSING
+    messages_field: str | None = MISSING
+    prompt_template: str | None = MISSING
+    text_field: str | None = MISSING
+    chosen_field: str | None = MISSING
+    rejected_field: str | None = MISSING
+    packing: bool = MISSING
+    length_policy: LengthPolicy = MISSING
+    on_bad_record: OnBadRecord = MISSING
+    mixture_by: MixtureUnit = MISSING
+    pad_to: PadTo = MISSING
+    cache_dir: str = MISSING
+    num_proc: int = MISSING
+
+
+@dataclass
+class DPOConfig:
+    beta: float = MISSING
+    label_smoothing: float = MISSING
+    loss_type: DPOLossType = MISSING
+
+
+@dataclass
+class OptimizerConfig:
+    name: OptimizerName = MISSING
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+
+
+@dataclass
+class AdapterConfig:
+    name: AdapterName = AdapterName.none
+    r: int = 16
+    lora_alpha: float = 32
+    lora_dropout: float = 0.0
+    target_modules: Any = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+    load_in_4bit: bool = False
+    name_or_path: str | None = None
+
+
+@dataclass
+class LoggerConfig:
+    name: LoggerName = LoggerName.none
+    project: str = "llm-pipeline"
+    run_name: str | None = None
+    mode: WandbMode = WandbMode.online
+
+
+@dataclass
+class HardwareConfig:
+    """What the plan knows of the machines. GiB, GB/s and FLOP/s; null is measured on the spot (`hardware=here`)."""
+
+    name: str = MISSING
+    device: Device = MISSING
+    cards_per_node: int | None = MISSING
+    memory: float | None = MISSING
+    usable_memory: float = MISSING
+    peak_flops: dict[str, float] | None = MISSING
+    efficiency: float = MISSING
+    memory_bandwidth: float | None = MISSING
+    intra_node_bandwidth: float | None = MISSING
+    inter_node_bandwidth: float | None = MISSING
+    host_memory: float | None = MISSING
+    host_memory_bandwidth: float | None = MISSING
+    host_link_bandwidth: float | None = MISSING
+    device_name: str = MISSING
+
+
+@dataclass
+class RunConfig:
+    """One run. The defaults live in `conf/base.yaml`."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    model_name_or_path: str = MISSING
+    init: Init = MISSING
+    tokenizer_name_or_path: str | None = MISSING
+    trust_remote_code: bool = MISSING
+    train_file: Any = MISSING
+    eval_file: Any = MISSING
+    output_dir: str = MISSING
+    overwrite_output_dir: bool = MISSING
+    resume: str | None = MISSING
+    resume_allow_changes: bool = MISSING
+    trust_checkpoint: bool = MISSING
+    inspect_data: bool = MISSING
+    evaluate_only: bool = MISSING
+
+    freeze: list[str] = MISSING
+
+    task: Task | None = MISSING
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    num_stages: int = MISSING
+    tensor_parallel_size: int = MISSING
+    partition_method: Any = MISSING
+    schedule: PipelineSchedule = MISSING
+    virtual_stages_per_rank: int = MISSING
+    micro_batch_size: int | None = MISSING
+    gradient_accumulation_steps: int | None = MISSING
+    global_batch_size: int | None = MISSING
+    max_seq_length: int = MISSING
+    num_workers: int = MISSING
+    seed: int = MISSING
+
+    loss: Any = MISSING
+    learning_rate: float = MISSING
+    lr_scheduler_type: SchedulerType = MISSING
+    min_lr_ratio: float = MISSING
+    warmup_ratio: float = MISSING
+    weight_decay: float = MISSING
+    max_grad_norm: float = MISSING
+    on_nonfinite: OnNonfinite = MISSING
+    num_train_epochs: float = MISSING
+    max_steps: int | None = MISSING
+    stop_after_steps: int | None = MISSING
+
+    logging_steps: int = MISSING
+    profile_step: int | None = MISSING
+    eval_steps: int | None = MISSING
+    eval_on_start: bool = MISSING
+    save_steps: int | None = MISSING
+    save_minutes: float | None = MISSING
+    async_save: bool = MISSING
+    keep_last: int | None = MISSING
+    keep_best: int | None = MISSING
+    grace_seconds: float = MISSING
+    stuck_minutes: float | None = MISSING
+
+    precision: Precision = MISSING
+    offload_optimizer: Offload = MISSING
+    activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_mode: CheckpointMode = MISSING
+    compile: bool = MISSING
+    attn_implementation: AttnImplementation = MISSING
+
+    plan: Any = MISSING
+    world_size: int | None = MISSING
+
+
+_TASK_OF_DATA = {
+    DataKind.sft: Task.sft,
+    DataKind.chat: Task.sft,
+    DataKind.pretrain: Task.pretrain,
+    DataKind.preference: Task.dpo,
+}
+
+
+def get_task(config: RunConfig) -> Task:
+    """What the data is for; `task` may say it again, and `training/config/validate.py` sees that it says the same."""
+    return _TASK_OF_DATA[config.data.name]
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
+    return 2 if get_task(config) is Task.dpo else 1
+
+
+def register_schema() -> None:
+    """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def load_hardware() -> list[HardwareConfig]:
+    """All machines of `conf/hardware/`."""
+    files = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))
+    return [
+        _to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file)), HardwareConfig)
+        for file in files
+    ]
+
+
+def _to_object(node: Any, schema: type[Schema]) -> Schema:
+    made = OmegaConf.to_object(node)
+    assert isinstance(made, schema)
+    return made
+
+
+def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
+    """Typed objects, once. A key of `unread` that is left open becomes NOT_GIVEN.
+
+    Raises UserError for another key without a value, and for one added with `+` that nothing reads.
+    """
+    for key in unread:
+        if OmegaConf.is_missing(composed, key):
+            composed[key] = NOT_GIVEN
+    try:
+        return _to_object(composed, RunConfig)
+    except OmegaConfBaseException as error:
+        if isinstance(error, MissingMandatoryValue):
+            raise UserError(
+                f"{error.full_key} is not given; write {error.full_key}=... on the command line, or in a config that -cn NAME picks"
+            ) from None
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None

@@ -1,0 +1,125 @@
+"""What is asked of a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the clock of `save_minutes`.
+
+Whichever rank hears of it, all ranks act at the same step boundary: one all-reduce of four numbers on the host, before which the ranks
+have met anyway (the gradient norm and the loss are reduced over all of them).
+
+A signal is seen while the main thread is deep in a collective, where Python runs no handler: the interpreter's C handler writes a byte into
+a socket, and a thread of ours reads it. A step that does not end within `grace_seconds` of it ends the process, and no checkpoint is
+touched: the one being written has its temporary name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import console
+
+STOP_NAME, SAVE_NAME = "STOP", "SAVE"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """What all ranks do at this step boundary."""
+
+    signum: int = 0  # save and leave, without evaluation and export; 0: no signal
+    stop: bool = False  # save and end as at the last step
+    save: bool = False
+    nonfinite: bool = False  # some rank found the step's loss or gradient to be no number
+
+    @property
+    def ends(self) -> bool:
+        return self.stop or self.signum > 0
+
+
+class Interrupts:
+    """Listens from `start` to `close`. All ranks call `agree` after each step."""
+
+    def __init__(self, output_dir: Path, grace_seconds: float, save_minutes: float | None, is_main: bool) -> None:
+        self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
+        self._save_seconds = None if save_minutes is None else 60 * save_minutes
+        self._group = (
+            None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        )  # the numbers are the host's
+        self._numbers = torch.zeros(4, dtype=torch.int32)
+        self._signum = 0
+        self._heard_at_boundary = threading.Event()
+        self._last_save = time.monotonic()
+
+    def start(self) -> Interrupts:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._handlers = {signum: signal.signal(signum, _wake) for signum in _SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(self._reader,), daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._heard_at_boundary.set()
+        self._writer.close()  # ends the thread
+
+    def agree(self, nonfinite: bool = False) -> Interrupt:
+        """The same on every rank. nonfinite: what this rank has found of the step that has just ended. The files are removed, so that one file is one request."""
+        stop = self._is_main and (self._output_dir / STOP_NAME).exists()
+        save = self._is_main and ((self._output_dir / SAVE_NAME).exists() or self._is_time())
+        for place, number in enumerate((self._signum, stop, save, nonfinite)):
+            self._numbers[place] = int(number)
+        dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group)
+        signum, *asked = self._numbers.tolist()
+        request = Interrupt(signum, *map(bool, asked))
+        if request.ends:
+            self._heard_at_boundary.set()
+        if self._is_main:
+            for name, is_asked in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
+                if is_asked:
+                    (self._output_dir / name).unlink(missing_ok=True)
+        return request
+
+    def saved(self) -> None:
+        """Restarts the clock of `save_minutes`."""
+        self._last_save = time.monotonic()
+
+    def _is_time(self) -> bool:
+        return self._save_seconds is not None and time.monotonic() - self._last_save >= self._save_seconds
+
+    def _listen(self, reader: socket.socket) -> None:
+        with reader:
+            while not self._signum:
+                received = reader.recv(1)  # the signal's number
+                if not received:
+                    return
+                if received[0] in _SIGNALS:
+                    self._signum = received[0]
+        name = signal.Signals(self._signum).name
+        if self._is_main:
+            _say(f"{name}: saving at the end of this step, then leaving")
+        if not self._heard_at_boundary.wait(self._grace_seconds):
+            _say(
+                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, go on with resume=latest"
+            )
+            os._exit(exit_code(self._signum))
+
+
+def exit_code(signum: int) -> int:
+    """What shells and schedulers expect of a process that a signal ended."""
+    return 128 + signum
+
+
+def _wake(signum: int, frame: object) -> None:
+    """In place of the default, which would end the process. The byte in the socket does the rest."""
+
+
+def _say(text: str) -> None:
+    console.say_last(text)  # either way no further step is shown

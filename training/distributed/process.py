@@ -1,0 +1,109 @@
+"""This process: its device and cores, and where what libraries print goes."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import console
+from training.distributed.ranks import Ranks
+
+
+def has_accelerator() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
+def current_device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def describe_device() -> str:
+    """What the driver calls the accelerator; "cpu" without one."""
+    if not has_accelerator():
+        return "cpu"
+    return torch.get_device_module(get_accelerator().device_name()).get_device_name()
+
+
+def take_device(ranks: Ranks) -> None:
+    """This rank's GPU; without one, its share of the host's cores, or the ranks fight over them."""
+    if has_accelerator():
+        get_accelerator().set_device(ranks.local_rank)
+        return
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks.local_size)
+    torch.set_num_threads(share)
+    if share * ranks.local_size <= len(cores):
+        os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
+
+
+def choose_interface() -> None:
+    """Tells gloo the network interface that leads to the main host. Left alone it takes the one that the own host's name resolves to,
+    which is often the loopback, and then no other host can reach it. A name that someone has set is kept.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(
+                (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            )  # sends nothing: it asks for the route
+        except OSError:
+            return
+        address = probe.getsockname()[0]
+    if not address.startswith("127."):
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in (entry.address for entry in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+_OWN_HANDLERS = ("DeepSpeed", "transformers", "datasets")  # loggers that do not leave it to the root
+
+
+def buffer_library_logs() -> None:
+    """From now on nothing that libraries log is to be seen, until `redirect_output_to_log` says where it goes."""
+    held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    for name in (None, *_OWN_HANDLERS):
+        logging.getLogger(name).handlers = [held] if name is None else []
+        logging.getLogger(name).propagate = True
+    logging.captureWarnings(True)
+
+
+def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
+    """All that libraries print, held noise included, goes to this rank's log file. Their warnings are also said to the person, each once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    console.redirect_to_console(file)
+    sys.stdout = open(file, "a", buffering=1)
+    root = logging.getLogger()
+    held, root.handlers = root.handlers, [logging.StreamHandler(sys.stdout)]
+    if ranks.is_main:
+        root.addHandler(_WarningEcho(file))
+    for handler in held:
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            for record in handler.buffer:
+                root.handle(record)
+
+
+class _WarningEcho(logging.Handler):
+    """Says a library's warnings, without a stack trace and each text once. Those about code that will change are for developers."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._log, self._said = log, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        source, text = record.name.partition(".")[0], record.getMessage().strip().partition("\n")[0]
+        if record.name == "py.warnings":  # "FILE:LINE: CATEGORY: TEXT"
+            source, _, text = text.partition(": ")[2].partition(": ")
+        if text not in self._said and source not in ("DeprecationWarning", "FutureWarning"):
+            self._said.add(text)
+            console.say(f"warning ({source}): {text}; more in {self._log}")

@@ -1,0 +1,62 @@
+"""DeepSpeed's dict, written from the run's config by one pure function, so that nothing is stated twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from errors import UserError
+from training.config.schema import Offload, Precision, RunConfig
+from training.distributed.topology import Layout
+
+_NEVER = 10**9  # steps_per_print takes no "off"
+# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the card. DeepSpeed's default is
+# ten times as much; what that would gain on a network was not measured.
+REDUCE_BUCKET = 50_000_000
+
+
+def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = True) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; without an optimizer when it does not train. Extra keys come from the `deepspeed` group.
+
+    Raises UserError for an extra key that is set here from a key of the run.
+    """
+    built: dict[str, Any] = {
+        "train_batch_size": layout.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm,  # DeepSpeed clips at 1.0 when it is left out
+        "steps_per_print": _NEVER,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "offload_optimizer": {"device": config.offload_optimizer.value},
+        },
+        "checkpoint": {"parallel_write": {"pipeline_stage": True}},
+        "bf16": {"enabled": config.precision is Precision.bf16},
+        "fp16": {"enabled": config.precision is Precision.fp16},
+    }
+    if (
+        layout.tensor_parallel_size > 1
+    ):  # each rank of a group sends the whole hidden states to its counterpart in the next stage
+        built["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    if not trains:
+        built["zero_optimization"] = {"stage": 0}
+    elif config.offload_optimizer is Offload.none:
+        del built["zero_optimization"]["offload_optimizer"]
+        if (
+            config.precision is Precision.fp32
+        ):  # else they are copied into a bucket first, and out of it into one more buffer
+            built["zero_optimization"]["contiguous_gradients"] = False
+    if config.precision is Precision.bf16:
+        built["data_types"] = {"grad_accum_dtype": "fp32"}
+        if layout.dp_size == 1:  # nothing is sent, so no sum has to be rounded for it on its way to the optimizer
+            built["communication_data_type"] = "fp32"
+    for key, value in config.deepspeed.items():
+        if key in built:
+            raise UserError(
+                f"deepspeed.{key} is written from the run's own keys (batch, precision, ZeRO, clipping); set those instead"
+            )
+        built[key] = value
+    return built

@@ -1,0 +1,54 @@
+"""What a run leaves in its folder beside metrics and training checkpoints: config, tokenizer, the exported model."""
+
+from __future__ import annotations
+
+import shutil
+
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from console import progress
+from models.adapters import Adapter
+from models.weights.conversion import export_hugging_face
+from models.weights.source import WeightSource
+from models.weights.sources import open_weights
+from models.weights.vocabulary import add_eos_token_id
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import remove_leftovers
+from training.config.schema import RunConfig
+from training.pipeline.trainable import export_adapter, save_adapter_config
+from training.setup import RunSetup
+
+
+def prepare_folder(
+    config: RunConfig,
+    source: WeightSource,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    adapter: Adapter | None,
+) -> None:
+    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.checkpoints)
+    tokenizer.save_pretrained(folder.checkpoints)
+    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    if adapter is not None:
+        save_adapter_config(adapter, folder.checkpoints)
+    if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
+        return
+    source.config.save_pretrained(folder.checkpoints)
+    if (source.path / "generation_config.json").is_file():
+        shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
+    for name in ("config.json", "generation_config.json"):
+        add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
+
+
+def export(plan: RunSetup, folder: RunFolder) -> None:
+    """What was trained, for others to load: a Hugging Face model, or a peft folder."""
+    if plan.adapter is not None:
+        export_adapter(folder.checkpoints, plan.layers, folder.export)
+    else:
+        with progress("exporting", unit="B") as told:
+            export_hugging_face(
+                open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=told.reach
+            )

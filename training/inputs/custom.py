@@ -1,0 +1,33 @@
+"""User-defined components of the data: what `_target_` names in `data.encoder` and `data.collator` (docs/add_your_data.md)."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+
+from data.collator import Checked, Collator, PadRight
+from data.components import TARGET, build_checked_component
+from data.encoders.sample import Encoder
+from training.config.schema import DataConfig
+
+COLLATOR_METHODS = ("collate_inputs", "collate_labels")
+
+
+def build_user_encoder(data: DataConfig) -> Encoder:
+    """Raises UserError for what is no encoder."""
+    fits = lambda encoder: callable(getattr(encoder, "encode", None)) and is_dataclass(encoder)  # noqa: E731
+    return build_checked_component(
+        data.encoder, "data.encoder", "my_data.MyEncoder", fits,
+        "a dataclass with a method encode(record, location, tokenizer); its fields are part of the cache's key",
+    )  # fmt: skip
+
+
+def build_collator(data: DataConfig) -> Collator:
+    """What makes tensors of rows: right padding, or one's own. Raises UserError for what is no collator."""
+    if data.collator is None:
+        return PadRight()
+    fits = lambda collator: all(callable(getattr(collator, name, None)) for name in COLLATOR_METHODS)  # noqa: E731
+    need = "a class with the methods collate_inputs and collate_labels of data.collator.Collator"
+    return Checked(
+        build_checked_component(data.collator, "data.collator", "my_data.MyCollator", fits, need),
+        f"data.collator {data.collator[TARGET]}",
+    )

@@ -1,0 +1,40 @@
+"""`inspect_data=true`: what the model will see, without an engine or a process group."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.inspection import choose_rows, describe_dataset, render_row, save_histogram
+from data.storage.rows import RowPlan, Rows, list_rows
+from training.config.schema import RunConfig
+from training.inputs.datasets import build_row_plan
+
+ROWS_SHOWN = 3
+
+
+def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
+    """For `train_file` and `eval_file`: counts, a histogram in `output_dir`, and a few rows with their masks."""
+    in_colour = sys.stdout.isatty()
+    print("trained parts are green, masked ones faint" if in_colour else "trained parts stand in [[double brackets]]")
+    for key, path in datasets.items():
+        plan = build_row_plan(config, key)
+        rows = Rows(path, plan, True, True)
+        histogram = Path(config.output_dir) / f"lengths_{key}.png"
+        save_histogram(path, plan, key, histogram)
+        print(f"\n=== {key} ===\n{describe_dataset(path, plan)}\nhistogram of lengths: {histogram}")
+        for row in list_rows(np.array(choose_rows(len(rows) // plan.group_size, ROWS_SHOWN)), plan.group_size).tolist():
+            num_documents = len(rows.pieces(row))
+            documents = f", {num_documents:,} documents" if num_documents > 1 else ""
+            counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
+            print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
+
+
+def _name_row(row: int, plan: RowPlan) -> str:
+    if plan.group_size == 1:
+        return f"row {row:,}"
+    pair, answer = divmod(row, plan.group_size)
+    return f"pair {pair:,}, {('chosen', 'rejected')[answer]}"

@@ -1,0 +1,77 @@
+"""The loaders of this rank's stage, from a run's config: `data/loader.py` in the words of `training/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedTokenizerBase
+
+from data import loader as loaders
+from data.order import GlobalOrder
+from training.config.schema import RunConfig
+from training.distributed.ranks import Ranks
+from training.distributed.topology import Layout
+from training.inputs.custom import build_collator
+from training.inputs.datasets import build_row_plan
+from training.inputs.step_budget import EvalSize, StepBudget
+from training.pipeline.module import StageModule
+
+
+def build_options(
+    config: RunConfig,
+    layout: Layout,
+    module: StageModule,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    key: str = "train_file",
+) -> loaders.LoaderOptions:
+    """What this rank's stage reads of `train_file` or `eval_file`."""
+    return loaders.LoaderOptions(
+        reads_inputs=module.has_first_layer,
+        reads_labels=module.has_loss,
+        dp_rank=layout.dp_rank(ranks.rank),
+        dp_size=layout.dp_size,
+        micro_batch_size=layout.micro_batch_size,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_to=loaders.PadTo(config.data.pad_to.value),
+        row_plan=build_row_plan(config, key),
+        num_workers=config.num_workers,
+        collator=build_collator(config.data),
+        pin_memory=get_accelerator().device_name() == "cuda",
+    )
+
+
+def build_loaders(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: StepBudget, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
+) -> tuple[Any, Any]:  # fmt: skip
+    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
+
+    reference: key of the files -> the reference's log-probabilities of their preferences.
+    """
+    options = build_options(config, layout, module, tokenizer, ranks)
+    options = dataclasses.replace(options, reference_file=reference.get("train_file"))
+    order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
+    train_loader = loaders.build_train_loader(
+        datasets["train_file"], options, order, layout.gradient_accumulation_steps
+    )
+    if horizon.evaluation is None:
+        return train_loader, None
+    return train_loader, build_eval_loader(
+        config, layout, datasets, horizon.evaluation, module, tokenizer, ranks, reference
+    )
+
+
+def build_eval_loader(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], size: EvalSize, module: StageModule,
+    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """The evaluation loader alone; see `build_loaders`."""
+    options = build_options(config, layout, module, tokenizer, ranks, "eval_file")
+    options = dataclasses.replace(options, reference_file=reference.get("eval_file"))
+    return loaders.build_eval_loader(datasets["eval_file"], options, size.rows)

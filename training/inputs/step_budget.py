@@ -1,0 +1,81 @@
+"""How long a run is and where it starts: the numbers that all ranks must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import console
+from data.order import GlobalOrder
+from data.storage.rows import count_rows
+from data.storage.tokenized import load_summary
+from errors import UserError
+from training.checkpoint.resume import check_resumable
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import TrainerState, read_state
+from training.config.schema import RunConfig, Task, get_task
+from training.distributed.topology import Layout
+from training.inputs.datasets import build_row_plan, describe_data
+from training.objectives.dpo import describe_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSize:
+    """Of `eval_file`."""
+
+    rows: int
+    targets: int
+    terms: int  # what eval_loss is a mean over: target tokens, or pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBudget:
+    """Rank 0 computes it from the data; the others are told."""
+
+    num_samples: int
+    total_steps: int  # the schedule's length
+    last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
+    evaluation: EvalSize | None = None
+
+
+def compute_step_budget(
+    config: RunConfig, layout: Layout, datasets: dict[str, Path], resume_from: Path | None
+) -> tuple[StepBudget, TrainerState]:
+    num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    unit = "packed rows" if config.data.packing else "pairs" if get_task(config) is Task.dpo else "samples"
+    steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
+    total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
+    start = TrainerState(
+        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
+        config.precision.value, config.optimizer.name.value,
+        describe_data(config, datasets["train_file"]) | describe_loss(config),
+    )  # fmt: skip
+    if resume_from is not None:
+        saved = read_state(resume_from)
+        for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
+            console.say(f"resume: {difference}")
+        start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
+    last_step = (
+        total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
+    )
+    unfinished = not RunFolder(
+        config.output_dir
+    ).export.exists()  # the run died between its last save and the end of the export
+    if start.step > last_step or (start.step == last_step and not unfinished):
+        raise UserError(
+            f"resume: {resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps"
+        )
+    if config.profile_step is not None and config.profile_step > total_steps:
+        raise UserError(
+            f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null"
+        )
+    horizon = StepBudget(num_samples, total_steps, last_step)
+    if "eval_file" in datasets:
+        horizon = dataclasses.replace(horizon, evaluation=measure_evaluation(config, datasets["eval_file"]))
+    return horizon, start
+
+
+def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
+    """path: of the tokenized `eval_file`."""
+    rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
+    return EvalSize(rows, targets, terms=rows if get_task(config) is Task.dpo else targets)

@@ -1,0 +1,140 @@
+"""The reference model of preference optimization: what it thinks of each answer, computed once by the pipeline itself, before training.
+
+The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run with its adapter
+switched off. A run that goes on from a checkpoint finds the file of the run that began; where that is gone, or was computed by other
+weights, it takes the reference's weights for as long as it computes, and then its own again. So no rank ever holds two models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from console import progress
+from data.loader import LoaderOptions, ScoringLoader
+from data.storage.reference import is_whole, reference_path, save_reference
+from data.storage.rows import RowPlan
+from data.storage.tokenized import TokenizedDataset
+from errors import UserError
+from models.adapters import adapter_off
+from models.architecture import choose_attention
+from models.losses.dpo import RowScore
+from models.weights.source import WeightSource
+from training.config.schema import RunConfig
+from training.distributed.ranks import Ranks, raise_together
+from training.engine.pipeline_engine import run_forward
+from training.pipeline.module import StageModule
+
+_VERSION = 1  # raise it when the same model begins to give other log-probabilities
+_CHUNK = 16  # micro-batches a stage: enough that filling and draining the pipeline does not count
+
+
+def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
+    """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
+    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
+    attention = choose_attention(reference.config, config.attn_implementation.value)
+    state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit)
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+def prepare_reference(
+    engine: Any,
+    config: RunConfig,
+    datasets: dict[str, Path],
+    options: LoaderOptions,
+    reference: WeightSource,
+    own: WeightSource,
+    ranks: Ranks,
+) -> dict[str, Path]:
+    """Key of the files -> the reference's log-probabilities, there on every rank that holds the loss. All ranks call it.
+
+    options: of the training loader. own: where the module's weights come from, which may be the reference too.
+    Raises UserError where one of them is not finite.
+    """
+    model_id = compute_model_id(reference, config)
+    files = {key: reference_path(path, model_id) for key, path in datasets.items()}
+    module = engine.module
+    missing = torch.zeros(len(files), device=engine.device)
+    if module.has_loss:
+        found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
+        missing += torch.tensor(found, device=engine.device).logical_not()
+    dist.all_reduce(missing)
+    to_compute = {
+        files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing
+    }  # both keys may name the same data
+    if not to_compute:
+        ranks.say(f"reference log-probabilities: found beside the tokens ({model_id})")
+        return files
+    with _as_reference(module, reference, own):
+        for file, key in to_compute.items():
+            log_probabilities = _score(
+                engine, datasets[key], options, reference, f"reference log-probabilities of {key}", ranks
+            )
+            if module.has_loss:
+                save_reference(file, log_probabilities, ranks.rank)
+    dist.barrier()
+    return files
+
+
+@contextmanager
+def _as_reference(module: StageModule, reference: WeightSource, own: WeightSource) -> Iterator[None]:
+    """The stage computes as that of the reference model."""
+    if module.adapter is not None:
+        with adapter_off(module):
+            yield
+    elif own is reference:
+        yield
+    else:
+        module.copy_weights(reference)
+        yield
+        module.copy_weights(own)
+
+
+def _score(
+    engine: Any, path: Path, options: LoaderOptions, reference: WeightSource, what: str, ranks: Ranks
+) -> np.ndarray:
+    """The log-probability of each sample's targets, float64 [N], on every rank."""
+    per_sample = replace(
+        options,
+        row_plan=RowPlan(options.max_seq_length),
+        micro_batch_size=options.micro_batch_size * options.group_size,
+    )
+    dataset = TokenizedDataset(path, False, False)
+    loader = ScoringLoader(path, per_sample, _CHUNK * engine.num_stages)
+    found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
+    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config, engine.module.parallel)
+    try:
+        with progress(what, len(dataset), "answers", shown=ranks.is_main) as told:
+            for number in range(len(loader)):
+                batches, rows = loader.chunk(number)
+                for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
+                    if engine.module.reports_loss:
+                        found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+                told.advance(sum(map(len, rows)))
+    finally:
+        engine.module.loss_fn = loss
+    dist.all_reduce(found)
+    ranks.say(f"{what}: done, {len(dataset):,} answers")
+    _check_finite(found, what)
+    return found.cpu().numpy()
+
+
+def _check_finite(log_probabilities: torch.Tensor, what: str) -> None:
+    wrong = (~log_probabilities.isfinite()).nonzero()
+    error = None
+    if len(wrong):
+        pair, answer = divmod(int(wrong[0]), 2)
+        named = ("chosen", "rejected")[answer]
+        error = UserError(
+            f"{what}: that of the {named} answer of pair {pair} (counted from 0) is {log_probabilities[wrong[0]].item()}; look at the weights"
+        )
+    raise_together(error)

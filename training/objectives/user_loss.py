@@ -1,0 +1,26 @@
+"""The loss of a run's last stage: that of its task, or the user's own (`loss: {_target_: ...}`, docs/add_your_data.md)."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from data.components import build_checked_component
+from errors import UserError
+from models.losses.cross_entropy import Loss
+from models.parallel.shard import ALONE, TensorParallel
+from training.config.schema import RunConfig, Task, get_task
+from training.objectives.dpo import build_dpo_loss
+
+
+def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss | None:
+    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy. parallel: who shares the head.
+
+    Raises UserError for what is no loss.
+    """
+    if config.loss is None:
+        return build_dpo_loss(config, model_config, parallel)
+    if get_task(config) is Task.dpo:
+        raise UserError("loss and task=dpo: each is a loss; give one of them")
+    return build_checked_component(
+        config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)"
+    )

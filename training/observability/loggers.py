@@ -1,0 +1,86 @@
+"""Where a run's curves go beside `metrics.jsonl`: one page a run, in Weights & Biases or TensorBoard. Main rank only."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console import say
+from errors import UserError
+from training.config.schema import LoggerConfig, LoggerName
+from training.observability.metrics import Record, Reporter, split_stages
+
+Facts = Mapping[
+    str, Any
+]  # "config", "environment", "plan", ...: what is known of the run before its first step; text, or values
+
+
+def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None) -> list[Reporter]:
+    """What `logger=NAME` asks for. first_step: None for an evaluation alone, which goes on from no step. Raises UserError when it cannot be had."""
+    if config.name is LoggerName.wandb:
+        return [WandbLogger(config, output_dir, facts, trains=first_step is not None)]
+    if config.name is LoggerName.tensorboard:
+        return [TensorBoardLogger(output_dir, facts, first_step)]
+    return []
+
+
+class WandbLogger:
+    """`logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed run goes on under its own id; an evaluation has a
+    page of its own. The runs of a sweep are one group."""
+
+    def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool) -> None:
+        import wandb  # slow to import, and off unless asked for
+
+        run_id, id_file = uuid.uuid4().hex[:12], output_dir / "wandb_run_id"
+        if trains and id_file.exists():
+            run_id = id_file.read_text()
+        elif trains:
+            id_file.write_text(run_id)
+        try:
+            self._run = wandb.init(
+                project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value, dir=str(output_dir), config=dict(facts),
+                id=run_id, resume="allow", job_type="train" if trains else "evaluate",
+            )  # fmt: skip
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"logger=wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set logger.mode=offline"
+            ) from None
+        say(f"Weights & Biases: {self._run.url or f'offline; later: wandb sync {Path(self._run.dir).parent}'}")
+
+    def report(self, record: Record) -> None:
+        self._run.log({key: value for key, value in split_stages(record).items() if key != "step"}, step=record["step"])
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardLogger:
+    """Curves in `output_dir/tensorboard/`. What an earlier start wrote beyond the step that a run resumes from disappears."""
+
+    def __init__(self, output_dir: Path, facts: Facts, first_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and off unless asked for
+
+        self._writer = SummaryWriter(
+            str(output_dir / "tensorboard"), purge_step=None if first_step is None else first_step + 1
+        )
+        for name, fact in facts.items():
+            self._writer.add_text(
+                name, f"```\n{fact}\n```" if isinstance(fact, str) else f"```json\n{json.dumps(fact, indent=2)}\n```"
+            )
+
+    def report(self, record: Record) -> None:
+        for key, value in split_stages(record).items():
+            if key != "step":
+                self._writer.add_scalar(key, value, record["step"])
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,118 @@
+"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/observability/loggers.py` has the rest. Main rank only.
+
+A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from console import Progress, is_terminal, say
+from training.checkpoint.run_folder import write_atomically
+
+Record = dict[str, Any]  # numbers; a list of them has a figure a stage
+
+
+class Reporter(Protocol):
+    def report(self, record: Record) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`, one line a report."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Cuts an existing file back to the lines of the first `first_step` steps, then appends. A run from step 0 keeps nothing."""
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if first_step and _step_of(line) <= first_step]
+            write_atomically(path, "".join(f"{line}\n" for line in kept))
+        self._file = open(path, "a", buffering=1)
+
+    def report(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that was cut off when its run died."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+class ProgressBar:
+    """The run's bar on a terminal; plain lines elsewhere."""
+
+    def __init__(self, first_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._bar = Progress("step", total_steps, done=first_step, stays=True) if is_terminal() else None
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.reach(step)
+
+    def report(self, record: Record) -> None:
+        if "eval_loss" in record:
+            say(f"step {record['step']}: {describe_evaluation(record)}")
+        elif self._bar is not None:
+            self._bar.note(
+                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
+            )
+        else:
+            seconds_left = (self._total - record["step"]) * record["step_time"]
+            say(
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}grad_norm {record['grad_norm']:.3f}  "
+                f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.end()
+
+
+def split_stages(record: Record) -> Record:
+    """A list of the stages' figures as one figure each, under the stage: `stage0/wait_time`, ..."""
+    split: Record = {}
+    for key, value in record.items():
+        split |= (
+            {f"stage{s}/{key}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
+        )
+    return split
+
+
+def _describe_rewards(record: Record) -> str:
+    return (
+        f"accuracy {record['rewards_accuracy']:.1%}  margin {record['rewards_margin']:.4f}  "
+        if "rewards_accuracy" in record
+        else ""
+    )
+
+
+def describe_evaluation(record: Record) -> str:
+    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward."""
+    loss = f"eval_loss {record['eval_loss']:.4f}  "
+    if "eval_rewards_accuracy" in record:
+        return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
+    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))  # exp overflows above
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

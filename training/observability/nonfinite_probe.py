@@ -1,0 +1,68 @@
+"""Which stage was the first to see a number that is not finite.
+
+Sums are enough: what is not finite in a tensor is not finite in its sum. Each micro-batch adds the sum of the hidden states that a stage hands
+on, and of the gradient that comes back for them, to two numbers on the device; they are read only at a step that went wrong.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.pipeline.module import StageModule
+
+
+class NonfiniteProbe:
+    """Of this rank's stage. `reset` after each step; all ranks call `find_first` together."""
+
+    def __init__(self, module: StageModule, device: torch.device) -> None:
+        self._stage_id, self._num_stages = module.stage_id, module.num_stages
+        self._sums = torch.zeros(
+            len(module.chunks), 2, device=device
+        )  # of what goes on, of the gradient that comes back
+        module.register_forward_hook(self._see)
+
+    def reset(self) -> None:
+        self._sums.zero_()
+
+    def find_first(self) -> str:
+        """Where it was seen first, in words: values go from the first stage to the loss, gradients from the loss to the first stage."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            told,
+            [
+                (number * self._num_stages + self._stage_id, *sums.isfinite().tolist())
+                for number, sums in enumerate(self._sums)
+            ],
+        )
+        of_chunks = sorted(
+            chunk for of_rank in told for chunk in of_rank
+        )  # in the order of the model; of replicas one after the other
+        handed_on = [chunk for chunk, finite, _ in of_chunks if not finite]
+        came_back = [chunk for chunk, _, finite in of_chunks if not finite]
+        if handed_on:
+            return f"in the output of {self._name(handed_on[0])}"
+        if not came_back:
+            return f"in the gradients of weights, or behind them in the backward pass of {self._name(0)}"
+        return (
+            "in the loss"
+            if came_back[-1] == of_chunks[-1][0]
+            else f"in the backward pass of {self._name(came_back[-1] + 1)}"
+        )
+
+    def _name(self, chunk: int) -> str:
+        return f"stage {chunk % self._num_stages}" + (
+            f", chunk {chunk // self._num_stages}" if len(self._sums) > 1 else ""
+        )
+
+    def _see(self, module: StageModule, inputs: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        if module.training and torch.is_grad_enabled():
+            sums = self._sums[module.exposed]
+            sums[0] += outputs[0].detach().sum(dtype=torch.float32)
+            outputs[0].register_hook(partial(self._see_gradient, sums))
+
+    def _see_gradient(self, sums: torch.Tensor, gradient: torch.Tensor) -> None:
+        sums[1] += gradient.sum(dtype=torch.float32)

@@ -1,0 +1,217 @@
+"""What this rank did in a step, and when: DeepSpeed's own instructions, each followed by a mark of the time.
+
+`PipelineEngine._exec_schedule` looks every instruction of a step (forward pass, receive, ...) up in `_INSTRUCTION_MAP`. One engine gets a
+map of its own, with the same methods behind a mark, so nothing of the engine is copied and other engines are left alone (deepspeed
+0.19.8, runtime/pipe/engine.py). On an accelerator a mark is an event in the stream, read when the step has ended: no instruction is
+waited for. On a CPU it is the host's clock.
+
+The gradient's norm makes all ranks wait for the slowest inside `OptimizerStep`. A sum of one number just before takes that wait, so that
+it can be told from the optimizer's work; it costs nothing that the norm would not have cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FORWARD, BACKWARD, OPTIMIZER = "ForwardPass", "BackwardPass", "OptimizerStep"
+TRANSFERS = (
+    "RecvActivation",
+    "SendGrad",
+    "SendActivation",
+    "RecvGrad",
+)  # the first two with the stage before, the others with the next
+REDUCTIONS = ("ReduceTiedGrads", "ReduceGrads")
+_IN_PIPELINE = (FORWARD, BACKWARD, *TRANSFERS)
+_ALIGNED = "Aligned"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One instruction; seconds from the step's first."""
+
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass
+class RankTimes:
+    """Seconds of one rank, summed over `num_steps` steps, and bytes.
+
+    pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and tied stages.
+    recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of them is waiting.
+    """
+
+    num_steps: float = 0
+    step: float = 0
+    forward: float = 0
+    backward: float = 0
+    optimizer: float = 0
+    reduce: float = 0
+    pipeline: float = 0
+    recv_activation: float = 0
+    send_grad: float = 0
+    send_activation: float = 0
+    recv_grad: float = 0
+    peak_memory: float = 0
+
+    def add(self, spans: Sequence[Span], step_seconds: float) -> None:
+        """Counts one step."""
+        of: dict[str, list[float]] = {}
+        for span in spans:
+            of.setdefault(span.name, []).append(span.stop - span.start)
+        self.num_steps += 1
+        self.step += step_seconds
+        self.forward += sum(of.get(FORWARD, ()))
+        self.backward += sum(of.get(BACKWARD, ()))
+        self.optimizer += sum(of.get(OPTIMIZER, ()))
+        self.reduce += sum(sum(of.get(name, ())) for name in REDUCTIONS)
+        self.pipeline += max(span.stop for span in spans if span.name in _IN_PIPELINE)
+        pure = [min(of[name]) * len(of[name]) if name in of else 0.0 for name in TRANSFERS]
+        self.recv_activation += pure[0]
+        self.send_grad += pure[1]
+        self.send_activation += pure[2]
+        self.recv_grad += pure[3]
+
+
+class StageTimer:
+    """Times the training steps of one engine."""
+
+    def __init__(self, engine: Any, memory: MemoryPeak) -> None:
+        """engine: a `PipelineEngine`. `attach` comes before the first step."""
+        self._engine, self._device, self._memory = engine, engine.device, memory
+        self._marks = _HostMarks() if self._device.type == "cpu" else _DeviceMarks(self._device)
+        self._number = torch.zeros(1, device=self._device)
+        self._names: list[str] = []
+        self._is_running = False
+        self._times = RankTimes()
+
+    def attach(self) -> None:
+        self._memory.start()
+        self._engine._INSTRUCTION_MAP = {
+            kind: self._timed(kind.__name__, execute) for kind, execute in type(self._engine)._INSTRUCTION_MAP.items()
+        }
+
+    def detach(self) -> None:
+        """The engine is again as it was."""
+        del self._engine._INSTRUCTION_MAP
+
+    def _timed(self, name: str, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: Any, **arguments: Any) -> None:
+            if not self._is_running:  # an evaluation
+                execute(engine, **arguments)
+                return
+            if name == OPTIMIZER:
+                dist.all_reduce(self._number)
+                self._mark(_ALIGNED)
+            execute(engine, **arguments)
+            self._mark(name)
+
+        return run
+
+    def _mark(self, name: str) -> None:
+        self._names.append(name)
+        self._marks.add()
+
+    def start_step(self) -> None:
+        self._names, self._is_running = [], True
+        self._since = time.perf_counter()
+        self._marks.start()
+
+    def finish_step(self) -> list[Span]:
+        """Counts the step that has just ended, and returns what it was."""
+        self._is_running = False
+        stops = self._marks.read()
+        spans = [Span(name, start, stop) for name, start, stop in zip(self._names, [0.0, *stops], stops)]
+        if spans:
+            self._times.add(spans, time.perf_counter() - self._since)
+        return spans
+
+    def gather(self) -> list[RankTimes]:
+        """The times of all ranks since the last call, in the order of ranks; all ranks call it. One small collective."""
+        self._times.peak_memory = self._memory.read()
+        own = torch.tensor(astuple(self._times), dtype=torch.float64, device=self._device)
+        rows = [
+            torch.empty(len(fields(RankTimes)), dtype=torch.float64, device=self._device)
+            for _ in range(dist.get_world_size())
+        ]
+        dist.all_gather(rows, own)
+        self._times = RankTimes()
+        return [RankTimes(*row.tolist()) for row in rows]
+
+
+class _HostMarks:
+    """Times of the host's clock. A CPU has computed when a call returns."""
+
+    def start(self) -> None:
+        self._times: list[float] = []
+        self._start = time.perf_counter()
+
+    def add(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def read(self) -> list[float]:
+        """Seconds from the start to each mark."""
+        return [stop - self._start for stop in self._times]
+
+
+class _DeviceMarks:
+    """Events in the device's stream. They are kept and used again, step after step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._make = torch.get_device_module(device).Event
+        self._events: list[Any] = []
+
+    def start(self) -> None:
+        self._used = 0
+        self.add()
+
+    def add(self) -> None:
+        if self._used == len(self._events):
+            self._events.append(self._make(enable_timing=True))
+        self._events[self._used].record()
+        self._used += 1
+
+    def read(self) -> list[float]:
+        first, *others = self._events[: self._used]
+        self._events[self._used - 1].synchronize()
+        return [first.elapsed_time(event) / 1000 for event in others]
+
+
+class MemoryPeak:
+    """The most memory that training took: what the device's allocator gave out, or on a CPU this process's resident pages beyond those
+    that it had when this was made."""
+
+    _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._resident("VmRSS")
+
+    def start(self) -> None:
+        """Forgets what the start of the run took: reading weights, building stages."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # where a container forbids it the start counts too
+                self._CLEAR.write_text("5")  # proc(5): the peak becomes what is resident now
+
+    def read(self) -> int:
+        """Bytes; 0 where the system does not tell."""
+        if self._device.type != "cpu":
+            return torch.get_device_module(self._device).max_memory_allocated(self._device)
+        return max(0, self._resident("VmHWM") - self._before)
+
+    def _resident(self, key: str) -> int:
+        if self._device.type != "cpu" or not self._STATUS.exists():
+            return 0
+        line = next(line for line in self._STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+        return int(line.split()[1]) * 1024

@@ -1,0 +1,199 @@
+"""What really happened, beside what was foreseen: the times of all ranks put together into a line of metrics.jsonl, and a closing table.
+
+P stages, M micro-batches. Definitions: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from console import measure_width, stream
+from training.distributed.topology import Layout
+from training.observability.measured_timeline import measured_timeline
+from training.observability.metrics import Record
+from training.observability.stage_timer import RankTimes, Span, StageTimer
+from training.planner.hardware import GIB
+from training.planner.prediction import Prediction
+from training.planner.report import render_rows, render_seconds
+from training.planner.timeline import predicted_timeline
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean step. Seconds and bytes, per stage [P]; of its replicas the mean, of their memory the most.
+
+    compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass, on average.
+    imbalance: by how much the stage with the longest passes exceeds the mean.
+    """
+
+    num_steps: int
+    step_time: float
+    compute_time: list[float]
+    communication_time: list[float]
+    wait_time: list[float]
+    bubble: float
+    imbalance: float
+    peak_memory: list[int]
+
+
+def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
+    """The times of all ranks since they were last gathered, as one; None when there was no step."""
+    num_steps = ranks[0].num_steps
+    if not num_steps:
+        return None
+    step = max(rank.step for rank in ranks)
+    passes = _by_stage([rank.forward + rank.backward for rank in ranks], layout)
+    compute = _by_stage([rank.forward + rank.backward + rank.optimizer for rank in ranks], layout)
+    communication = _by_stage(
+        [rank.reduce + transfer for rank, transfer in zip(ranks, _transfers(ranks, layout), strict=True)], layout
+    )
+    pipeline = max(rank.pipeline for rank in ranks)
+    mean_passes = sum(passes) / len(passes)
+    peaks = [round(rank.peak_memory) for rank in ranks]
+    return Measured(
+        num_steps=round(num_steps),
+        step_time=step / num_steps,
+        compute_time=[seconds / num_steps for seconds in compute],
+        communication_time=[seconds / num_steps for seconds in communication],
+        wait_time=[
+            max(0.0, step - busy - moving) / num_steps for busy, moving in zip(compute, communication, strict=True)
+        ],
+        bubble=1 - mean_passes / pipeline,
+        imbalance=max(passes) / mean_passes - 1,
+        peak_memory=[
+            max(peaks[rank] for rank in range(layout.world_size) if layout.stage_id(rank) == s)
+            for s in range(layout.num_stages)
+        ],
+    )
+
+
+def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
+    """The mean over the replicas of each stage. values: of each rank."""
+    return [
+        sum(v for rank, v in enumerate(values) if layout.stage_id(rank) == s) / layout.ranks_per_stage
+        for s in range(layout.num_stages)
+    ]
+
+
+def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
+    """Seconds that each rank's transfers take by themselves.
+
+    Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a boundary's two ends the
+    quicker one tells how long the transfer takes.
+    """
+    seconds = [0.0] * len(ranks)
+    for rank in range(len(ranks) - layout.ranks_per_stage):
+        after = rank + layout.ranks_per_stage
+        forward = min(ranks[rank].send_activation, ranks[after].recv_activation)
+        backward = min(ranks[rank].recv_grad, ranks[after].send_grad)
+        seconds[rank] += forward + backward
+        seconds[after] += forward + backward
+    return seconds
+
+
+class Telemetry:
+    """Measures the steps of this rank; what all ranks have measured becomes fields of a report on the main rank."""
+
+    def __init__(self, clock: StageTimer, layout: Layout, expectation: Prediction | None) -> None:
+        """expectation: on the main rank."""
+        self._clock, self._layout, self._expectation = clock, layout, expectation
+        self._reported: list[tuple[Measured, Record]] = []
+
+    def start_step(self, profiled: bool) -> None:
+        """profiled: its laps are to be drawn, so all ranks start at once."""
+        if profiled:
+            dist.barrier()
+        self._clock.start_step()
+
+    def finish_step(self) -> list[Span]:
+        return self._clock.finish_step()
+
+    def gather(self) -> Measured | None:
+        """What was measured since the last call; the same on all ranks, and all ranks call it."""
+        return combine(self._clock.gather(), self._layout)
+
+    def draw(self, spans: list[Span], step: int, folder: Path) -> None:
+        """Draws a step of the first replica, as it was foreseen and as it was, into `folder`. All ranks call it."""
+        of_ranks: list[list[Span]] = [[] for _ in range(self._layout.world_size)]
+        dist.all_gather_object(of_ranks, spans)
+        if self._expectation is None:
+            return
+        from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
+
+        measured = measured_timeline(of_ranks[:: self._layout.ranks_per_stage], self._layout.num_chunks)
+        draw_timelines(
+            [predicted_timeline(self._expectation.plan), measured],
+            f"step {step}, {self._layout.describe()}",
+            folder / f"step_{step}.png",
+        )
+
+    def describe(self, measured: Measured, tokens_per_second: float) -> Record:
+        """The fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
+        expectation = self._expectation
+        assert expectation is not None
+        mfu = expectation.compute_mfu(tokens_per_second, measured.step_time)
+        record: Record = {
+            **({} if mfu is None else {"mfu": mfu}),
+            "compute_time": measured.compute_time,
+            "communication_time": measured.communication_time,
+            "wait_time": measured.wait_time,
+            "bubble": measured.bubble,
+            "predicted_bubble": expectation.plan.idle,
+            "imbalance": measured.imbalance,
+            "predicted_imbalance": expectation.plan.imbalance,
+            "peak_memory": measured.peak_memory,
+            "predicted_peak_memory": expectation.peak_memory,
+        }
+        self._reported.append((measured, {**record, "tokens_per_second": tokens_per_second}))
+        return record
+
+    def summarize(self) -> str:
+        """The run in a table; without its first report, which warms up, where there are others. Empty when nothing was reported."""
+        if self._expectation is None or not self._reported:
+            return ""
+        return render_summary(self._reported[1:] or self._reported, self._expectation)
+
+
+def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Prediction) -> str:
+    """reported: what was measured, and told, at each report that counts."""
+    plan = expectation.plan
+    total = sum(measured.num_steps for measured, _ in reported)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * measured.num_steps for value, (measured, _) in zip(values, reported, strict=True)) / total
+
+    step_time = mean([measured.step_time for measured, _ in reported])
+    rows = []
+    for stage in plan.stages:
+        s = stage.stage_id
+        shares = (
+            mean([getattr(m, kind)[s] for m, _ in reported]) / step_time
+            for kind in ("compute_time", "communication_time", "wait_time")
+        )
+        peak = max(measured.peak_memory[s] for measured, _ in reported)
+        rows.append(
+            (
+                str(s),
+                stage.layers,
+                *map("{:.1%}".format, shares),
+                f"{peak / GIB:.2f}",
+                f"{expectation.peak_memory[s] / GIB:.2f}",
+            )
+        )
+    figures = [
+        f"step {render_seconds(step_time)}",
+        f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s",
+    ]
+    if expectation.peak_flops is not None:
+        figures[0] += f" (predicted for full samples {render_seconds(plan.step_seconds)})"
+        figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({plan.mfu:.1%})")
+    figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")
+    figures.append(f"imbalance {mean([m.imbalance for m, _ in reported]):.1%} ({plan.imbalance:.1%})")
+    header = ("stage", "layers", "computing", "communicating", "waiting", "peak GiB", "predicted")
+    return "\n".join(
+        [f"measured over {total} steps:", *render_rows(header, rows, measure_width(stream())), ", ".join(figures)]
+    )

@@ -1,0 +1,87 @@
+"""Activation checkpointing: which layers of a stage run again in the backward pass, and what of them is kept.
+
+`grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th layer of a stage
+and keeps all activations of the others. `selective` keeps, in each group, the results of matrix products and fused attention, which
+cost time, and recomputes the rest (norms, activation functions, rotary angles), which costs memory (2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from training.config.schema import CheckpointMode, RunConfig
+
+# Projections, experts, and attention by each of torch's fused kernels; not the T x T products of eager attention.
+KEPT_OPERATORS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)
+}  # fmt: skip
+KEPT_NAMESPACES = ("flash_attn", "flash_attn_3")  # the operators of those packages
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers start .. stop - 1 of a stage, counted from its first."""
+
+    start: int
+    stop: int
+    is_recomputed: bool
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """interval: `activation_checkpoint_interval`; 0 keeps all activations."""
+
+    interval: int
+    mode: CheckpointMode = CheckpointMode.grouped
+
+    @property
+    def is_selective(self) -> bool:
+        return self.interval > 0 and self.mode is CheckpointMode.selective
+
+    @property
+    def group_size(self) -> int:
+        """Layers that the engine runs as one: its `activation_checkpoint_interval`."""
+        return min(self.interval, 1) if self.mode is CheckpointMode.every else self.interval
+
+    def list_groups(self, num_layers: int) -> list[Group]:
+        """As `PipelineModule.forward` cuts a stage."""
+        size = self.group_size or num_layers
+        return [
+            Group(start, min(start + size, num_layers), self._recomputes(start)) for start in range(0, num_layers, size)
+        ]
+
+    def _recomputes(self, start: int) -> bool:
+        return self.interval > 0 and (self.mode is not CheckpointMode.every or (start + 1) % self.interval == 0)
+
+    def build_function(self) -> Callable[..., Any]:
+        """Runs a group. torch's own, non-reentrant: it takes integer inputs and restores the random state for dropout."""
+        if not self.is_selective:
+            return partial(checkpoint, use_reentrant=False)
+        return partial(
+            checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, choose_kept)
+        )
+
+
+def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
+    return ActivationCheckpointing(config.activation_checkpoint_interval, config.activation_checkpoint_mode)
+
+
+def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of `create_selective_checkpoint_contexts`."""
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether `selective` keeps what this operator of torch returns."""
+    return operator in KEPT_OPERATORS or getattr(operator, "namespace", "") in KEPT_NAMESPACES

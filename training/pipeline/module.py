@@ -1,0 +1,320 @@
+"""From a list of layers to DeepSpeed's pipeline module: split, built without initialisation, loaded layer by layer."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from console import progress
+from errors import UserError
+from models.adapters import Adapter, adapter_names
+from models.decoder import PipelineDecoderLayer
+from models.layer import Layer
+from models.losses.cross_entropy import Loss, build_loss
+from models.parallel.shard import ALONE, ShardLayout, TensorParallel
+from models.parallel.tensor_parallel import list_shard_specs, mark_parameters, shard_module
+from models.weights.source import WeightSource
+from training.config.schema import CheckpointMode
+from training.distributed.ranks import raise_together
+from training.distributed.topology import Layout
+from training.pipeline.activation_checkpoint import ActivationCheckpointing
+from training.pipeline.partition import list_chunks
+from training.pipeline.trainable import choose_trained
+
+
+def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
+    """DeepSpeed's description of the layers; those that share weights become `TiedLayerSpec`s."""
+    return [
+        TiedLayerSpec(layer.tied_key, layer.module_class, *layer.args, forward_fn=layer.forward_fn)
+        if layer.tied_key
+        else LayerSpec(layer.module_class, *layer.args)
+        for layer in layers
+    ]
+
+
+def build_topology(num_stages: int, tensor_parallel_size: int) -> PipeModelDataParallelTopology:
+    """The ranks as `training.distributed.topology.Layout` has them. Needs an initialised process group."""
+    return PipeModelDataParallelTopology(
+        num_stages, tensor_parallel_size, dist.get_world_size() // (num_stages * tensor_parallel_size)
+    )
+
+
+def join_tensor_parallel(layout: Layout, rank: int) -> TensorParallel:
+    """This rank among those that share its layers, with a process group of them. All ranks call it."""
+    size = layout.tensor_parallel_size
+    if size == 1:
+        return ALONE
+    groups = [dist.new_group(ranks) for ranks in layout.list_tensor_parallel_groups()]
+    return TensorParallel(layout.tp_rank(rank), size, groups[rank // size])
+
+
+class StageModule(PipelineModule):
+    """This rank's stage of the model.
+
+    DeepSpeed's class builds each layer in fp32 with random weights and casts it later. Here a layer is built on the meta device and
+    takes over the tensors that are read for it, in the training dtype and on this rank's device: nothing is initialised that will be
+    loaded, and no rank touches a layer that is not its own.
+
+    A stage may hold several chunks of layers; `forward` runs the one that `expose` has chosen.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        bounds: Sequence[int],
+        source: WeightSource,
+        dtype: torch.dtype,
+        activation_checkpoint_interval: int,
+        adapter: Adapter | None = None,
+        freeze: Sequence[str] = (),
+        *,
+        loss: Loss | None = None,
+        checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
+        compiles: bool = False,
+        parallel: TensorParallel = ALONE,
+        num_chunks: int = 1,
+    ) -> None:
+        """bounds, num_chunks: see `training.pipeline.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
+        names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
+        itself. parallel: the ranks that share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised
+        process group.
+
+        Raises UserError when a tensor is missing or has another shape than config.json makes it.
+        """
+        self._layers, self._source, self._dtype, self.adapter, self._freeze = (
+            list(layers),
+            source,
+            dtype,
+            adapter,
+            list(freeze),
+        )
+        self.parallel = parallel
+        self._recompute, self._compiles = (
+            ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
+            compiles,
+        )
+        super().__init__(
+            layers=build_layer_specs(layers),
+            topology=build_topology(num_stages=(len(bounds) - 1) // num_chunks, tensor_parallel_size=parallel.size),
+            loss_fn=loss or build_loss(source.config, parallel),
+            partition_method=list(bounds),
+            activation_checkpoint_interval=self._recompute.group_size,
+            activation_checkpoint_func=self._recompute.build_function(),
+        )
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Says of each group of layers that `forward` cuts whether it is recomputed."""
+        self.is_checkpointable_results = [
+            group.is_recomputed for group in self._recompute.list_groups(len(self.forward_funcs))
+        ]
+
+    def _partition_layers(self, method: list[int]) -> None:
+        """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every layer)."""
+        self.parts = method
+        self.chunks = list_chunks(method, self.num_stages, self.stage_id)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that holds a layer."""
+        return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
+
+    def expose(self, chunk: int) -> None:
+        """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
+        self.exposed = chunk
+        self._set_bounds(self.chunks[chunk].start, self.chunks[chunk].stop)
+        self.forward_funcs = [self._functions[index] for index in self.chunks[chunk]]
+        self._precompute_checkpointable_values()
+
+    def _build(self) -> None:
+        self._functions: dict[int, Any] = {}
+        for chunk in self.chunks:
+            self._set_bounds(chunk.start, chunk.stop)
+            self.forward_funcs = []
+            with torch.device("meta"):
+                super()._build()
+            self._functions |= zip(chunk, self.forward_funcs, strict=True)
+        self.expose(0)
+        mistake = None
+        try:
+            self._load_layers()
+        except UserError as error:  # in a file that no other rank may have opened
+            mistake = error
+        raise_together(mistake)
+        if self._compiles:
+            self._compile_layers()
+        self._fill_groups()
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
+
+    def _load_layers(self) -> None:
+        with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as told:
+            for index, _, module in told.follow(self.local_layers()):
+                self._load(module, index)
+
+    def _compile_layers(self) -> None:
+        """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all layers of a kind, and
+        lengths that change from step to step make it general once."""
+        for _, _, module in self.local_layers():
+            if isinstance(module, PipelineDecoderLayer):
+                module.compile()
+
+    def _fill_groups(self) -> None:
+        """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
+
+        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves that waiting
+        for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen). In no layer, so in no file.
+        """
+        device = get_accelerator().device_name(self.local_rank)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
+        if self.parallel.size > 1 and not shapes and not any(p.model_parallel for p in trained):
+            shapes = [
+                (1,)
+            ]  # of what ranks have in common only the first counts it for the norm; the others must have something too
+        self.placeholders = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes
+        )
+        for placeholder in self.placeholders:
+            placeholder.model_parallel = True
+
+    def _module_of(self, index: int) -> torch.nn.Module:
+        layer = self._layers[index]
+        return self.tied_modules[layer.tied_key] if layer.tied_key else self._functions[index]
+
+    def _owner_of(self, index: int) -> int:
+        """The layer whose file holds the weights that layer `index` uses."""
+        key = self._layers[index].tied_key
+        if key is None:
+            return index
+        return next(i for i, layer in enumerate(self._layers) if layer.tied_key == key and layer.owns_weights)
+
+    def _load(self, module: torch.nn.Module, index: int) -> None:
+        device = get_accelerator().device_name(self.local_rank)
+        shard_module(module, self._layers[index].styles, self.parallel)
+        tensors = self._read(self._source, index, module)
+        kept = self._layers[index].buffer_names()
+        copies = {
+            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True)
+            for name, tensor in tensors.items()
+        }
+        module.load_state_dict(copies, strict=True, assign=True)
+        if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
+            raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
+        choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
+        if self.parallel.size > 1:
+            mark_parameters(module, self.parallel)
+
+    def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not read."""
+        shard_specs = list_shard_specs(module)
+        return {
+            name: shard_specs[name].take(tensor, self.parallel) if name in shard_specs else tensor
+            for name, tensor in source.read_layer(index, self._layers[index]).items()
+        }
+
+    def copy_weights(self, source: WeightSource) -> None:
+        """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own stays. All ranks call it.
+
+        Raises UserError when a tensor is missing or has another shape. Not for a module with an adapter.
+        """
+        mistake = None
+        try:
+            for index, _, module in self.local_layers():
+                tensors = self._read(source, index, module)
+                for name, held in module.state_dict().items():
+                    held.copy_(tensors[name])
+        except UserError as error:
+            mistake = error
+        raise_together(mistake)
+
+    def forward(self, forward_input: Any) -> Any:
+        """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
+        outputs = super().forward(forward_input)
+        if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
+            # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
+            for placeholder in self.placeholders:
+                outputs = (outputs[0] + 0 * placeholder.sum(), *outputs[1:])
+        if self.training and torch.is_grad_enabled() and not outputs[0].requires_grad:
+            return (outputs[0].requires_grad_(), *outputs[1:])
+        return outputs
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """Outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass would warn of it (0.19.8)."""
+        super()._synchronize_tied_weights()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
+        """Those whose gradients the stages that share them must sum: frozen ones have none.
+
+        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and nothing, without a word, where that is None. In bf16 with
+        offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`; zero/stage_1_and_2.py), so it gets that to sum.
+        """
+        shared = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+        return [
+            (weight if getattr(weight, "grad_accum", None) is None else SimpleNamespace(grad=weight.grad_accum), group)
+            for weight, group in shared
+        ]
+
+    def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
+        names = layer_module.state_dict().keys() if self.adapter is None else adapter_names(layer_module)
+        state = layer_module.state_dict()
+        return {name: state[name].detach() for name in names}
+
+    def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:
+        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on the others, which
+        call it too."""
+        shard_specs = list_shard_specs(layer_module)
+        gathered = {}
+        for name, tensor in self.saved_tensors(layer_module).items():
+            whole = shard_specs[name].gather(tensor, self.parallel) if name in shard_specs else tensor
+            if writer == self.parallel.rank:
+                gathered[name] = whole.to("cpu", copy=True)
+        return gathered if writer == self.parallel.rank else None
+
+    def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
+        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
+        seen: set[int] = set()
+        for index in self._functions:
+            module, owner = self._module_of(index), self._owner_of(index)
+            if id(module) not in seen:
+                yield owner, self._layers[owner], module
+                seen.add(id(module))
+
+    def owns(self, index: int) -> bool:
+        """False for a layer of another stage whose weights this stage shares."""
+        return index in self._functions
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool, ShardLayout | None]]:
+        """Hugging Face name, parameter, whether it is this rank's to save, and where it lies in the whole one of which it is a part; those
+        of `local_layers`."""
+        for index, layer, module in self.local_layers():
+            shard_specs = list_shard_specs(module)
+            for name, parameter in module.named_parameters():
+                place = shard_specs[name].place(parameter.shape, self.parallel) if name in shard_specs else None
+                yield (
+                    layer.hf_prefix + name,
+                    parameter,
+                    self.owns(index) and (place is not None or self.parallel.rank == 0),
+                    place,
+                )
+
+    @property
+    def has_first_layer(self) -> bool:
+        return self.chunks[0].start == 0
+
+    @property
+    def has_loss(self) -> bool:
+        return self.chunks[-1].stop == len(self._layers)
+
+    @property
+    def reports_loss(self) -> bool:
+        """The ranks that share the last stage's layers have the same loss; the first of them speaks for all."""
+        return self.has_loss and self.parallel.rank == 0

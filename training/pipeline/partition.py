@@ -1,0 +1,171 @@
+"""Which stage gets which layers: pure functions of the list of layers.
+
+A split is given by its bounds, P x V + 1 layer indices of V chunks a stage: chunk c is layers bounds[c] to bounds[c + 1], and lies on stage
+c % P (2104.04473). With one chunk a stage, stage s holds layers bounds[s] to bounds[s + 1].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+from torch import nn
+
+from errors import UserError
+from models.layer import Layer
+
+Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
+METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
+
+
+def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[range]:
+    """The layers of each chunk of a stage."""
+    return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(stage_id, len(bounds) - 1, num_stages)]
+
+
+def compute_bounds(
+    layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None, num_chunks: int = 1
+) -> list[int]:
+    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a stage is one chunk.
+
+    Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
+    """
+    if isinstance(method, list):
+        return _bounds_of_list(method, len(layers), num_stages, num_chunks)
+    if method == "balanced":
+        weights = [compute_work(layer) for layer in layers]
+    elif method == "uniform":
+        weights = [1] * len(layers)
+    elif method == "parameters":
+        weights = [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
+    elif isinstance(method, str) and method.startswith("type:"):
+        weights = _matching_types(layers, method.removeprefix("type:"))
+    else:
+        raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
+    if num_chunks > 1:
+        return balance_chunks(weights, num_stages, num_chunks)
+    return _balance_within(weights, num_stages, fits if method == "balanced" else None)
+
+
+def compute_work(layer: Layer) -> int:
+    """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices.
+
+    An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own products
+    (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
+    """
+    module = layer.build_on_meta()
+    if isinstance(module, nn.Embedding) and layer.owns_weights:
+        return 0
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+
+
+def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
+    """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of squares.
+
+    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over (stages, layers): O(P * L^2).
+    """
+    found = _best_split(weights, num_stages, max, fits)
+    if found is None:
+        return None
+    least_maximum = found[0]
+    found = _best_split(
+        weights, num_stages, lambda best, weight: best + weight**2 if weight <= least_maximum else float("inf"), fits
+    )
+    assert found is not None
+    return found[1]
+
+
+def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
+    """`balance` under `fits`, or without it where no split fits: then the plan tells what is missing."""
+    bounds = balance(weights, num_stages)
+    assert bounds is not None
+    if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+        return bounds
+    return balance(weights, num_stages, fits) or bounds
+
+
+def _best_split(
+    weights: Sequence[int], num_stages: int, combine: Callable[[float, float], float], fits: Fits | None
+) -> tuple[float, list[int]] | None:
+    prefix = [0]
+    for weight in weights:
+        prefix.append(prefix[-1] + weight)
+    num_layers = len(weights)
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}  # layers placed so far -> (cost, bounds)
+    for stage in range(num_stages):
+        still_needed = num_stages - stage - 1  # layers to leave, one for each later stage
+        placed = {}
+        for stop in range(stage + 1, num_layers - still_needed + 1):
+            costs = sorted(
+                (combine(cost, prefix[stop] - prefix[start]), start)
+                for start, (cost, _) in best.items()
+                if start < stop
+            )
+            chosen = next(((cost, start) for cost, start in costs if fits is None or fits(stage, start, stop)), None)
+            if chosen is not None:
+                placed[stop] = (chosen[0], [*best[chosen[1]][1], stop])
+        best = placed
+    return best.get(num_layers)
+
+
+def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
+    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no chunk empty.
+
+    From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for as long as that is
+    better. The best of all where decoder layers weigh the same and the others are few; all splits would be too many to try.
+    """
+    prefix = list(accumulate(weights, initial=0))
+
+    def judge(bounds: Sequence[int]) -> tuple[list[int], list[int]]:
+        chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
+        return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(
+            chunks, reverse=True
+        )
+
+    best = _balance_within(weights, num_stages * num_chunks, None)
+    while True:
+        moved = [
+            [*best[: first + 1], *(bound + step for bound in best[first + 1 : last + 1]), *best[last + 1 :]]
+            for first, last in combinations(range(num_stages * num_chunks), 2)
+            for step in (-1, 1)
+        ]
+        better = min(
+            (bounds for bounds in moved if all(start < stop for start, stop in pairwise(bounds))),
+            key=judge,
+            default=best,
+        )
+        if judge(better) >= judge(best):
+            return best
+        best = better
+
+
+def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chunks: int) -> list[int]:
+    if not all(isinstance(size, int) for size in sizes):
+        raise UserError(f"partition_method={sizes} must list whole numbers, the layers of each stage")
+    if len(sizes) != num_stages * num_chunks or sum(sizes) != num_layers or min(sizes) < 1:
+        virtual = f" x virtual_stages_per_rank={num_chunks}" if num_chunks > 1 else ""
+        raise UserError(
+            f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give {num_layers} layers "
+            f"(embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, at least one each"
+        )
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+def _num_parameters(layer: Layer) -> int:
+    return sum(parameter.numel() for parameter in layer.build_on_meta().parameters())
+
+
+def _matching_types(layers: Sequence[Layer], regex: str) -> list[int]:
+    try:
+        matches = [int(bool(re.search(regex, layer.module_class.__name__, re.IGNORECASE))) for layer in layers]
+    except re.error as error:
+        raise UserError(f"partition_method=type:{regex} is no regular expression ({error})") from None
+    if not any(matches):
+        known = ", ".join(sorted({layer.module_class.__name__ for layer in layers}))
+        raise UserError(f"partition_method=type:{regex} matches no layer; their types are {known}")
+    return matches

@@ -1,0 +1,171 @@
+"""What of a model is trained: all of it, all but what `freeze` names, or an adapter beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from errors import UserError
+from models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Adapter,
+    build_lora_config,
+    check_all_taken,
+    list_projections,
+    load_adapter_tensors,
+    load_lora_config,
+    to_peft_name,
+)  # fmt: skip
+from models.layer import Layer
+from models.parallel.shard import ALONE, TensorParallel
+from models.weights.folders import copy_tokenizer_files, staged_folder
+from models.weights.sources import PipelineCheckpoint
+from training.config.schema import AdapterName, RunConfig
+
+
+def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
+    """The adapter that `config.adapter` describes; None without one.
+
+    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is no adapter.
+    """
+    options = config.adapter
+    if options.name is AdapterName.none:
+        return None
+    for key, value, fits in (
+        ("r", options.r, options.r >= 1),
+        ("lora_dropout", options.lora_dropout, 0 <= options.lora_dropout < 1),
+    ):
+        if not fits:
+            raise UserError(f"adapter.{key}={value}: " + ("at least 1" if key == "r" else "from 0 to below 1"))
+    if options.load_in_4bit:
+        check_4bit(layers)
+    if options.name_or_path is not None:
+        path = Path(options.name_or_path).expanduser()
+        if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
+            raise UserError(
+                f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume"
+            )
+        lora = load_lora_config(path)
+        tensors = load_adapter_tensors(path)
+        check_all_taken(tensors.keys(), lora, layers)
+        lora.inference_mode = False
+        lora.base_model_name_or_path = config.model_name_or_path
+        return Adapter(lora, config.seed, tensors, options.load_in_4bit)
+    lora = build_lora_config(
+        layers, options.target_modules, r=options.r, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
+        use_rslora=options.use_rslora, use_dora=options.use_dora, base_model_name_or_path=config.model_name_or_path,
+    )  # fmt: skip
+    return Adapter(lora, config.seed, in_4bit=options.load_in_4bit)
+
+
+def check_4bit(layers: Sequence[Layer]) -> None:
+    """Raises UserError where bitsandbytes is missing, or a projection is none that it can quantize."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"
+        )
+    for layer in layers:
+        for name, projection in list_projections(layer.build_on_meta()).items():
+            if not isinstance(projection, nn.Linear):
+                raise UserError(
+                    f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which cannot be quantized"
+                )
+
+
+def choose_trained(
+    module: nn.Module,
+    index: int,
+    layer: Layer,
+    adapter: Adapter | None,
+    freeze: Sequence[str],
+    parallel: TensorParallel = ALONE,
+) -> None:
+    """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all but what `freeze` names."""
+    if adapter is not None:
+        adapter.attach(module, index, layer, parallel)
+    for name, parameter in module.named_parameters():
+        if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
+            parameter.requires_grad_(False)
+
+
+def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:
+    """Raises UserError for a pattern that is none, matches nothing, leaves nothing to train, or stands beside an adapter."""
+    if config.freeze and config.adapter.name is not AdapterName.none:
+        raise UserError(
+            "freeze and adapter=lora contradict each other: an adapter freezes all else; choose with adapter.target_modules"
+        )
+    names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
+    frozen: set[str] = set()
+    for pattern in config.freeze:
+        try:
+            matched = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise UserError(f"freeze: '{pattern}' is no regular expression ({error})") from None
+        if not matched:
+            raise UserError(f"freeze: '{pattern}' matches no weight; they are named like '{min(names)}'")
+        frozen |= matched
+    if names == frozen:
+        raise UserError(f"freeze={config.freeze} leaves nothing to train")
+
+
+def check_same_adapter(config: RunConfig, adapter: Adapter | None, resume_from: Path | None) -> None:
+    """Raises UserError when a run would go on from a checkpoint with another adapter than its own, or with none."""
+    if resume_from is None:
+        return
+    saved_with = (resume_from.parent / ADAPTER_CONFIG).is_file()
+    if saved_with != (adapter is not None):
+        saved, now = ("adapter=lora", "adapter=none") if saved_with else ("adapter=none", "adapter=lora")
+        raise UserError(
+            f"resume: {resume_from} was saved with {saved}, this run has {now}; give {saved}, or start a new run"
+        )
+    if adapter is None:
+        return
+    saved_config = load_lora_config(resume_from.parent)
+    for key in ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora"):
+        before, after = getattr(saved_config, key), getattr(adapter.config, key)
+        if before != after:
+            raise UserError(
+                f"resume: adapter.{key} was {_show(before)}, is {_show(after)}; give the same, or start a new run"
+            )
+
+
+def _show(value: object) -> object:
+    return f"[{','.join(sorted(value))}]" if isinstance(value, (set, list)) else value
+
+
+def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
+    """The adapter that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a file that cannot be read."""
+    checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(layers):
+        if layer.owns_weights:
+            parameters = checkpoint.read_parameters(index)
+            tensors |= {to_peft_name(name, layer): tensor.contiguous() for name, tensor in parameters.items()}
+    return tensors
+
+
+def save_adapter_config(adapter: Adapter, folder: Path) -> None:
+    """adapter_config.json, as peft writes it."""
+    adapter.config.save_pretrained(str(folder))
+
+
+def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path) -> None:
+    """A standard peft folder of the adapter that the newest checkpoint holds, with the tokenizer beside it."""
+    tensors = read_trained_adapter(checkpoints / (checkpoints / "latest").read_text().strip(), layers)
+    fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
+    with staged_folder(output_dir, overwrite=True) as folder:
+        save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        copy_tokenizer_files(checkpoints, folder.path)
+        for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
+            if (checkpoints / name).is_file():
+                shutil.copyfile(checkpoints / name, folder.path / name)
+        (folder.path / ADAPTER_CONFIG).write_text(json.dumps({**fields, "inference_mode": True}, indent=2) + "\n")

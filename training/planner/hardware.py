@@ -1,0 +1,100 @@
+"""The machines a plan is made for: a row of `conf/hardware/`, or this machine, measured on the spot."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from errors import UserError
+from training.config.precision import DTYPES
+from training.config.schema import Device, HardwareConfig, Precision
+
+GIB = 2**30
+GB = 10**9
+_MATRIX, _ROUNDS = 1024, 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A `HardwareConfig` without a null; the units are its own."""
+
+    name: str
+    device: Device
+    cards_per_node: int
+    memory: float
+    usable_memory: float
+    peak_flops: dict[str, float]
+    efficiency: float
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    host_memory: float
+    host_memory_bandwidth: float
+    host_link_bandwidth: float
+    device_name: str
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of one card's memory."""
+        return self.memory * self.usable_memory * GIB
+
+
+def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size: int) -> Machine:
+    """`hardware` with every null measured on this machine, its cores and memory shared by `world_size` ranks.
+
+    Raises UserError where no peak is known for the precision.
+    """
+    stated = {name: value for name, value in vars(hardware).items() if value is not None}
+    measured = _measure(precision, world_size) if len(stated) < len(vars(hardware)) else {}
+    machine = Machine(**{**measured, **stated})
+    if precision.value not in machine.peak_flops:
+        raise UserError(
+            f"precision={precision.value}: hardware={hardware.name} has no peak for it; add it to conf/hardware/{hardware.name}.yaml"
+        )
+    return machine
+
+
+def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
+    """What can be null."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores // world_size))
+    share = min(1.0, cores / world_size)  # more ranks than cores take turns
+    try:
+        flops, copied = measure_matmul(DTYPES[precision]) * share, measure_copy() * share
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "cards_per_node": world_size, "memory": memory / world_size, "peak_flops": {precision.value: flops}, "memory_bandwidth": copied / GB,
+        "intra_node_bandwidth": copied / GB, "inter_node_bandwidth": copied / GB, "host_memory": memory,
+        "host_memory_bandwidth": copied / GB * world_size, "host_link_bandwidth": copied / GB,
+    }  # fmt: skip
+
+
+def measure_matmul(dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product with torch's present number of threads: the best of a few."""
+    left, right = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
+    return 2 * _MATRIX**3 / _best_seconds(lambda: left @ right)
+
+
+def measure_copy() -> float:
+    """Bytes a second that a copy reads and writes, together."""
+    source = torch.zeros(8 * 2**20)  # 32 MiB, more than the caches of a core
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source))
+
+
+def _best_seconds(work: Callable[[], object]) -> float:
+    work()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,239 @@
+"""The plan in words: a table a stage, what a step takes, and a verdict that names what limits and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from training.config.schema import CheckpointMode, Offload, RunConfig, rows_per_sample
+from training.planner.hardware import GIB, Machine
+from training.planner.plan import Plan, StagePlan
+
+COLUMNS = (
+    "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss", "buffers", "step", "peak", "boundary",
+)  # fmt: skip
+
+
+def render_plan(
+    plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None, width: int | None = None
+) -> str:
+    """Several lines, without a newline at the end. width: as of `render_rows`."""
+    return "\n".join(
+        [
+            f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
+            f"{rows_per_sample(config) * config.max_seq_length} tokens a sample",
+            f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, {config.precision.value}, "
+            f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
+            f"({config.activation_checkpoint_mode.value})",
+            "",
+            *render_table(plan, width),
+            "",
+            *render_step(plan, hardware),
+            *render_run(plan, total_steps),
+            "",
+            *render_verdict(plan, config),
+        ]
+    )
+
+
+def list_figures(plan: Plan) -> dict[str, Any]:
+    """The plan as values, by stage: for whoever compares runs. Bytes and seconds."""
+    stages = {
+        f"stage{stage.stage_id}": {
+            "layers": stage.layers,
+            "parameters": stage.num_parameters,
+            "memory": {**asdict(stage.memory), "peak": stage.memory.peak},
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+        }
+        for stage in plan.stages
+    }
+    run = {
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "bubble": plan.idle,
+        "imbalance": plan.imbalance,
+    }
+    return {"layout": plan.layout.describe(), **run, **stages}
+
+
+def render_table(plan: Plan, width: int | None = None) -> list[str]:
+    rows = [_row(stage, plan) for stage in plan.stages]
+    notes = [
+        "memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, when activations are gone"
+    ]
+    if plan.has_estimates:
+        notes.append(
+            "activations are estimated from matrix sizes where a layer chooses by its data (experts) and cannot be traced"
+        )
+    return [*render_rows(COLUMNS, rows, width), *notes]
+
+
+def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
+    memory = stage.memory
+    kinds = (
+        memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss, memory.buffers, memory.step, memory.peak,
+    )  # fmt: skip
+    sent = sum(plan.boundary_bytes[stage.stage_id :: plan.layout.num_stages])
+    boundary = f"{sent / 2**20:.1f} MiB" if sent else "-"
+    return (
+        str(stage.stage_id),
+        stage.layers,
+        render_count(stage.num_parameters),
+        f"{stage.forward_flops / 1e9:.2f}+{stage.backward_flops / 1e9:.2f}",
+        *(f"{size / GIB:.2f}" for size in kinds),
+        boundary,
+    )
+
+
+def render_step(plan: Plan, hardware: Machine) -> list[str]:
+    return [
+        f"bubble {plan.bubble:.1%} = (P-1)/({'V ' * (plan.layout.num_chunks > 1)}M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
+        f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
+        f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
+        *_render_sums(plan),
+        f"{plan.tokens_per_second:,.0f} tokens/s with full samples, {plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
+        f"MFU {plan.mfu:.1%}; while computing, a card is assumed to reach {hardware.efficiency:.0%} of its peak",
+        f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
+        f"of {plan.host_limit / GIB:,.0f}",
+    ]
+
+
+def _render_sums(plan: Plan) -> list[str]:
+    size = plan.layout.tensor_parallel_size
+    return (
+        [f"the {size} ranks that share layers sum activations for {_share_of_sums(plan):.1%} of a step"]
+        if size > 1
+        else []
+    )
+
+
+def _share_of_sums(plan: Plan) -> float:
+    return plan.layout.gradient_accumulation_steps * max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds
+
+
+def render_run(plan: Plan, total_steps: int | None) -> list[str]:
+    if total_steps is None:
+        return ["whole run: not known; give max_steps, or a train_file of JSON lines"]
+    tokens = total_steps * plan.tokens_per_step
+    return [
+        f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, {render_seconds(total_steps * plan.step_seconds)}"
+    ]
+
+
+def render_verdict(plan: Plan, config: RunConfig) -> list[str]:
+    """What fits or not, on which stage, why, and what to change."""
+    fullest = plan.fullest
+    memory, stage = fullest.memory, fullest.stage_id
+    moment = "in the backward pass" if memory.backward_peak >= memory.peak else "at the optimizer step"
+    used = f"stage {stage} needs {memory.peak / GIB:.1f} of {plan.memory_limit / GIB:.1f} GiB, {moment}"
+    lines = []
+    if plan.missing_memory > 0:
+        lines.append(
+            f"DOES NOT FIT: {used}, {plan.missing_memory / GIB:.1f} GiB too much; most of it is {largest_kind(fullest)}"
+        )
+    if plan.missing_host_memory > 0:
+        lines.append(
+            f"DOES NOT FIT the host: a node needs {plan.host_bytes / GIB:,.0f} GiB, {plan.missing_host_memory / GIB:,.0f} too much; more nodes share it"
+        )
+    if plan.fits:
+        lines.append(f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare")
+        lines.append(_speed_advice(plan, config))
+    else:
+        lines.append(f"change: {'; '.join(_memory_advice(plan, config))}; or let plan=search look")
+    return lines
+
+
+def largest_kind(stage: StagePlan) -> str:
+    """The kind of memory that takes most at the stage's peak."""
+    memory = stage.memory
+    kinds = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "buffers": memory.buffers,
+    }
+    if memory.backward_peak >= memory.peak:
+        kinds |= {
+            "activations": memory.activations,
+            "recomputed activations": memory.recomputation,
+            "logits and loss": memory.loss,
+        }
+    else:
+        kinds |= {"the optimizer step's copies of gradients": memory.step}
+    return max(kinds, key=lambda kind: kinds[kind])
+
+
+def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
+    advice = []
+    if (config.activation_checkpoint_interval, config.activation_checkpoint_mode) != (1, CheckpointMode.grouped):
+        advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
+    if plan.layout.micro_batch_size > 1:
+        advice.append("a smaller micro_batch_size")
+    if config.offload_optimizer is Offload.none:
+        advice.append("offload_optimizer=cpu")
+    if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
+        advice.append("twice the world_size, so that replicas share the optimizer")
+    return [*advice, "more num_stages"]
+
+
+def _speed_advice(plan: Plan, config: RunConfig) -> str:
+    """What costs most of the time beside the work itself, and what lessens it."""
+    step = plan.step_seconds
+    waiting = plan.idle * plan.pipeline_seconds / step
+    uneven = plan.imbalance / (1 + plan.imbalance) * plan.pipeline_seconds / step
+    also = "" if plan.layout.num_chunks > 1 else ", schedule=interleaved"
+    recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(
+        s.backward_flops + s.forward_flops for s in plan.stages
+    )
+    losses = {
+        f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or activation_checkpoint_interval=0 saves it where activations fit": recomputed,
+        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size){also} or fewer num_stages lessen it": waiting - uneven,
+        f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
+        f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,
+        f"the ranks that share layers sum activations for {_share_of_sums(plan):.0%} of a step; a smaller tensor_parallel_size lessens it": _share_of_sums(plan),
+        f"replicas exchange gradients for {plan.reduce_seconds / step:.0%} of a step; a larger global_batch_size lessens it": plan.reduce_seconds / step,
+    }  # fmt: skip
+    return f"what limits speed: {max(losses, key=lambda words: losses[words])}"
+
+
+def render_seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"
+
+
+def render_count(count: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
+
+
+def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by side as fit."""
+    lines = _align([header, *rows])
+    if width is None or len(lines[0]) <= width:
+        return lines
+    longest, cell = max(map(len, header)), max(len(cell) for row in rows for cell in row)
+    fitting = max(1, (width - longest) // (cell + 2))
+    turned = []
+    for first in range(0, len(rows), fitting):
+        shown = rows[first : first + fitting]
+        turned += [
+            *([""] if first else []),
+            *_align([(name.ljust(longest), *cells) for name, *cells in zip(header, *shown, strict=True)]),
+        ]
+    return turned
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

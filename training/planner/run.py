@@ -1,0 +1,135 @@
+"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or DeepSpeed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from console import fit, measure_width
+from errors import UserError
+from models.architecture import build_layers, check_length, choose_attention
+from models.layer import Layer
+from models.parallel.tensor_parallel import shard_layers
+from models.weights.sources import load_config, parse_config
+from training.checkpoint.run_folder import RunFolder
+from training.config.schema import NOT_GIVEN, RunConfig, to_typed
+from training.config.validate import check_config, check_model_fields
+from training.distributed.ranks import ALONE, exit_on_user_error
+from training.distributed.topology import build_layout
+from training.pipeline.partition import compute_bounds
+from training.pipeline.trainable import check_freeze
+from training.planner.hardware import Machine, complete_hardware
+from training.planner.plan import Plan, build_fits, compute_plan, count_costs
+from training.planner.profile_machine import profile_layers
+from training.planner.report import render_plan
+from training.planner.search import render_search, search_plans
+from training.planner.timeline import predicted_timeline
+
+
+def run_plan(composed: Any) -> None:
+    """Prints the plan of a composed config. A UserError ends the process with one line."""
+    width = measure_width(sys.stdout)
+    with exit_on_user_error(ALONE):
+        for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir")), width):
+            print(fit(text, width), flush=True)
+
+
+def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
+    """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises UserError."""
+    check_config(config, has_accelerator=True)
+    world_size = check_world_size(config)
+    architecture = load_architecture(config)
+    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    hardware = complete_hardware(config.hardware, config.precision, world_size)
+    if config.plan == "search":
+        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
+        return
+    plan = build_plan(config, architecture, layers, hardware)
+    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size), width)
+    yield f"picture of the schedule: {save_picture(plan, config)}"
+
+
+def save_picture(plan: Plan, config: RunConfig) -> Path:
+    """Draws the schedule into output_dir. Raises UserError where that cannot be written."""
+    from training.planner.timeline_plot import draw_timelines  # matplotlib takes as long to import as all else here
+
+    folder = RunFolder(config.output_dir if config.output_dir != NOT_GIVEN else "outputs/plan")
+    folder.check_writable()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    file = folder.path / "schedule.png"
+    draw_timelines([predicted_timeline(plan)], f"{Path(config.output_dir).name}, {plan.layout.describe()}", file)
+    return file
+
+
+def check_world_size(config: RunConfig) -> int:
+    """The number of ranks to plan for. Raises UserError when it is not given, or is no multiple of the stages."""
+    if config.world_size is None:
+        raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
+    if config.world_size < 1:
+        raise UserError(f"world_size={config.world_size}: at least 1")
+    width = config.tensor_parallel_size
+    replica = width * (config.num_stages if config.plan is True else 1)
+    if min(width, config.num_stages) >= 1 and config.world_size % replica:
+        above = -(-config.world_size // replica) * replica
+        nearest = f"{above - replica} or {above}" if above > replica else f"{above}"
+        keys = [f"num_stages={config.num_stages}"] * (config.plan is True) + [f"tensor_parallel_size={width}"] * (
+            width > 1
+        )
+        raise UserError(
+            f"world_size={config.world_size} is no multiple of {' x '.join(keys)}; the nearest is {nearest}"
+        )
+    return config.world_size
+
+
+def load_architecture(config: RunConfig) -> PretrainedConfig:
+    """The weights' own config.json where `model_name_or_path` exists, else what `conf/model/` states.
+
+    Raises UserError when there is neither, or when they differ.
+    """
+    path = Path(config.model_name_or_path).expanduser()
+    if path.exists():
+        folder = path.parent if path.name.startswith("global_step") else path
+        architecture = load_config(folder, config.trust_remote_code)
+        check_model_fields(config.model, architecture, str(folder))
+    elif config.model:
+        architecture = parse_config(config.model, Path("conf/model"))
+    else:
+        where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
+        raise UserError(
+            f"{where}model=from_checkpoint states no architecture to plan; choose one of conf/model, such as model=llama_7b"
+        )
+    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
+    check_length(architecture, config.max_seq_length)
+    return architecture
+
+
+def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
+    """The plan of exactly this config on complete `hardware`."""
+    layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
+    check_freeze(config, layers)
+    costs = count_costs(config, architecture, layers, layout)
+    fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
+    if config.hardware.peak_flops is None:  # this machine
+        if layout.tensor_parallel_size > 1:
+            raise UserError(
+                f"hardware={config.hardware.name} times whole layers; with tensor_parallel_size={layout.tensor_parallel_size} choose another hardware"
+            )
+        costs, hardware = profile_layers(config, architecture, layout, costs, hardware)
+    return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
+
+
+def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
+    """Optimizer steps of the whole run: max_steps, or from the lines of a JSONL train_file; None when neither is there."""
+    if config.max_steps is not None:
+        return config.max_steps
+    file = Path(str(config.train_file))
+    if file.suffix != ".jsonl" or not file.is_file():
+        return None
+    with open(file, "rb") as lines:
+        num_samples = sum(1 for line in lines if line.strip())
+    return max(1, round(config.num_train_epochs * (num_samples // global_batch_size)))

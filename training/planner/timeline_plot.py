@@ -1,0 +1,81 @@
+"""Steps as a picture: a row a stage, forward and backward passes in their places, communication, white where a stage waits.
+
+A long step is shown by its beginning and its end, where the bubble is; the middle repeats. Steps in one picture have one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # without pyplot: it takes twice as long to import, and no window is opened
+from matplotlib.patches import Patch
+
+from training.planner.report import render_seconds
+from training.planner.timeline import Timeline, Work
+
+COLORS = {Work.forward: "#4c8eda", Work.backward: "#e0903c", Work.communication: "#4f9d69", Work.optimizer: "#8d83b8"}
+MICRO_BATCHES_SHOWN = 2  # times the stages, at each end
+DIGIT = 0.008  # of the shown time: a narrower pass has no room for a digit of its number
+
+
+def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> None:
+    """Writes a PNG. timelines: of the same stages and micro-batches, one below the other."""
+    windows = choose_windows(timelines)
+    num_stages = timelines[0].num_stages
+    shown = [(timeline, window) for timeline, of_it in zip(timelines, windows, strict=True) for window in of_it]
+    figure = Figure(figsize=(10, 0.5 + len(shown) * (0.9 + 0.32 * num_stages)), layout="constrained")
+    rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for axes, (timeline, window) in zip(rows, shown, strict=True):
+        _draw_window(axes, timeline, *window)
+        if window[0] == 0:
+            axes.set_title(
+                f"{timeline.label}: step {render_seconds(timeline.end)}, bubble {timeline.bubble:.1%}",
+                loc="left",
+                fontsize=10,
+            )
+    figure.suptitle(title)
+    handles = [Patch(color=color, label=work.value) for work, color in COLORS.items()]
+    handles.append(Patch(facecolor="white", edgecolor="gray", label="idle"))
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
+    rows[-1].set_xlabel("seconds from the start of the step", loc="left")
+    figure.savefig(file, dpi=140)
+
+
+def choose_windows(timelines: Sequence[Timeline]) -> list[list[tuple[float, float]]]:
+    """The stretches of time to show of each: the whole step, or its two ends when it is long."""
+    end = max(timeline.end for timeline in timelines)
+    shown = MICRO_BATCHES_SHOWN * timelines[0].num_stages
+    if timelines[0].num_micro_batches <= 2 * shown:
+        return [[(0.0, end)] for _ in timelines]
+    width = end * shown / timelines[0].num_micro_batches
+    return [[(0.0, width), (max(timeline.end, width) - width, max(timeline.end, width))] for timeline in timelines]
+
+
+def _draw_window(axes: Axes, timeline: Timeline, start: float, stop: float) -> None:
+    visible = [span for span in timeline.spans if span.stop > start and span.start < stop]
+    for stage_id in range(timeline.num_stages):
+        for work, color in COLORS.items():
+            bars = [
+                (span.start, span.stop - span.start)
+                for span in visible
+                if span.stage_id == stage_id and span.work is work
+            ]
+            axes.broken_barh(bars, (stage_id - 0.45, 0.9), facecolors=color, edgecolor="white", linewidth=0.5)
+    for span in visible:
+        number = "" if span.micro_batch is None else str(span.micro_batch)
+        if span.stop - span.start > DIGIT * len(number) * (stop - start) and start <= span.start and span.stop <= stop:
+            axes.text(
+                (span.start + span.stop) / 2,
+                span.stage_id,
+                number,
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color="white",
+            )
+    axes.set(
+        xlim=(start, stop), ylim=(timeline.num_stages - 0.5, -0.5), yticks=range(timeline.num_stages), ylabel="stage"
+    )
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,0 @@
-"""The dtype that parameters and activations have under each `precision`."""
-
-from __future__ import annotations
-
-import torch
-
-from training.config import Precision
-
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
