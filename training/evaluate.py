@@ -8,8 +8,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from filesystem import write_atomically
 from models.losses.dpo import DPOLoss
-from training.checkpoint.run_folder import RunFolder, write_atomically
+from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import step_of
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig

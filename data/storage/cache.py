@@ -4,7 +4,6 @@ A folder's name is a hash of everything that its tokens depend on. So whatever c
 folder and is tokenized again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from data.components import TARGET, describe_code, find_component
 from data.encoders.sample import Encoder
 from data.sources.records import COMPONENT_PREFIX, HUB_PREFIX
 from errors import UserError
+from filesystem import lock_file
 
 FORMAT_VERSION = 4  # raise it when the same options begin to give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
@@ -64,18 +64,15 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
 @contextmanager
 def lock_folder(path: Path, log: Callable[[str], None]) -> Iterator[None]:
     """A kernel lock on what is made at `path`: it ends with the process that holds it, however that ends. The empty file stays."""
-    lock = path.with_suffix(".lock")
+    file = path.with_suffix(".lock")
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "w")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(
+            file, lambda: log(f"waiting for another process that tokenizes the same data (it holds {file})")
+        )
     except OSError as error:
         raise UserError(
             f"the cache of tokenized data cannot be written: {error}; choose another folder with data.cache_dir"
         ) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"waiting for another process that tokenizes the same data (it holds {lock})")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with lock:
         yield

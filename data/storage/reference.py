@@ -4,10 +4,11 @@
 appears whole, by a rename, or not at all.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
+
+from filesystem import write_atomically
 
 
 def reference_path(folder: Path, model_id: str) -> Path:
@@ -29,9 +30,4 @@ def is_whole(file: Path, num_samples: int) -> bool:
 
 def save_reference(file: Path, log_probabilities: np.ndarray, writer: int) -> None:
     """writer: the rank; several write the same bytes, each under a name of its own, and it does not matter whose stay."""
-    temporary = file.with_suffix(f".tmp{writer}")
-    with open(temporary, "wb") as stream:
-        np.save(stream, log_probabilities)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_atomically(file, lambda stream: np.save(stream, log_probabilities), writer=str(writer))

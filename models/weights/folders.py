@@ -7,9 +7,7 @@ name removes it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -19,7 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import BaseFileLock
+
 from errors import UserError
+from filesystem import exchange, lock_file, sync_to_disk
 from models.weights.tensor_files import load_json
 
 # What a tokenizer may consist of, by the names that transformers and sentencepiece give.
@@ -46,7 +47,6 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
 )
 LOCK_NAME = ".lock"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
 class StagedFolder:
@@ -96,7 +96,7 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)  # the unfinished folder, or the old one that the new one replaced
         if lock is not None:
-            os.close(lock)
+            lock.release()
 
 
 def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None = None) -> None:
@@ -163,11 +163,11 @@ def remove_leftovers(output_dir: Path) -> None:
         except OSError:  # another process is writing it, or nobody can tell
             continue
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        lock.release()
 
 
-def _make_locked_folder(output_dir: Path) -> tuple[Path, int | None]:
-    """A new temporary sibling, and the descriptor that keeps it locked while this process lives (None: no locks on this disk)."""
+def _make_locked_folder(output_dir: Path) -> tuple[Path, BaseFileLock | None]:
+    """A new temporary sibling, and the lock that this process holds on it while it lives (None: no locks on this disk)."""
     while True:
         path = output_dir.with_name(f"{output_dir.name}.tmp-{secrets.token_hex(4)}")
         path.mkdir()
@@ -181,18 +181,12 @@ def _make_locked_folder(output_dir: Path) -> tuple[Path, int | None]:
             return path, None
 
 
-def _lock(path: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed. Raises BlockingIOError when another process holds it.
+def _lock(path: Path) -> BaseFileLock:
+    """Holds the folder's lock. Raises BlockingIOError when another process does.
 
     The lock is a file in the folder and not the folder itself: NFS locks only what is open for writing.
     """
-    lock = os.open(path / LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+    return lock_file(path / LOCK_NAME)
 
 
 def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
@@ -208,27 +202,7 @@ def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
     sync_to_disk(output_dir.parent)
 
 
-def exchange(new: Path, old: Path) -> None:
-    """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing removes."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 and renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
-        return
-    aside = old.with_name(f"{old.name}.old-{secrets.token_hex(4)}")
-    os.rename(old, aside)
-    os.rename(new, old)
-    os.rename(aside, new)
-
-
 def drop_from_memory(file: Path) -> None:
     """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing happens."""
     with open(file, "rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's own entries (names), are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

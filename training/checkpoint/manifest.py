@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from models.weights.folders import sync_to_disk
+from filesystem import sync_to_disk
 
 MANIFEST_NAME = "manifest.json"
 _CHUNK = 8 * 2**20  # bytes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from filelock import BaseFileLock
 
 from errors import UserError
-from models.weights.folders import sync_to_disk
+from filesystem import lock_file, write_atomically
 
 
 class RunFolder:
@@ -21,7 +22,7 @@ class RunFolder:
         self.export = self.path / "hf"
         self.plan = self.path / "plan.txt"
         self.completed = self.path / "completed.json"
-        self._lock: TextIO | None = None
+        self._lock: BaseFileLock | None = None
 
     def check_writable(self) -> None:
         """Raises UserError for a folder that cannot be written."""
@@ -54,9 +55,8 @@ class RunFolder:
         The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_file(self.path / ".lock")
         except BlockingIOError:
             raise UserError(
                 f"output_dir={self.path} is in use by another run that has not ended; take another output_dir"
@@ -71,19 +71,8 @@ class RunFolder:
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
     def write_completed(self, record: dict[str, Any]) -> None:
         """The completion record: whoever supervises the run reads this, not the launcher's exit code."""
         write_atomically(self.completed, json.dumps(record, indent=2) + "\n")
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """A reader sees the old content or the new, never a part; it is on disk when this returns."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, file)
-    sync_to_disk(file.parent)

@@ -28,15 +28,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from console import progress
 from errors import UserError
+from filesystem import exchange, sync_to_disk, write_atomically
 from models.weights.conversion import ENGINE_STATE, ENGINE_STATE_NAME
-from models.weights.folders import check_disk_space, exchange, sync_to_disk
+from models.weights.folders import check_disk_space
 from models.weights.safetensors_writer import TensorInfo, write_safetensors_to
 from models.weights.sources import layer_file
 from models.weights.torch_writer import save_torch
 from training.checkpoint import optimizer_state
 from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import prune_checkpoints
-from training.checkpoint.run_folder import write_atomically
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.distributed.ranks import raise_together
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from console import Progress, is_terminal, say
-from training.checkpoint.run_folder import write_atomically
+from filesystem import write_atomically
 
 Record = dict[str, Any]  # numbers; a list of them has a figure a stage
 

@@ -14,6 +14,7 @@ import torch
 from support.model_folders import convert, export
 from support.tiny import save_llama
 
+import filesystem
 from errors import UserError
 from models.weights import conversion, folders
 from models.weights.sources import open_weights
@@ -55,7 +56,7 @@ def test_overwrite_replaces_once_the_new_one_is_whole(tmp_path: Path) -> None:
 
 
 def test_overwrite_without_an_atomic_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: None)
+    monkeypatch.setattr(filesystem.ctypes, "CDLL", lambda *_, **__: None)
     test_overwrite_replaces_once_the_new_one_is_whole(tmp_path)
 
 
@@ -123,7 +124,7 @@ def test_a_full_disk_is_told_before_and_survived_during(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    fails_in = ((convert, tmp_path / "hf", (folders.os, "fsync")), (export, pipeline, (conversion, "_write_json")))
+    fails_in = ((convert, tmp_path / "hf", (filesystem.os, "fsync")), (export, pipeline, (conversion, "_write_json")))
     for go, source, target in fails_in:
         with monkeypatch.context() as patch:
             patch.setattr(*target, refuse)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
+from filesystem import write_atomically
 from training.checkpoint import run_folder
-from training.checkpoint.run_folder import RunFolder, write_atomically
+from training.checkpoint.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = """

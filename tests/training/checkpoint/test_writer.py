@@ -163,7 +163,7 @@ def test_a_step_that_is_saved_again_replaces_the_old(
     save(writer, 2)
     monkeypatch.setitem(TENSORS, "layer_00-model_states.pt", 3.0)
     if not atomic:
-        monkeypatch.setattr("models.weights.folders.RENAME_EXCHANGE", 1 << 30)  # no such flag, as on NFS
+        monkeypatch.setattr("filesystem.RENAME_EXCHANGE", 1 << 30)  # no such flag, as on NFS
     save(writer, 2)
     assert torch.load(latest(tmp_path) / "layer_00-model_states.pt", weights_only=True)["x@0"][0, 0] == 3.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]

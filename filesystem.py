@@ -1,0 +1,75 @@
+"""What is on a disk, whole or not at all: atomic writes and renames, flushing, and locks between processes.
+
+A rename is atomic and a flush is not, so whatever must not be seen in part is written under a temporary name, flushed, and renamed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's own entries (names), are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(file: Path, content: str | Callable[[Any], object], writer: str = "") -> None:
+    """A reader sees the old content or the new, never a part; it is on disk when this returns.
+
+    content: the text, or what writes bytes into the open file that it is given. writer: tells apart several processes that write the
+    same file at the same time; each has a temporary file of its own.
+    """
+    temporary = file.with_name(f".{file.name}.tmp{writer}")
+    with open(temporary, "wb") as stream:
+        if callable(content):
+            content(stream)
+        else:
+            stream.write(content.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, file)
+    sync_to_disk(file.parent)
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing removes."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 and renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
+        return
+    aside = old.with_name(f"{old.name}.old-{secrets.token_hex(4)}")
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+def lock_file(file: Path, on_wait: Callable[[], None] | None = None) -> BaseFileLock:
+    """Holds the kernel's lock on `file` until it is released or this process ends, however it ends. The empty file stays.
+
+    on_wait: called once when another process holds the lock, which is then waited for. Without it, raises BlockingIOError.
+    Raises OSError where the file system has no locks.
+    """
+    lock = FileLock(file, fallback_to_soft=False)  # a soft lock outlives a process that is killed
+    try:
+        lock.acquire(timeout=0)
+    except NotImplementedError as error:
+        raise OSError(errno.ENOSYS, str(error), str(file)) from None
+    except Timeout:
+        if on_wait is None:
+            raise BlockingIOError(f"{file} is locked by another process") from None
+        on_wait()
+        lock.acquire()
+    return lock
