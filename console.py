@@ -1,7 +1,9 @@
-"""What a person sees of a command: lines, panels, and one bar at a time. On a terminal they fit its width; elsewhere all is plain lines.
+"""What a person sees of a command: lines, panels, and one bar at a time. On a terminal they fit its width; elsewhere
+all is plain lines.
 
-Everything that is meant for a person is said here, on stderr as it was when the process started, even after `redirect_to_console` has sent
-the libraries' words elsewhere. A bar that begins takes the place of the one before it and gives it back when it ends.
+Everything that is meant for a person is said here, on stderr as it was when the process started, even after
+`redirect_to_console` has sent the libraries' words elsewhere. A bar that begins takes the place of the one before it
+and gives it back when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def stream() -> TextIO:
 
 
 def redirect_to_console(log: Path) -> None:
-    """What this process, libraries of other languages included, writes to stdout and stderr goes to `log`; what is said here does not."""
+    """What this process, libraries of other languages included, writes to stdout and stderr goes to `log`; what is
+    said here does not."""
     global _kept
     _kept = open(os.dup(stream().fileno()), "w", buffering=1, errors="backslashreplace")
     with open(log, "a") as file:
@@ -59,7 +62,8 @@ def measure_width(of: TextIO) -> int | None:
 
 
 def fit(text: str, width: int | None, indent: str = "  ") -> str:
-    """Breaks lines between words where they are longer than `width`, and indents what follows. A path is never broken, so it can be copied."""
+    """Breaks lines between words where they are longer than `width`, and indents what follows. A path is never
+    broken, so it can be copied."""
     if width is None:
         return text
     return "\n".join(line if len(line) <= width else _wrap(line, width, indent) for line in text.split("\n"))
@@ -122,7 +126,8 @@ class Progress:
         shown: bool = True,
         stays: bool = False,
     ) -> None:
-        """unit: "B" is scaled. shown: False on a rank that keeps quiet. stays: the bar is left on the screen at the end."""
+        """unit: "B" is scaled. shown: False on a rank that keeps quiet. stays: the bar is left on the screen at the
+        end."""
         self._what, self._total, self._unit, self._done, self._shown = what, total, unit, done, shown
         self._next_line = time.monotonic() + _SECONDS_BEFORE_LINE
         self._bar: tqdm | None = None
@@ -132,10 +137,19 @@ class Progress:
                 bar.clear()
                 bar.disable = True
             self._bar = tqdm(
-                desc=what, total=total, unit=unit if unit == "B" else f" {unit}" if unit else "", unit_scale=unit == "B", initial=done, leave=stays,
-                file=stream(), dynamic_ncols=True, miniters=1, position=0, delay=0 if below or stays else _SECONDS_BEFORE_BAR,
+                desc=what,
+                total=total,
+                unit=unit if unit == "B" else f" {unit}" if unit else "",
+                unit_scale=unit == "B",
+                initial=done,
+                leave=stays,
+                file=stream(),
+                dynamic_ncols=True,
+                miniters=1,
+                position=0,
+                delay=0 if below or stays else _SECONDS_BEFORE_BAR,
                 bar_format=_COUNT if total is None else _BAR,
-            )  # fmt: skip
+            )
         _alive.append(self)
 
     def advance(self, count: float = 1) -> None:

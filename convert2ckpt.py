@@ -3,7 +3,8 @@
     python convert2ckpt.py --model_name_or_path HF_DIR --output_dir CKPT_DIR
     python convert2ckpt.py --to_hf --model_name_or_path CKPT_DIR --output_dir HF_DIR
 
-It streams: a model of any size converts on a machine that holds one of its layers. The work is in `models/weights/conversion.py`.
+It streams: a model of any size converts on a machine that holds one of its layers. The work is in
+`models/weights/conversion.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError("--unpad_vocab goes with --to_hf")
     if args.to_hf and args.pad_vocab_to_multiple_of != 1:
         raise UserError(
-            "the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with --to_hf"
+            "the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with "
+            "--to_hf"
         )
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")

@@ -1,6 +1,7 @@
 """What is on a disk, whole or not at all: atomic writes and renames, flushing, and locks between processes.
 
-A rename is atomic and a flush is not, so whatever must not be seen in part is written under a temporary name, flushed, and renamed.
+A rename is atomic and a flush is not, so whatever must not be seen in part is written under a temporary name, flushed,
+and renamed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def sync_to_disk(path: Path) -> None:
 def write_atomically(file: Path, content: str | Callable[[Any], object], writer: str = "") -> None:
     """A reader sees the old content or the new, never a part; it is on disk when this returns.
 
-    content: the text, or what writes bytes into the open file that it is given. writer: tells apart several processes that write the
-    same file at the same time; each has a temporary file of its own.
+    content: the text, or what writes bytes into the open file that it is given. writer: tells apart several processes
+    that write the same file at the same time; each has a temporary file of its own.
     """
     temporary = file.with_name(f".{file.name}.tmp{writer}")
     with open(temporary, "wb") as stream:
@@ -46,7 +47,8 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing removes."""
+    """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing
+    removes."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 and renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
         return
@@ -57,10 +59,11 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def lock_file(file: Path, on_wait: Callable[[], None] | None = None) -> BaseFileLock:
-    """Holds the kernel's lock on `file` until it is released or this process ends, however it ends. The empty file stays.
+    """Holds the kernel's lock on `file` until it is released or this process ends, however it ends. The empty file
+    stays.
 
-    on_wait: called once when another process holds the lock, which is then waited for. Without it, raises BlockingIOError.
-    Raises OSError where the file system has no locks.
+    on_wait: called once when another process holds the lock, which is then waited for. Without it, raises
+    BlockingIOError. Raises OSError where the file system has no locks.
     """
     lock = FileLock(file, fallback_to_soft=False)  # a soft lock outlives a process that is killed
     try:

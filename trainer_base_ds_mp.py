@@ -29,12 +29,14 @@ DEFAULT_CONFIG = "base"
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
-        gc.disable()  # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
+        # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
+        gc.disable()
         from training.planner.run import run_plan  # without DeepSpeed: a plan is there before that is imported
 
         run_plan(config)
         return
-    # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is for their developers
+    # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
+    # for their developers
     with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
         from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
 

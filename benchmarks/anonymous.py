@@ -1,4 +1,5 @@
-"""The anonymous memory of this process: pages of mapped files, which the kernel takes back when it wants them, are not counted."""
+"""The anonymous memory of this process: pages of mapped files, which the kernel takes back when it wants them, are
+not counted."""
 
 from __future__ import annotations
 

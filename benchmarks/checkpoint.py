@@ -1,10 +1,10 @@
-"""All that is promised of checkpoints, in one run: converting and exporting (convert.py), loading (load.py), and here saving and resuming
-a training state, against copies of the same bytes in memory and on the disk.
+"""All that is promised of checkpoints, in one run: converting and exporting (convert.py), loading (load.py), and here
+saving and resuming a training state, against copies of the same bytes in memory and on the disk.
 
     python benchmarks/checkpoint.py [--dir DIR] [--pairs 5] [--model_layers 17] [--state_layers 8]
 
-A model of 2.0 GB, and a random Llama in bf16 with fp32 weights and AdamW's moments, in one process (2.0 GB with 8 layers). What is compared runs
-in turn:
+A model of 2.0 GB, and a random Llama in bf16 with fp32 weights and AdamW's moments, in one process (2.0 GB with 8
+layers). What is compared runs in turn:
 
     stall    `save` until training can go on, asynchronously          : a copy of the state in memory
     save     `save` to the last byte on the disk, synchronously       : `cp -r` of the checkpoint, each file synced
@@ -132,13 +132,15 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
         ratios = sorted(ours / theirs for ours, theirs in times[name])
         seconds = statistics.median(ours for ours, _ in times[name])
         print(
-            f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {allowed} |",
+            f"| {name} | {seconds:.2f} | {against} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to "
+            f"{ratios[-1]:.2f}) | {allowed} |",
             file=sys.__stdout__,
         )
 
 
 def resume(step_dir: Path, run_config: Any) -> None:
-    """What a run does before its first step, but for the data and the engine's own buffers' allocation, which any start has."""
+    """What a run does before its first step, but for the data and the engine's own buffers' allocation, which any
+    start has."""
     assert find_damage(step_dir, 0, 1) is None
     engine = build_engine(open_weights(str(step_dir)), run_config)
     load_checkpoint(engine, step_dir, STATE)
@@ -152,9 +154,15 @@ def compose_config() -> Any:
 
     register_schema()
     overrides = [
-        "model_name_or_path=none", "train_file=none", "output_dir=none", "micro_batch_size=1", "global_batch_size=1", "precision=bf16",
-        "activation_checkpoint_interval=0", "warmup_ratio=0",
-    ]  # fmt: skip
+        "model_name_or_path=none",
+        "train_file=none",
+        "output_dir=none",
+        "micro_batch_size=1",
+        "global_batch_size=1",
+        "precision=bf16",
+        "activation_checkpoint_interval=0",
+        "warmup_ratio=0",
+    ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return OmegaConf.to_object(compose("base", overrides))
 

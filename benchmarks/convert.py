@@ -2,10 +2,10 @@
 
     python benchmarks/convert.py [--dir DIR] [--pairs 5] [--num_layers 17]
 
-A random Llama in bf16 (2.0 GB with 17 layers), several shards. Pairs are interleaved: `cp -r`, then the converter in a fresh
-process, again for the export. Both sides end with every byte on the disk (fsync of each file), both find the source in the page
-cache, and neither may share blocks with it. The converter's time is taken after its imports. DIR needs four times the model's
-size.
+A random Llama in bf16 (2.0 GB with 17 layers), several shards. Pairs are interleaved: `cp -r`, then the converter in a
+fresh process, again for the export. Both sides end with every byte on the disk (fsync of each file), both find the
+source in the page cache, and neither may share blocks with it. The converter's time is taken after its imports. DIR
+needs four times the model's size.
 """
 
 from __future__ import annotations
@@ -82,10 +82,12 @@ def run_pairs(root: Path, pairs: int, num_layers: int) -> None:
     size = sum(file.stat().st_size for file in (root / "hf").iterdir())
     print(f"Llama, bf16, {size / 1e9:.2f} GB, largest layer {largest / 1e6:.0f} MB.")
     print(
-        f"torch {torch.__version__}, {os.cpu_count()} cores. Medians of {pairs} interleaved pairs, both synced to disk.\n"
+        f"torch {torch.__version__}, {os.cpu_count()} cores. Medians of {pairs} interleaved pairs, both synced to "
+        "disk.\n"
     )
     print(
-        "| direction | cp, s | converter, s | speed / cp: median, least | required | peak memory / largest layer | allowed |"
+        "| direction | cp, s | converter, s | speed / cp: median, least | required | peak memory / largest layer | "
+        "allowed |"
     )
     print("|---|---|---|---|---|---|---|")
     for name in DIRECTIONS:
@@ -94,7 +96,8 @@ def run_pairs(root: Path, pairs: int, num_layers: int) -> None:
         converting = statistics.median(conversion.seconds for conversion in conversions[name])
         peak = max(conversion.peak_bytes for conversion in conversions[name])
         print(
-            f"| {name} | {copying:.2f} | {converting:.2f} | {statistics.median(ratios):.2f}, {min(ratios):.2f} | {REQUIRED_SPEED} "
+            f"| {name} | {copying:.2f} | {converting:.2f} | {statistics.median(ratios):.2f}, {min(ratios):.2f} | "
+            f"{REQUIRED_SPEED} "
             f"| {peak / 1e6:.1f} MB / {largest / 1e6:.0f} MB = {peak / largest:.2f} | 2 |"
         )
 

@@ -1,13 +1,14 @@
 """What packing saves, what the loader costs, and tokenizing beside a bare `datasets.map`.
 
-    python benchmarks/data.py --file train.jsonl [--prompt_field question --completion_field answer] [--rounds 5] [--steps 2] [--num_proc 1 2]
+    python benchmarks/data.py --file train.jsonl [--prompt_field question --completion_field answer] [--rounds 5]
+    [--steps 2] [--num_proc 1 2]
         [--scale 10 200 2000 [--tokenize_up_to 200]]
 
-One process trains the demo's small Llama on the same records in three ways that take turns in every round: packed rows, samples
-padded to the longest of their global batch, and samples padded to `max_seq_length`. Rates are tokens without padding. A global batch is
-16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples. Printed are medians over the rounds of the ratios
-within a round.
-With `--scale`, sizes in MB of text: memory and start from little text to much (benchmarks/data_scale.py), and the wait for data at the largest.
+One process trains the demo's small Llama on the same records in three ways that take turns in every round: packed rows,
+samples padded to the longest of their global batch, and samples padded to `max_seq_length`. Rates are tokens without
+padding. A global batch is 16 samples, or 4 packed rows, which is about as many tokens where a row holds four samples.
+Printed are medians over the rounds of the ratios within a round. With `--scale`, sizes in MB of text: memory and start
+from little text to much (benchmarks/data_scale.py), and the wait for data at the largest.
 """
 
 from __future__ import annotations
@@ -82,11 +83,19 @@ def build_config(folder: Path, arguments: argparse.Namespace, *overrides: str) -
         else [f"train_file={os.path.abspath(arguments.file)}"]
     )
     given = [
-        *defaults, f"model_name_or_path={folder}/model", f"output_dir={folder}/out",
-        f"data.cache_dir={folder}/cache", f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
-        f"max_seq_length={arguments.max_seq_length}", "micro_batch_size=2", "global_batch_size=16",
-        "precision=fp32", "activation_checkpoint_interval=0", *overrides,
-    ]  # fmt: skip
+        *defaults,
+        f"model_name_or_path={folder}/model",
+        f"output_dir={folder}/out",
+        f"data.cache_dir={folder}/cache",
+        f"data.prompt_field={arguments.prompt_field}",
+        f"data.completion_field={arguments.completion_field}",
+        f"max_seq_length={arguments.max_seq_length}",
+        "micro_batch_size=2",
+        "global_batch_size=16",
+        "precision=fp32",
+        "activation_checkpoint_interval=0",
+        *overrides,
+    ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return OmegaConf.to_object(compose("base", given))
 
@@ -233,14 +242,16 @@ def report_tokenizing(ratios: dict[int, list[float]]) -> None:
 
 def report_training(ways: dict[str, Way]) -> None:
     print(
-        "| rows | filled | tokens/s | / padded to max_seq_length: median | least - most | share of time waiting for data |"
+        "| rows | filled | tokens/s | / padded to max_seq_length: median | least - most | share of time waiting for "
+        "data |"
     )
     print("|---|---|---|---|---|---|")
     for name, way in ways.items():
         ratios = [rate / reference for rate, reference in zip(way.rates, ways[REFERENCE].rates)]
         waiting = sum(way.waits) / way.seconds
         print(
-            f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | {waiting:.3%} |"
+            f"| {name} | {way.fill:.1%} | {statistics.median(way.rates):,.0f} | {describe_ratios(ratios)} | "
+            f"{waiting:.3%} |"
         )
 
 

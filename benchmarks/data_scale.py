@@ -1,9 +1,10 @@
 """Memory and start of the data, from little text to much. `benchmarks/data.py --scale 10 2000` runs it.
 
-Each size is a file of that many MB of text, made of the given records. What is measured is measured in a process of its own: tokenizing it
-with two processes, and then the loaders of a first, a middle and a last stage, packed, which start from the cache as a run does. Memory is
-anonymous (RssAnon): what lies mapped from files is the kernel's to take back. A size beyond `--tokenize_up_to` gets a cache of that size that
-repeats the tokens of a smaller one, and a file of holes; all that follows is the real thing.
+Each size is a file of that many MB of text, made of the given records. What is measured is measured in a process of its
+own: tokenizing it with two processes, and then the loaders of a first, a middle and a last stage, packed, which start
+from the cache as a run does. Memory is anonymous (RssAnon): what lies mapped from files is the kernel's to take back. A
+size beyond `--tokenize_up_to` gets a cache of that size that repeats the tokens of a smaller one, and a file of holes;
+all that follows is the real thing.
 """
 
 from __future__ import annotations
@@ -109,8 +110,11 @@ def repeat_cache(config_of: Callable[[], Any], config_to: Callable[[], Any], tim
     source, path = (find_cache(build()) for build in (config_of, config_to))
     data = TokenizedDataset(source, True, True)
     columns = {
-        "input_ids": data._columns["input_ids"], "labels": data._columns["labels"], "length": data.lengths, "num_targets": data.num_targets,
-    }  # fmt: skip
+        "input_ids": data._columns["input_ids"],
+        "labels": data._columns["labels"],
+        "length": data.lengths,
+        "num_targets": data.num_targets,
+    }
     path.mkdir(parents=True)
     with TokenizedWriter(path, 1) as writer:
         for _ in range(round(times)):
@@ -214,13 +218,22 @@ class Peaks:
 
 
 def print_table(measured: dict[int, tuple[Tokenized | None, int, dict[str, Loaded]]]) -> None:
-    print("| text | tokens on disk | tokenized in | memory of the process that reads and writes | of one that tokenizes | start from the cache | "
-          "loader of the first stage | of a middle one | of the last | a micro-batch of the first | of the last |")  # fmt: skip
+    print(
+        "| text | tokens on disk | tokenized in | memory of the process that reads and writes | of one that tokenizes "
+        "| start from the cache | "
+        "loader of the first stage | of a middle one | of the last | a micro-batch of the first | of the last |"
+    )
     print("|---" * 11 + "|")
     for size, (tokenized, token_bytes, stages) in measured.items():
-        spent = ["(repeated)", "", ""] if tokenized is None else [
-            f"{tokenized.seconds:,.1f} s ({size / tokenized.seconds:.2f} MB/s)", f"{tokenized.main / MB:,.0f} MB", f"{tokenized.worker / MB:,.0f} MB",
-        ]  # fmt: skip
+        spent = (
+            ["(repeated)", "", ""]
+            if tokenized is None
+            else [
+                f"{tokenized.seconds:,.1f} s ({size / tokenized.seconds:.2f} MB/s)",
+                f"{tokenized.main / MB:,.0f} MB",
+                f"{tokenized.worker / MB:,.0f} MB",
+            ]
+        )
         slowest = max(stage.start for stage in stages.values())
         memory = [f"{stages[name].memory / MB:,.1f} MB" for name in STAGES]
         pace = [f"{stages[name].micro_batch * 1000:.2f} ms" for name in ("first", "last")]

@@ -1,13 +1,17 @@
-"""Llama shapes on a machine with GPUs: this trainer at one stage and at as many as there are GPUs, beside the `Trainer` of transformers.
+"""Llama shapes on a machine with GPUs: this trainer at one stage and at as many as there are GPUs, beside the `Trainer`
+of transformers.
 
-    python benchmarks/gpu.py [--shapes 1b,3b,8b,8b-lora] [--gpus N] [--steps 5] [--global_batch_size 16] [--output gpu.md]
-    python benchmarks/gpu.py --device cpu --tiny                     two ranks on the CPU, seconds, to see that all works
+    python benchmarks/gpu.py [--shapes 1b,3b,8b,8b-lora] [--gpus N] [--steps 5] [--global_batch_size 16] [--output
+    gpu.md]
+    python benchmarks/gpu.py --device cpu --tiny                     two ranks on the CPU, seconds, to see that all
+    works
 
-Random weights, bf16, sequences of 4,096 tokens, one a micro-batch, every layer checkpointed, AdamW, clipping. tokens/s: the median step
-after two that warm up. MFU by the convention of docs/plan.md: 6 N a token and attention in full, recomputation not, LoRA as if all were
-trained. Peak: what PyTorch allocated on the fullest GPU. This trainer keeps fp32 master weights and moments (ZeRO-1), so the `Trainer`
-runs twice: with fp32 weights under autocast, which is the same work, and with nothing but bf16, which is less. On several GPUs it runs
-data-parallel. A run that ends out of memory, or otherwise, is a row that says so. Nothing is installed or downloaded.
+Random weights, bf16, sequences of 4,096 tokens, one a micro-batch, every layer checkpointed, AdamW, clipping. tokens/s:
+the median step after two that warm up. MFU by the convention of docs/plan.md: 6 N a token and attention in full,
+recomputation not, LoRA as if all were trained. Peak: what PyTorch allocated on the fullest GPU. This trainer keeps fp32
+master weights and moments (ZeRO-1), so the `Trainer` runs twice: with fp32 weights under autocast, which is the same
+work, and with nothing but bf16, which is less. On several GPUs it runs data-parallel. A run that ends out of memory, or
+otherwise, is a row that says so. Nothing is installed or downloaded.
 """
 
 from __future__ import annotations
@@ -51,16 +55,24 @@ _8B = {
 }
 SHAPES: dict[str, dict[str, Any]] = {  # of Llama 3.2 and 3
     "1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
     "3b": {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
     "8b": _8B,
     "8b-lora": _8B,
-}  # fmt: skip
+}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 176,
@@ -93,9 +105,15 @@ class Job:
         from benchmarks.workload import compose_run
 
         return compose_run(
-            f"num_stages={num_stages}", "micro_batch_size=1", f"global_batch_size={self.global_batch_size}", f"max_seq_length={self.seq_length}",
-            "precision=bf16", "activation_checkpoint_interval=1", "data.pad_to=max_seq_length", f"adapter={'lora' if self.lora else 'none'}",
-        )  # fmt: skip
+            f"num_stages={num_stages}",
+            "micro_batch_size=1",
+            f"global_batch_size={self.global_batch_size}",
+            f"max_seq_length={self.seq_length}",
+            "precision=bf16",
+            "activation_checkpoint_interval=1",
+            "data.pad_to=max_seq_length",
+            f"adapter={'lora' if self.lora else 'none'}",
+        )
 
 
 @dataclass(frozen=True)
@@ -276,11 +294,22 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
             marks.append(time.perf_counter())
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
-        max_steps=WARM_UP + job.steps, optim="adamw_torch_fused", max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, ddp_find_unused_parameters=False, use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no",
-        report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
+        max_steps=WARM_UP + job.steps,
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        bf16=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        ddp_find_unused_parameters=False,
+        use_cpu=job.device == "cpu",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     (input_ids, _), _ = next(repeat_batch(1, job.seq_length, job.vocab_size))
     dataset = [{"input_ids": input_ids[0], "labels": input_ids[0]}] * (job.global_batch_size * (WARM_UP + job.steps))
     memory.start()

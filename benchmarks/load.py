@@ -2,9 +2,10 @@
 
     python benchmarks/load.py [--dir DIR] [--num_layers 17] [--num_stages 1 2 4]
 
-A random Llama in bf16 (2.0 GB with 17 layers), as a Hugging Face folder and converted, read by as many processes as there are stages into
-the training dtype. Memory is the anonymous memory that a rank adds at its peak; pages of mapped files are the kernel's. Bytes read are those
-that the disk gave (`read_bytes` in /proc/self/io), after the files have been dropped from the page cache.
+A random Llama in bf16 (2.0 GB with 17 layers), as a Hugging Face folder and converted, read by as many processes as
+there are stages into the training dtype. Memory is the anonymous memory that a rank adds at its peak; pages of mapped
+files are the kernel's. Bytes read are those that the disk gave (`read_bytes` in /proc/self/io), after the files have
+been dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def run(root: Path, num_layers: int, num_stages: list[int]) -> None:
             memory = max(rank["peak_bytes"] / rank["stage_bytes"] for rank in ranks)
             read = sum(rank["read_bytes"] for rank in ranks) / size
             print(
-                f"| {source}, {size / 1e9:.2f} GB | {count} | {memory:.2f} | {ALLOWED_MEMORY} | {read:.2f} | {ALLOWED_READ} |"
+                f"| {source}, {size / 1e9:.2f} GB | {count} | {memory:.2f} | {ALLOWED_MEMORY} | {read:.2f} | "
+                f"{ALLOWED_READ} |"
             )
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/loss.py [--vocab_size 128000] [--tokens 4096] [--hidden_size 512] [--precision bf16] [--rounds 7]
 
-Both run in this process on the same tensors, in turns; the ratios are taken within a round, since the machine's speed drifts. Memory is
-that of all tensors that live at once, beside the inputs. On a GPU if there is one.
+Both run in this process on the same tensors, in turns; the ratios are taken within a round, since the machine's speed
+drifts. Memory is that of all tensors that live at once, beside the inputs. On a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -95,14 +95,16 @@ def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
 def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:
     ratios = [ours / plain for ours, plain in zip(seconds["in pieces"], seconds["plain"], strict=True)]
     print(
-        f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, {arguments.precision}"
+        f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, "
+        f"{arguments.precision}"
     )
     print("| loss | peak, GiB | s, median |\n|---|---|---|")
     for name, peak in peaks.items():
         print(f"| {name} | {peak / 2**30:.2f} | {statistics.median(seconds[name]):.2f} |")
     print(f"peak: in pieces / plain = {peaks['in pieces'] / peaks['plain']:.3f}")
     print(
-        f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, {arguments.rounds} rounds)"
+        f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, "
+        f"{arguments.rounds} rounds)"
     )
 
 

@@ -1,7 +1,9 @@
-"""What `benchmarks/pipeline.py` compares with: each builder returns a function that takes one optimizer step of the same work.
+"""What `benchmarks/pipeline.py` compares with: each builder returns a function that takes one optimizer step of the
+same work.
 
-All of them run the same layers with the same loss in pieces, AdamW, and clipping by the global norm; the `Trainer` of transformers has its
-own model and loss. In bf16 the pipelines of torch keep fp32 master weights and sum gradients in fp32, as DeepSpeed's optimizer does.
+All of them run the same layers with the same loss in pieces, AdamW, and clipping by the global norm; the `Trainer` of
+transformers has its own model and loss. In bf16 the pipelines of torch keep fp32 master weights and sum gradients in
+fp32, as DeepSpeed's optimizer does.
 """
 
 from __future__ import annotations
@@ -111,10 +113,14 @@ def _start_engine(work: Work, module_class: type) -> Step:
 
     module = module_class(build_layer_specs(work.layers), num_stages=work.layout.num_stages, loss_fn=causal_lm_loss)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.layout.micro_batch_size, "gradient_accumulation_steps": work.micro_batches,
-        "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "bf16": {"enabled": work.dtype is torch.bfloat16}, "data_types": {"grad_accum_dtype": "fp32"},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": work.layout.micro_batch_size,
+        "gradient_accumulation_steps": work.micro_batches,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": work.dtype is torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), config=config
     )
@@ -123,7 +129,8 @@ def _start_engine(work: Work, module_class: type) -> Step:
 
 
 class _Chunk(nn.Module):
-    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: positions are made here."""
+    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: positions are made
+    here."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -202,7 +209,8 @@ def sum_in_fp32(master: nn.Parameter, parameter: torch.Tensor) -> None:
 
 
 def build_trainer(connection: Connection | None) -> Step:
-    """The `Trainer` of transformers, which waits in a process of its own with all cores; None on a rank that has nothing to do meanwhile."""
+    """The `Trainer` of transformers, which waits in a process of its own with all cores; None on a rank that has
+    nothing to do meanwhile."""
 
     def step() -> None:
         if connection is not None:
@@ -235,10 +243,20 @@ def serve_trainer(
     (input_ids, _), _ = next(repeat_batch(micro_batch_size, seq_length, model["vocab_size"]))
     rows = list(itertools.islice(itertools.cycle(input_ids), micro_batches * micro_batch_size))
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro_batch_size, gradient_accumulation_steps=micro_batches, max_steps=10**6,
-        optim="adamw_torch_fused", max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=True, save_strategy="no", logging_strategy="no",
-        report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=micro_batches,
+        max_steps=10**6,
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        bf16=precision == "bf16",
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     dataset = [{"input_ids": row, "labels": row} for row in rows]
     try:
         Trainer(LlamaForCausalLM(build_llama(**model)), arguments, train_dataset=dataset, callbacks=[Turns()]).train()

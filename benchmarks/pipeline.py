@@ -3,7 +3,8 @@
     python benchmarks/pipeline.py [--micro_batches 16] [--rounds 9]             against the bound and bare DeepSpeed
     python benchmarks/pipeline.py --runners all [--vocab_size 32000]            against everybody
 
-Two processes, each pinned to one core with one thread, take turns in every round at runners of the same layers, micro-batches and AdamW:
+Two processes, each pinned to one core with one thread, take turns in every round at runners of the same layers,
+micro-batches and AdamW:
 
     ours            this trainer's stages, loader and step
     ours-interleaved  the same with schedule=interleaved, two chunks a process
@@ -16,8 +17,8 @@ Two processes, each pinned to one core with one thread, take turns in every roun
     dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, balanced over what a process holds
     trainer         the `Trainer` of transformers in one process on both cores
 
-The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach. Printed are
-medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
+The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach.
+Printed are medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ RUNNERS = (
     "dualpipev",
     "trainer",
 )
-# With the default vocabulary the head is as much work as one decoder layer, so that two stages can be given the same: what is measured
-# is the pipeline, and not how well ten layers happen to divide by two.
+# With the default vocabulary the head is as much work as one decoder layer, so that two stages can be given the same:
+# what is measured is the pipeline, and not how well ten layers happen to divide by two.
 MODEL = {
     "hidden_size": 512,
     "intermediate_size": 1376,
@@ -155,11 +156,18 @@ def build_runners(
     from training.pipeline.partition import compute_bounds
 
     config = compose_run(
-        f"model_name_or_path={folder}/model", f"train_file={folder}/train.jsonl", f"output_dir={folder}/out", f"data.cache_dir={folder}/cache",
-        f"num_stages={NUM_STAGES}", f"micro_batch_size={arguments.micro_batch_size}", f"gradient_accumulation_steps={arguments.micro_batches}",
-        f"max_seq_length={arguments.seq_length}", "data.prompt_template='{prompt}'", f"precision={arguments.precision}",
+        f"model_name_or_path={folder}/model",
+        f"train_file={folder}/train.jsonl",
+        f"output_dir={folder}/out",
+        f"data.cache_dir={folder}/cache",
+        f"num_stages={NUM_STAGES}",
+        f"micro_batch_size={arguments.micro_batch_size}",
+        f"gradient_accumulation_steps={arguments.micro_batches}",
+        f"max_seq_length={arguments.seq_length}",
+        "data.prompt_template='{prompt}'",
+        f"precision={arguments.precision}",
         "activation_checkpoint_interval=0",
-    )  # fmt: skip
+    )
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = "sdpa"
     layers = build_layers(source.config)
@@ -183,8 +191,8 @@ def build_runners(
 
 
 def split_folded(layers: list[Any]) -> list[int]:
-    """Bounds of two chunks a process, the first and the last, the second and the last but one, ..., such that the process with the most
-    work has the least; then the largest chunk. By trying all."""
+    """Bounds of two chunks a process, the first and the last, the second and the last but one, ..., such that the
+    process with the most work has the least; then the largest chunk. By trying all."""
     from training.pipeline.partition import compute_work
 
     work, num_chunks = [compute_work(layer) for layer in layers], 2 * NUM_STAGES
@@ -229,18 +237,21 @@ def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -
     if "trainer" in rates:  # which one rank waits for
         rates["trainer"] = ranks[0]["trainer"]
     print(
-        f"\npp{NUM_STAGES}, {arguments.micro_batches} micro-batches of {arguments.micro_batch_size} x {arguments.seq_length}, vocabulary "
+        f"\npp{NUM_STAGES}, {arguments.micro_batches} micro-batches of {arguments.micro_batch_size} x "
+        f"{arguments.seq_length}, vocabulary "
         f"{arguments.vocab_size:,}, {arguments.precision}; medians of {arguments.rounds} rounds (least - most)\n"
     )
     print("| runner | tokens/s | ours / this |\n|---|---|---|")
     for name, values in rates.items():
         print(
-            f"| {name} | {describe(values, ',.0f')} | {describe([a / b for a, b in zip(rates['ours'], values)], '.3f')} |"
+            f"| {name} | {describe(values, ',.0f')} | "
+            f"{describe([a / b for a, b in zip(rates['ours'], values)], '.3f')} |"
         )
     if "copies" in rates:
         bound = arguments.micro_batches / (arguments.micro_batches + NUM_STAGES - 1)
         print(
-            f"\nours / ({bound:.3f} of the copies): {describe([a / (b * bound) for a, b in zip(rates['ours'], rates['copies'])], '.3f')}"
+            f"\nours / ({bound:.3f} of the copies): "
+            f"{describe([a / (b * bound) for a, b in zip(rates['ours'], rates['copies'])], '.3f')}"
         )
 
 

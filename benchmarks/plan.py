@@ -1,12 +1,13 @@
-"""The plan against reality, on this machine (`hardware=here`): step time and peak memory of runs of several models and layouts.
+"""The plan against reality, on this machine (`hardware=here`): step time and peak memory of runs of several models and
+layouts.
 
     python benchmarks/plan.py [--steps 5] [--rounds 3] [--only TEXT] [--small] [--output plan_against_reality.png]
 
-For each run the machine is measured as `plan=true hardware=here` does, then the run takes place: this trainer's stages, engine and step
-on random weights. Both alternate, `--rounds` times, and medians are compared, since the speed of a machine drifts. Memory is the most
-that is resident while training beyond what was after the imports, in a run of its own in which freed pieces go back to the system
-(MALLOC_MMAP_THRESHOLD_: glibc keeps those below 32 MB otherwise, some hundred MB), and compared where a rank needs 1 GB or more. Prints
-a table and draws both against their predictions.
+For each run the machine is measured as `plan=true hardware=here` does, then the run takes place: this trainer's stages,
+engine and step on random weights. Both alternate, `--rounds` times, and medians are compared, since the speed of a
+machine drifts. Memory is the most that is resident while training beyond what was after the imports, in a run of its
+own in which freed pieces go back to the system (MALLOC_MMAP_THRESHOLD_: glibc keeps those below 32 MB otherwise, some
+hundred MB), and compared where a rank needs 1 GB or more. Prints a table and draws both against their predictions.
 """
 
 from __future__ import annotations
@@ -54,17 +55,28 @@ class Run:
 
     def config(self) -> Any:
         return compose_run(
-            f"num_stages={self.pp}", f"micro_batch_size={self.micro_batch_size}", f"gradient_accumulation_steps={self.micro_batches}",
-            f"max_seq_length={self.seq_length}", f"activation_checkpoint_interval={self.checkpoint}", f"precision={self.precision}",
-            "data.pad_to=max_seq_length", "hardware=here", "plan=true", f"world_size={self.pp * self.dp}",
-        )  # fmt: skip
+            f"num_stages={self.pp}",
+            f"micro_batch_size={self.micro_batch_size}",
+            f"gradient_accumulation_steps={self.micro_batches}",
+            f"max_seq_length={self.seq_length}",
+            f"activation_checkpoint_interval={self.checkpoint}",
+            f"precision={self.precision}",
+            "data.pad_to=max_seq_length",
+            "hardware=here",
+            "plan=true",
+            f"world_size={self.pp * self.dp}",
+        )
 
     def architecture(self) -> Any:
         hidden, feed_forward, layers, heads, key_value_heads, vocabulary = MODELS[self.model]
         return build_llama(
-            hidden_size=hidden, intermediate_size=feed_forward, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=key_value_heads, vocab_size=vocabulary,
-        )  # fmt: skip
+            hidden_size=hidden,
+            intermediate_size=feed_forward,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            vocab_size=vocabulary,
+        )
 
 
 RUNS = [

@@ -1,10 +1,12 @@
-"""Start-up: from entering `PipelineModule`'s construction to weights loaded, beside DeepSpeed's own; and the time of a plan.
+"""Start-up: from entering `PipelineModule`'s construction to weights loaded, beside DeepSpeed's own; and the time of a
+plan.
 
     python benchmarks/startup.py [--pairs 7] [--num_layers 24] [--dir DIR]
 
-A Llama of 1.3 B parameters in bf16, as layer files in the page cache, on two ranks of one core each. In turns: this trainer's
-`StageModule`, and a bare `PipelineModule` with its default split that then loads the same files (`load_state_dir`) and is cast to bf16.
-No imports, no optimizer. The plan is the whole command, from the shell. DIR needs the size of the weights (2.7 GB).
+A Llama of 1.3 B parameters in bf16, as layer files in the page cache, on two ranks of one core each. In turns: this
+trainer's `StageModule`, and a bare `PipelineModule` with its default split that then loads the same files
+(`load_state_dir`) and is cast to bf16. No imports, no optimizer. The plan is the whole command, from the shell. DIR
+needs the size of the weights (2.7 GB).
 """
 
 from __future__ import annotations
@@ -55,9 +57,13 @@ def save_layers(folder: Path, arguments: argparse.Namespace) -> int:
 
     hidden = arguments.hidden_size
     config = build_llama(
-        hidden_size=hidden, intermediate_size=hidden * 43 // 16, num_hidden_layers=arguments.num_layers, num_attention_heads=hidden // 128,
-        num_key_value_heads=hidden // 128, vocab_size=32000,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=hidden * 43 // 16,
+        num_hidden_layers=arguments.num_layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=hidden // 128,
+        vocab_size=32000,
+    )
     config.save_pretrained(folder)
     (folder / "latest").write_text("global_step0")
     (folder / "global_step0").mkdir()

@@ -2,9 +2,10 @@
 
     python benchmarks/telemetry.py [--pairs 40] [--micro_batches 16]
 
-Two ranks of one core each, a Llama of two stages. One engine takes steps in pairs, one with the clock of `training/observability/stage_timer.py` and one
-without, in turns the first; printed is the median ratio, and beside it what the clock itself takes of a step when its marks are
-made and read around nothing, since a per cent of a step is less than the noise of a shared machine.
+Two ranks of one core each, a Llama of two stages. One engine takes steps in pairs, one with the clock of
+`training/observability/stage_timer.py` and one without, in turns the first; printed is the median ratio, and beside it
+what the clock itself takes of a step when its marks are made and read around nothing, since a per cent of a step is
+less than the noise of a shared machine.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def main() -> None:
     ratios = sorted(a / b for a, b in zip(timed, plain, strict=True))
     step = statistics.median(plain)
     print(
-        f"pp{NUM_STAGES}, {arguments.micro_batches} micro-batches, a step of {step * 1000:.0f} ms, {arguments.pairs} pairs"
+        f"pp{NUM_STAGES}, {arguments.micro_batches} micro-batches, a step of {step * 1000:.0f} ms, {arguments.pairs} "
+        "pairs"
     )
     print(
-        f"with the clock / without: {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.4f} - {ratios[3 * len(ratios) // 4]:.4f}, the middle half)"
+        f"with the clock / without: {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.4f} - "
+        f"{ratios[3 * len(ratios) // 4]:.4f}, the middle half)"
     )
     print(f"the clock alone: {alone * 1e6:.0f} us a step, {alone / step:.3%} of it, its sum over the ranks included")
 
@@ -49,9 +52,13 @@ def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], f
     from training.observability.stage_timer import MemoryPeak, StageTimer
 
     config = compose_run(
-        f"num_stages={NUM_STAGES}", f"micro_batch_size={MICRO_BATCH_SIZE}", f"gradient_accumulation_steps={micro_batches}", f"max_seq_length={SEQ_LENGTH}",
-        "precision=fp32", "activation_checkpoint_interval=0",
-    )  # fmt: skip
+        f"num_stages={NUM_STAGES}",
+        f"micro_batch_size={MICRO_BATCH_SIZE}",
+        f"gradient_accumulation_steps={micro_batches}",
+        f"max_seq_length={SEQ_LENGTH}",
+        "precision=fp32",
+        "activation_checkpoint_interval=0",
+    )
     architecture = build_llama(
         hidden_size=256,
         intermediate_size=688,
@@ -87,7 +94,8 @@ def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], f
 
 
 def measure_alone(micro_batches: int, rounds: int = 200) -> float:
-    """Seconds of a step whose instructions do nothing, timed, less those of the same step untimed; the least of a few."""
+    """Seconds of a step whose instructions do nothing, timed, less those of the same step untimed; the least of a
+    few."""
     from deepspeed.runtime.pipe import schedule
 
     from training.observability.stage_timer import MemoryPeak, StageTimer
@@ -97,10 +105,18 @@ def measure_alone(micro_batches: int, rounds: int = 200) -> float:
         _INSTRUCTION_MAP: ClassVar = {
             getattr(schedule, name): lambda engine, **arguments: None
             for name in (
-                "OptimizerStep", "ReduceGrads", "ReduceTiedGrads", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation",
-                "RecvActivation", "SendGrad", "RecvGrad",
+                "OptimizerStep",
+                "ReduceGrads",
+                "ReduceTiedGrads",
+                "LoadMicroBatch",
+                "ForwardPass",
+                "BackwardPass",
+                "SendActivation",
+                "RecvActivation",
+                "SendGrad",
+                "RecvGrad",
             )
-        }  # fmt: skip
+        }
 
         def train(self) -> None:
             for commands in schedule.TrainSchedule(micro_batches, NUM_STAGES, dist.get_rank()):

@@ -1,9 +1,11 @@
-"""What sharing each layer costs beside stages and replicas: step times of the same global batch, and the share of them in the ranks' sums.
+"""What sharing each layer costs beside stages and replicas: step times of the same global batch, and the share of them
+in the ranks' sums.
 
     python benchmarks/tensor_parallel.py [--rounds 15] [--ranks 2] [--hidden_size 512]
 
-One rank a core. The layouts take steps in turns of a round, each in processes of its own; printed are the median over the rounds of the ratio to
-the first layout's step, and of the share of a step that `all_reduce` takes of the tensor-parallel group, waiting for the other ranks included.
+One rank a core. The layouts take steps in turns of a round, each in processes of its own; printed are the median over
+the rounds of the ratio to the first layout's step, and of the share of a step that `all_reduce` takes of the
+tensor-parallel group, waiting for the other ranks included.
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ def main() -> None:
     }
     first = statistics.median(measured[next(iter(layouts))][0])
     print(
-        f"{ranks} ranks, hidden {arguments.hidden_size}, {GLOBAL_BATCH_SIZE} samples of {SEQ_LENGTH} tokens a step, {arguments.rounds} rounds"
+        f"{ranks} ranks, hidden {arguments.hidden_size}, {GLOBAL_BATCH_SIZE} samples of {SEQ_LENGTH} tokens a step, "
+        f"{arguments.rounds} rounds"
     )
     for name, (seconds, shares) in measured.items():
         step = statistics.median(seconds)
         print(
-            f"{name:>10}  step {step * 1000:7.0f} ms  {step / first:.2f} x  sums over the ranks {statistics.median(shares):.1%} of it"
+            f"{name:>10}  step {step * 1000:7.0f} ms  {step / first:.2f} x  sums over the ranks "
+            f"{statistics.median(shares):.1%} of it"
         )
 
 
@@ -57,13 +61,22 @@ def measure(
     from training.engine.pipeline_engine import train_step
 
     config = compose_run(
-        f"num_stages={num_stages}", f"tensor_parallel_size={tensor_parallel_size}", f"micro_batch_size={MICRO_BATCH_SIZE}",
-        f"global_batch_size={GLOBAL_BATCH_SIZE}", f"max_seq_length={SEQ_LENGTH}", "precision=fp32", "activation_checkpoint_interval=0",
-    )  # fmt: skip
+        f"num_stages={num_stages}",
+        f"tensor_parallel_size={tensor_parallel_size}",
+        f"micro_batch_size={MICRO_BATCH_SIZE}",
+        f"global_batch_size={GLOBAL_BATCH_SIZE}",
+        f"max_seq_length={SEQ_LENGTH}",
+        "precision=fp32",
+        "activation_checkpoint_interval=0",
+    )
     architecture = build_llama(
-        hidden_size=hidden_size, intermediate_size=hidden_size * 43 // 16, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 43 // 16,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         vocab_size=VOCAB_SIZE,
-    )  # fmt: skip
+    )
     engine, *_ = build_engine(architecture, config)
     batches = repeat_batch(MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE)
     in_sums = 0.0

@@ -1,4 +1,5 @@
-"""What the benchmarks of training have in common: a Llama of random weights, micro-batches full of targets, ranks, and a run's config."""
+"""What the benchmarks of training have in common: a Llama of random weights, micro-batches full of targets, ranks,
+and a run's config."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def compose_run(*overrides: str) -> Any:
 
 
 def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> tuple[Any, Any, list[int]]:
-    """(engine, layout, bounds) of this rank, as training/run.py builds them; of random weights unless `source` has others."""
+    """(engine, layout, bounds) of this rank, as training/run.py builds them; of random weights unless `source` has
+    others."""
     import torch.distributed as dist
 
     from models.architecture import build_layers
@@ -110,7 +112,8 @@ class RankFailed(Exception):
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returns on each of so many ranks of a process group, each with its share of the cores or its GPU.
+    """What `work(*arguments)` returns on each of so many ranks of a process group, each with its share of the cores or
+    its GPU.
 
     Raises RankFailed as soon as one does, and ends the others.
     """
@@ -118,10 +121,16 @@ def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> lis
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environments = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-         "MASTER_PORT": str(port)}
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
     return _run_processes(environments, work, arguments)
 
 

@@ -1,8 +1,10 @@
 """What a person sees: runs a command in a terminal of a given width and prints what is left on its screen.
 
-    python scripts/capture_screen.py --width 80 deepspeed --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2 max_steps=3
+    python scripts/capture_screen.py --width 80 deepspeed --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2
+    max_steps=3
 
-Lines that the terminal had to break are marked with `>`, since nothing of ours should be longer than the terminal is wide.
+Lines that the terminal had to break are marked with `>`, since nothing of ours should be longer than the terminal is
+wide.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Capture:
     written: str  # as it was sent to the terminal
     lines: list[
         str
-    ]  # as they stand on the screen at the end, those that scrolled away first; longer than the terminal where it broke them
+        # as they stand on the screen at the end, those that scrolled away first; longer than the terminal where it
+        # broke them
+    ]
 
 
 def capture(

@@ -1,8 +1,11 @@
-"""Text from a trained model: the folder that a run exports, any training checkpoint, a converted folder, or a peft folder.
+"""Text from a trained model: the folder that a run exports, any training checkpoint, a converted folder, or a peft
+folder.
 
     python scripts/generate.py --model_name_or_path outputs/demo/hf --prompt "What does json.loads do?"
-    python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file prompts.jsonl --output answers.jsonl
-    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty line or Ctrl-C ends it
+    python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file prompts.jsonl --output
+    answers.jsonl
+    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty
+    line or Ctrl-C ends it
 
 A prompt is put into the tokenizer's chat template where it has one, else into `--prompt_template`.
 """
@@ -42,7 +45,8 @@ DEFAULT_TEMPLATE = "{prompt}\n"
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises UserError."""
+    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises
+    UserError."""
     layers = build_layers(source.config)
     source.check_complete(layers)
     tensors: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Makes what the demo trains: a small Llama with random weights, its tokenizer, and real text to learn from.
 
-The text is question and answer pairs from the docstrings of Python's own library, read as source: nothing is imported, nothing
-downloaded.
+The text is question and answer pairs from the docstrings of Python's own library, read as source: nothing is imported,
+nothing downloaded.
 
     python scripts/make_demo.py --output_dir outputs/demo      # model/ train.jsonl eval.jsonl
 """

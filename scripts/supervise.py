@@ -1,12 +1,14 @@
-"""Runs a training command until the run has finished, and starts it again from the newest whole checkpoint when it fails.
+"""Runs a training command until the run has finished, and starts it again from the newest whole checkpoint when it
+fails.
 
     python scripts/supervise.py --output_dir outputs/llama_7b_pp4 --max_restarts 3 -- \\
         deepspeed trainer_base_ds_mp.py -cn llama_7b_pp4 train_file=data.jsonl
 
-Whether a run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The command gets a
-process group of its own; whatever is left of it when its launcher has ended is killed before the next start, and so is all of it when
-nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT go on to its ranks: they save and leave, and nothing is
-started again. Exit code: 0 when the run has finished, 128 + N after signal N, else the command's own (1 when that is 0).
+Whether a run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
+command gets a process group of its own; whatever is left of it when its launcher has ended is killed before the next
+start, and so is all of it when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT go on to
+its ranks: they save and leave, and nothing is started again. Exit code: 0 when the run has finished, 128 + N after
+signal N, else the command's own (1 when that is 0).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Supervisor:
                 and time.time() - max(started, self._last_change()) > self._stuck_seconds
             ):
                 say(
-                    f"nothing in {self._output_dir} has changed for {self._stuck_seconds / 60:g} minutes: ending the run"
+                    f"nothing in {self._output_dir} has changed for {self._stuck_seconds / 60:g} minutes: ending the "
+                    "run"
                 )
                 break  # `_end_all` ends it
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -71,7 +74,8 @@ class Supervisor:
         return max(times)
 
     def _end_all(self) -> None:
-        """Ends what is left of the command. A launcher's ranks may have sessions of their own (torchrun's do), so it goes by the mark."""
+        """Ends what is left of the command. A launcher's ranks may have sessions of their own (torchrun's do), so it
+        goes by the mark."""
         for signum, pause_watchdog in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
             deadline = time.monotonic() + pause_watchdog
             _signal(self._processes(), signum)
@@ -81,7 +85,8 @@ class Supervisor:
                 time.sleep(0.05)
 
     def _forward(self, signum: int, frame: object) -> None:
-        """To the ranks alone where there are any: launchers kill theirs when they are told to end, and a save takes its time."""
+        """To the ranks alone where there are any: launchers kill theirs when they are told to end, and a save takes
+        its time."""
         self.signum = signum
         processes = self._processes()
         ranks = {
@@ -116,7 +121,8 @@ def _signal(pids: Iterable[int], signum: int) -> None:
 
 
 def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
-    """The command with `resume=latest` where there is something to resume; it never deletes what the first start has made."""
+    """The command with `resume=latest` where there is something to resume; it never deletes what the first start has
+    made."""
     kept = [word for word in command if not word.startswith(("resume=", "overwrite_output_dir="))]
     return [*kept, "resume=latest"] if (output_dir / "checkpoints" / "latest").is_file() else list(command)
 
@@ -135,7 +141,8 @@ def supervise(command: Sequence[str], output_dir: Path, max_restarts: int, stuck
         if restarts < max_restarts:
             attempt = build_restart(command, output_dir)
             say(
-                f"the run ended with code {code} before it had finished; start {restarts + 2} of {max_restarts + 1}: {' '.join(attempt)}"
+                f"the run ended with code {code} before it had finished; start {restarts + 2} of {max_restarts + 1}: "
+                f"{' '.join(attempt)}"
             )
     say(f"the run has not finished after {max_restarts + 1} starts; {output_dir}/logs says why")
     return code if code > 0 else 1

@@ -1,6 +1,8 @@
-"""Every command on a page works. Cheaply, of all of them: the command line is understood, as by the real command. In full: it is run.
+"""Every command on a page works. Cheaply, of all of them: the command line is understood, as by the real command. In
+full: it is run.
 
-What stands in a ```bash block is a command; other languages are not. Words in front of a block, in an HTML comment that no reader sees:
+What stands in a ```bash block is a command; other languages are not. Words in front of a block, in an HTML comment that
+no reader sees:
 
     <!-- needs: GPUs -->                         its commands are understood here, and not run
     <!-- changes the machine: why -->            the same
@@ -66,10 +68,19 @@ OF_THE_SHELL = {
     ".",
 }
 LAUNCHER_OPTIONS = {  # of each the number of words
-    "deepspeed": {"--num_gpus": 1, "--num_nodes": 1, "--hostfile": 1, "--no_ssh": 0, "--node_rank": 1, "--master_addr": 1, "--master_port": 1, "--log_level": 1},
+    "deepspeed": {
+        "--num_gpus": 1,
+        "--num_nodes": 1,
+        "--hostfile": 1,
+        "--no_ssh": 0,
+        "--node_rank": 1,
+        "--master_addr": 1,
+        "--master_port": 1,
+        "--log_level": 1,
+    },
     "torchrun": {"--nnodes": 1, "--node_rank": 1, "--nproc_per_node": 1, "--master_addr": 1, "--master_port": 1},
     "sbatch": {"--nodes": 1, "--gpus-per-node": 1},
-}  # fmt: skip
+}
 FILE_KEYS = ("model_name_or_path", "tokenizer_name_or_path", "train_file", "eval_file", "resume")
 FILE_OPTIONS = ("--model_name_or_path", "--prompt_file")
 
@@ -157,7 +168,8 @@ def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.M
 
 
 def take_overrides(arguments: Sequence[str], folder: Path) -> str:
-    """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder: where it is typed."""
+    """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder:
+    where it is typed."""
     arguments = clean_arguments([TRAINER, *arguments])[1:]
     arguments = [
         str(folder / argument) if before == "--config-dir" else argument
@@ -262,17 +274,20 @@ def test_command_lines_are_understood(page: Path, tmp_path: Path, monkeypatch: p
                 raise AssertionError(f"{block.place}: {' '.join(command)}: {error}") from error
 
 
-@pytest.mark.parametrize("command", [
-    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "learning_rte=1"],
-    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "keep_last=0"],
-    ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "train_file=nowhere.jsonl"],
-    ["deepspeed", "--gpus", "2", TRAINER],
-    ["python", TRAINER, "-cn", "llama_65b_pp8", "plan=true", "world_size=3"],
-    ["python", "convert2ckpt.py", "--model_name", "x"],
-    ["python", "scripts/generate.py", "--model_name_or_path", "outputs/demo/hf", "--promt", "x"],
-    ["make", "tests"],
-    ["pytohn", "x.py"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "learning_rte=1"],
+        ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "keep_last=0"],
+        ["deepspeed", TRAINER, "-cn", "llama_tiny_pp2", "train_file=nowhere.jsonl"],
+        ["deepspeed", "--gpus", "2", TRAINER],
+        ["python", TRAINER, "-cn", "llama_65b_pp8", "plan=true", "world_size=3"],
+        ["python", "convert2ckpt.py", "--model_name", "x"],
+        ["python", "scripts/generate.py", "--model_name_or_path", "outputs/demo/hf", "--promt", "x"],
+        ["make", "tests"],
+        ["pytohn", "x.py"],
+    ],
+)
 def test_a_wrong_command_line_is_not(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((AssertionError, UserError, SystemExit, KeyError)):
         Reader(tmp_path, monkeypatch).take(command, checks_files=True)
@@ -317,9 +332,16 @@ def run_commands(body: str, folder: Path) -> None:
     }
     environment = {**launched, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", body], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=1800, check=False,
-    )  # fmt: skip
+        ["bash", "-euo", "pipefail", "-c", body],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
     assert ended.returncode == 0, f"{body}\n{ended.stdout[-4000:]}"
 
 

@@ -1,4 +1,5 @@
-"""A few whole runs through the real launchers, two ranks each: what lies in the folder afterwards, and that nothing hangs."""
+"""A few whole runs through the real launchers, two ranks each: what lies in the folder afterwards, and that nothing
+hangs."""
 
 from __future__ import annotations
 
@@ -20,9 +21,24 @@ from models.weights.sources import open_weights
 from scripts.capture_screen import capture
 
 FIELDS = [
-    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "step_time", "mfu", "compute_time", "communication_time",
-    "wait_time", "bubble", "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory", "predicted_peak_memory",
-]  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "tokens_per_second",
+    "step_time",
+    "mfu",
+    "compute_time",
+    "communication_time",
+    "wait_time",
+    "bubble",
+    "predicted_bubble",
+    "imbalance",
+    "predicted_imbalance",
+    "peak_memory",
+    "predicted_peak_memory",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +55,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(root: Path, output_dir: Path, *overrides: str) -> list[str]:
     return [
-        "-cn", "llama_tiny_pp2", f"model_name_or_path={root}/checkpoint", f"train_file={root}/train.jsonl", f"eval_file={root}/eval.jsonl",
-        f"output_dir={output_dir}", f"data.cache_dir={root}/cache", "micro_batch_size=2", "global_batch_size=8", "max_steps=3",
-        "logging_steps=1", "eval_on_start=false", "eval_steps=null", *overrides,
-    ]  # fmt: skip
+        "-cn",
+        "llama_tiny_pp2",
+        f"model_name_or_path={root}/checkpoint",
+        f"train_file={root}/train.jsonl",
+        f"eval_file={root}/eval.jsonl",
+        f"output_dir={output_dir}",
+        f"data.cache_dir={root}/cache",
+        "micro_batch_size=2",
+        "global_batch_size=8",
+        "max_steps=3",
+        "logging_steps=1",
+        "eval_on_start=false",
+        "eval_steps=null",
+        *overrides,
+    ]
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, float]]:
@@ -108,9 +135,21 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
     firsts = [line.split()[0] for line in shown.lines if line and not line.startswith(" ")]
     rule = "\u2500"
     assert [first for first in firsts if not first.isdigit()] == [
-        "train_file:", "train_file:", "eval_file:", "eval_file:", 2 * rule, 80 * rule, "step", "step", "step", "measured", "stage", "step",
-        2 * rule, 80 * rule,
-    ]  # fmt: skip
+        "train_file:",
+        "train_file:",
+        "eval_file:",
+        "eval_file:",
+        2 * rule,
+        80 * rule,
+        "step",
+        "step",
+        "step",
+        "measured",
+        "stage",
+        "step",
+        2 * rule,
+        80 * rule,
+    ]
     assert not [line for line in shown.lines if len(line) > 80 and str(tmp_path) not in line and str(root) not in line]
     assert "\x1b[A" not in shown.written and all(
         f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3")

@@ -76,8 +76,12 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
         for _ in range(4):
             saving.advance(5e8)
     assert heard.getvalue().splitlines() == [
-        "demo: training on 2 ranks", "layout: pp2 " + "x" * 200, "steps: 0 to 6", "saving: 50% of 2.00GB", "saving: 100% of 2.00GB",
-    ]  # fmt: skip
+        "demo: training on 2 ranks",
+        "layout: pp2 " + "x" * 200,
+        "steps: 0 to 6",
+        "saving: 50% of 2.00GB",
+        "saving: 100% of 2.00GB",
+    ]
 
 
 def test_a_replayed_terminal_shows_what_was_written_last() -> None:
@@ -118,8 +122,14 @@ def test_libraries_write_to_the_log_and_their_warnings_are_said_once_by_the_main
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    warned = [f"warning ({source}): {text}; more in {log}" for source, text in
-              (("transformers", "before there was a log"), ("DeepSpeed", "mind this"), ("UserWarning", "look out"))]  # fmt: skip
+    warned = [
+        f"warning ({source}): {text}; more in {log}"
+        for source, text in (
+            ("transformers", "before there was a log"),
+            ("DeepSpeed", "mind this"),
+            ("UserWarning", "look out"),
+        )
+    ]
     assert person.read_text().splitlines() == ([*warned, "said"] if is_main else []) + ["the end"]
     written = log.read_text()
     assert written.count("mind this\nin two lines\n") == 2

@@ -50,9 +50,22 @@ if word == "finish":
 
 def command(out: Path, words: str, *options: str, arguments: tuple[str, ...] = ()) -> list[str]:
     return [
-        sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv.pop(1)); from scripts import supervise; supervise.SECONDS_TO_LEAVE = 0.5; supervise.main()",
-        str(SCRIPT.parents[1]), "--output_dir", str(out), *options, "--", sys.executable, "-c", RUN, str(out), words, *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from scripts import supervise; supervise.SECONDS_TO_LEAVE = "
+        "0.5; supervise.main()",
+        str(SCRIPT.parents[1]),
+        "--output_dir",
+        str(out),
+        *options,
+        "--",
+        sys.executable,
+        "-c",
+        RUN,
+        str(out),
+        words,
+        *arguments,
+    ]
 
 
 def run(out: Path, words: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str, list[list[str]]]:

@@ -1,4 +1,5 @@
-"""The trainer across two hosts, through launchers that need no ssh. The hosts are network namespaces on this machine."""
+"""The trainer across two hosts, through launchers that need no ssh. The hosts are network namespaces on this
+machine."""
 
 from __future__ import annotations
 
@@ -34,10 +35,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(root: Path, output_dir: Path, *overrides: str) -> list[str]:
     return [
-        "-cn", "llama_tiny_pp2", f"model_name_or_path={root}/hf", f"train_file={root}/train.jsonl", "eval_file=null", f"output_dir={output_dir}",
-        f"data.cache_dir={output_dir.parent}/cache", "micro_batch_size=2", "global_batch_size=8", "max_steps=2", "logging_steps=1",
-        "eval_on_start=false", "eval_steps=null", *overrides,
-    ]  # fmt: skip
+        "-cn",
+        "llama_tiny_pp2",
+        f"model_name_or_path={root}/hf",
+        f"train_file={root}/train.jsonl",
+        "eval_file=null",
+        f"output_dir={output_dir}",
+        f"data.cache_dir={output_dir.parent}/cache",
+        "micro_batch_size=2",
+        "global_batch_size=8",
+        "max_steps=2",
+        "logging_steps=1",
+        "eval_on_start=false",
+        "eval_steps=null",
+        *overrides,
+    ]
 
 
 def torchrun(hosts: TwoHosts, slots: int) -> list[str]:
@@ -60,8 +72,17 @@ def deepspeed(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:
     hostfile = folder / "hostfile"
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names))
     return [
-        "deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", "{rank}", "--master_addr", hosts.addresses[0], "--master_port", PORT,
-    ]  # fmt: skip
+        "deepspeed",
+        "--hostfile",
+        str(hostfile),
+        "--no_ssh",
+        "--node_rank",
+        "{rank}",
+        "--master_addr",
+        hosts.addresses[0],
+        "--master_port",
+        PORT,
+    ]
 
 
 def read_losses(output_dir: Path) -> list[float]:

@@ -1,7 +1,8 @@
 """Whole or absent: each file of a checkpoint with its size and hash.
 
-The hash (XXH3, 128 bits: faster than the memory it reads, and no defence against forgery) is computed while the bytes go to the file and
-compared while they are read back. A checkpoint without `manifest.json` has not been written to its end, or comes from elsewhere.
+The hash (XXH3, 128 bits: faster than the memory it reads, and no defence against forgery) is computed while the bytes
+go to the file and compared while they are read back. A checkpoint without `manifest.json` has not been written to its
+end, or comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
 
 
 def find_wrong_size(folder: Path) -> str | None:
-    """What is wrong with `folder` as far as names and sizes tell, in words; None when nothing is. Reads no file but the manifest."""
+    """What is wrong with `folder` as far as names and sizes tell, in words; None when nothing is. Reads no file but
+    the manifest."""
     records = read_manifest(folder)
     if records is None:
         return f"{folder / MANIFEST_NAME} is missing or damaged"

@@ -21,22 +21,26 @@ _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
 
 @dataclass(frozen=True)
 class Resumable:
-    """What `resume` may mean: checkpoints that are whole as far as names and sizes tell, the best first; what is wrong with better ones."""
+    """What `resume` may mean: checkpoints that are whole as far as names and sizes tell, the best first; what is
+    wrong with better ones."""
 
     candidates: list[Path]
     damages: list[str]
 
 
 def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
-    """`latest`, or a folder that holds it: that checkpoint, else those before it, newest first, else those after it. A path: that one.
+    """`latest`, or a folder that holds it: that checkpoint, else those before it, newest first, else those after it. A
+    path: that one.
 
-    trust: take one that has no manifest at all. Raises UserError when there is none, none of a training run, or none that is whole.
+    trust: take one that has no manifest at all. Raises UserError when there is none, none of a training run, or none
+    that is whole.
     """
     path = checkpoints if resume == "latest" else Path(resume).expanduser()
     named = _list_candidates(path)
     if not any(candidate.is_dir() for candidate in named):
         raise UserError(
-            f"resume={resume}: there is no checkpoint at {named[0] if named else path}; leave resume out to start a new run"
+            f"resume={resume}: there is no checkpoint at {named[0] if named else path}; leave resume out to start a "
+            "new run"
         )
     first = named[0]
     if first.is_dir() and (
@@ -44,8 +48,10 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
         or not any((first / name).exists() for name in (STATE_NAME, MANIFEST_NAME))
     ):
         raise UserError(
-            f"resume={resume}: {first} is no training checkpoint of this project, or a save that never ended (a whole one is named "
-            f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as model_name_or_path"
+            f"resume={resume}: {first} is no training checkpoint of this project, or a save that never ended (a whole "
+            "one is named "
+            f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as "
+            "model_name_or_path"
         )
     found = {candidate: _find_quick_damage(candidate, trust) for candidate in named}
     whole = [candidate for candidate, damage in found.items() if damage is None]
@@ -83,13 +89,15 @@ def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:
         return (
             None
             if trust
-            else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true takes it as it is)"
+            else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true "
+            "takes it as it is)"
         )
     return find_wrong_size(step_dir)
 
 
 def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
-    """What is wrong with this rank's share of the files, in words; the shares of all ranks make the whole checkpoint. Reads every byte."""
+    """What is wrong with this rank's share of the files, in words; the shares of all ranks make the whole
+    checkpoint. Reads every byte."""
     records = read_manifest(step_dir)
     if records is None:
         return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
@@ -100,7 +108,8 @@ def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
 
 
 def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
-    """The first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call it, in a process group.
+    """The first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call it, in
+    a process group.
 
     say: hears what is wrong with better ones. Raises UserError when none is whole.
     """
@@ -126,11 +135,14 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
     differing = [
         f"{name} was {before.get(name, 'none')}, is {after.get(name, 'none')}"
-        for name in {**before, **after} if before.get(name) != after.get(name)
-    ]  # fmt: skip
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]
     if differing and not allow_changes:
         raise UserError(
-            f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same values, "
-            f"or go on all the same with resume_allow_changes=true, or start a new run from its weights with model_name_or_path={step_dir}"
+            f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
+            "values, "
+            "or go on all the same with resume_allow_changes=true, or start a new run from its weights with "
+            f"model_name_or_path={step_dir}"
         )
     return differing

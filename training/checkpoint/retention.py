@@ -28,8 +28,8 @@ def choose_prunable(eval_losses: dict[int, float | None], keep_last: int | None,
 def prune_checkpoints(newest: Path, keep_last: int | None, keep_best: int | None) -> None:
     """Deletes checkpoints beside `newest`, which has just become whole.
 
-    What is not whole counts for nothing and stays for a person to look at, and so do steps after `newest`: the run went back before
-    them, and they may be why.
+    What is not whole counts for nothing and stays for a person to look at, and so do steps after `newest`: the run went
+    back before them, and they may be why.
     """
     losses: dict[int, float | None] = {}
     for step_dir in list_checkpoints(newest.parent):

@@ -29,7 +29,8 @@ class RunFolder:
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(
-                f"output_dir={self.path} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'a file'}; take another one"
+                f"output_dir={self.path} cannot be written: {existing} is "
+                f"{'read-only' if existing.is_dir() else 'a file'}; take another one"
             )
 
     def check_usable(self, resuming: bool, overwrite: bool) -> None:
@@ -46,13 +47,15 @@ class RunFolder:
         for doomed in (self.checkpoints, self.export):
             if source.resolve().is_relative_to(doomed.resolve()):
                 raise UserError(
-                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another output_dir, or move the weights"
+                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another "
+                    "output_dir, or move the weights"
                 )
 
     def take(self) -> None:
         """Makes the folder this process's own until `release`, and no longer a completed run's. Main rank only.
 
-        The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run holds it.
+        The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run
+        holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:

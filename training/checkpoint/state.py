@@ -3,13 +3,15 @@
     checkpoints/  latest  config.json  tokenizer files  global_stepN/
     global_stepN/ layer_XX-model_states.pt       weights in the training dtype, one file a layer
                   optimizer-stage_XX-dp_YY.safetensors   see training/checkpoint/optimizer_state.py
-                  mp_rank_00_model_states.pt     nothing; DeepSpeed's own load_checkpoint(load_module_only=True) asks for it
+                  mp_rank_00_model_states.pt     nothing; DeepSpeed's own load_checkpoint(load_module_only=True) asks
+                                                 for it
                   trainer_state.json             where the run stands
                   manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
 
-No file depends on the layout that wrote it, so a run goes on at any other. Random numbers, learning rate and sample order are functions of
-the step, so the step is all the state there is beside the tensors. Nothing in a checkpoint is unpickled but tensors (`weights_only=True`).
-`training/checkpoint/writer.py` writes them, `training/checkpoint/resume.py` says which one a run goes on from.
+No file depends on the layout that wrote it, so a run goes on at any other. Random numbers, learning rate and sample
+order are functions of the step, so the step is all the state there is beside the tensors. Nothing in a checkpoint is
+unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` writes them,
+`training/checkpoint/resume.py` says which one a run goes on from.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def read_state(step_dir: Path) -> TrainerState:
         content = json.loads(file.read_text())
         if content.get("format", FORMAT) > FORMAT:
             raise UserError(
-                f"{file} was written by a newer version of this project (format {content['format']}, this one reads {FORMAT}); update the project"
+                f"{file} was written by a newer version of this project (format {content['format']}, this one reads "
+                f"{FORMAT}); update the project"
             )
         return TrainerState(**content)
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -81,7 +84,8 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def load_checkpoint(engine: PipelineEngine, step_dir: Path, state: TrainerState) -> None:
-    """Restores the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from `step_dir`.
+    """Restores the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from
+    `step_dir`.
 
     state: where this run starts. Raises UserError when the optimizer's state is not all there.
     """

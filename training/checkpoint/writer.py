@@ -1,10 +1,11 @@
 """Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
 
-A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the replicas of a stage
-share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state and manifest, renames the folder and moves
-`latest`. All that happens in a thread, which talks to the other ranks' threads over a process group of its own. With `async_save` it writes
-a copy of the state in the host's memory while training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled
-writer queues the tensors themselves, which training then changes; seen in 0.19.8.)
+A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the
+replicas of a stage share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state
+and manifest, renames the folder and moves `latest`. All that happens in a thread, which talks to the other ranks'
+threads over a process group of its own. With `async_save` it writes a copy of the state in the host's memory while
+training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled writer queues the tensors
+themselves, which training then changes; seen in 0.19.8.)
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ShareFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def copy(self, before: ShareFile | None) -> ShareFile:
-        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs more than the copying."""
+        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs
+        more than the copying."""
         if self.is_copy:
             return self
         there = {} if before is None else before.tensors
@@ -71,8 +73,8 @@ class ShareFile:
 
 
 def plan_share(engine: PipelineEngine) -> list[ShareFile]:
-    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put them together, one
-    after the other, in the host's memory of the one that writes it."""
+    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put
+    them together, one after the other, in the host's memory of the one that writes it."""
     module, grid, parallel = engine.module, engine.grid, engine.module.parallel
     stage_id, dp_rank, dp_size = grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()
     files = []
@@ -109,7 +111,8 @@ class CheckpointWriter:
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
 
     def check_room(self, num_moments: int) -> None:
-        """Raises UserError when the disk has no room for one checkpoint; told before the first step, not after the last.
+        """Raises UserError when the disk has no room for one checkpoint; told before the first step, not after the
+        last.
 
         num_moments: tensors beside the fp32 weights that the optimizer will have.
         """
@@ -165,8 +168,8 @@ class CheckpointWriter:
     def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
 
-        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds `held` bytes for it. The same
-        on all ranks: one that copies goes on while another would wait for it.
+        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds
+        `held` bytes for it. The same on all ranks: one that copies goes on while another would wait for it.
         """
         told: list[Any] = [None] * self._world_size
         dist.all_gather_object(
@@ -225,12 +228,14 @@ def have_room(ranks: list[tuple[int, int, int]]) -> bool:
 
 
 def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
-    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made it."""
+    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made
+    it."""
     for file in share:
         for name, tensor in file.tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 return UserError(
-                    f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the checkpoints before it "
+                    f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the "
+                    "checkpoints before it "
                     "are untouched. Lower learning_rate and go on with resume=latest"
                 )
     return None
@@ -293,5 +298,6 @@ def _explain(error: Exception, folder: Path) -> UserError:
             else f"{folder} could not be written ({type(error).__name__}: {error})"
         )
     return UserError(
-        f"saving: {reason}; the checkpoints before it are untouched. Make room or mend the disk, then go on with resume=latest"
+        f"saving: {reason}; the checkpoints before it are untouched. Make room or mend the disk, then go on with "
+        "resume=latest"
     )

@@ -9,13 +9,14 @@ from training.config.schema import Offload, Precision, RunConfig
 from training.distributed.topology import Layout
 
 _NEVER = 10**9  # steps_per_print takes no "off"
-# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the card. DeepSpeed's default is
-# ten times as much; what that would gain on a network was not measured.
+# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the
+# card. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
 
 
 def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = True) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets; without an optimizer when it does not train. Extra keys come from the `deepspeed` group.
+    """What `deepspeed.initialize` gets; without an optimizer when it does not train. Extra keys come from the
+    `deepspeed` group.
 
     Raises UserError for an extra key that is set here from a key of the run.
     """
@@ -56,7 +57,8 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
     for key, value in config.deepspeed.items():
         if key in built:
             raise UserError(
-                f"deepspeed.{key} is written from the run's own keys (batch, precision, ZeRO, clipping); set those instead"
+                f"deepspeed.{key} is written from the run's own keys (batch, precision, ZeRO, clipping); set those "
+                "instead"
             )
         built[key] = value
     return built

@@ -1,8 +1,9 @@
 """Activation checkpointing: which layers of a stage run again in the backward pass, and what of them is kept.
 
-`grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th layer of a stage
-and keeps all activations of the others. `selective` keeps, in each group, the results of matrix products and fused attention, which
-cost time, and recomputes the rest (norms, activation functions, rotary angles), which costs memory (2205.05198).
+`grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th
+layer of a stage and keeps all activations of the others. `selective` keeps, in each group, the results of matrix
+products and fused attention, which cost time, and recomputes the rest (norms, activation functions, rotary angles),
+which costs memory (2205.05198).
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from training.config.schema import CheckpointMode, RunConfig
 KEPT_OPERATORS = {
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "mm",
+        "addmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
     )
     if hasattr(torch.ops.aten, name)
-}  # fmt: skip
+}
 KEPT_NAMESPACES = ("flash_attn", "flash_attn_3")  # the operators of those packages
 
 
@@ -65,7 +71,8 @@ class ActivationCheckpointing:
         return self.interval > 0 and (self.mode is not CheckpointMode.every or (start + 1) % self.interval == 0)
 
     def build_function(self) -> Callable[..., Any]:
-        """Runs a group. torch's own, non-reentrant: it takes integer inputs and restores the random state for dropout."""
+        """Runs a group. torch's own, non-reentrant: it takes integer inputs and restores the random state for
+        dropout."""
         if not self.is_selective:
             return partial(checkpoint, use_reentrant=False)
         return partial(

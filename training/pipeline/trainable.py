@@ -24,7 +24,7 @@ from models.adapters import (
     load_adapter_tensors,
     load_lora_config,
     to_peft_name,
-)  # fmt: skip
+)
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
 from models.weights.folders import copy_tokenizer_files, staged_folder
@@ -52,7 +52,8 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         path = Path(options.name_or_path).expanduser()
         if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
             raise UserError(
-                f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on with a run, use resume"
+                f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on "
+                "with a run, use resume"
             )
         lora = load_lora_config(path)
         tensors = load_adapter_tensors(path)
@@ -61,9 +62,15 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         lora.base_model_name_or_path = config.model_name_or_path
         return Adapter(lora, config.seed, tensors, options.load_in_4bit)
     lora = build_lora_config(
-        layers, options.target_modules, r=options.r, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
-        use_rslora=options.use_rslora, use_dora=options.use_dora, base_model_name_or_path=config.model_name_or_path,
-    )  # fmt: skip
+        layers,
+        options.target_modules,
+        r=options.r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+        base_model_name_or_path=config.model_name_or_path,
+    )
     return Adapter(lora, config.seed, in_4bit=options.load_in_4bit)
 
 
@@ -77,7 +84,8 @@ def check_4bit(layers: Sequence[Layer]) -> None:
         for name, projection in list_projections(layer.build_on_meta()).items():
             if not isinstance(projection, nn.Linear):
                 raise UserError(
-                    f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which cannot be quantized"
+                    f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which "
+                    "cannot be quantized"
                 )
 
 
@@ -89,7 +97,8 @@ def choose_trained(
     freeze: Sequence[str],
     parallel: TensorParallel = ALONE,
 ) -> None:
-    """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all but what `freeze` names."""
+    """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all
+    but what `freeze` names."""
     if adapter is not None:
         adapter.attach(module, index, layer, parallel)
     for name, parameter in module.named_parameters():
@@ -98,10 +107,12 @@ def choose_trained(
 
 
 def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a pattern that is none, matches nothing, leaves nothing to train, or stands beside an adapter."""
+    """Raises UserError for a pattern that is none, matches nothing, leaves nothing to train, or stands beside an
+    adapter."""
     if config.freeze and config.adapter.name is not AdapterName.none:
         raise UserError(
-            "freeze and adapter=lora contradict each other: an adapter freezes all else; choose with adapter.target_modules"
+            "freeze and adapter=lora contradict each other: an adapter freezes all else; choose with "
+            "adapter.target_modules"
         )
     names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
     frozen: set[str] = set()
@@ -143,7 +154,8 @@ def _show(value: object) -> object:
 
 
 def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, torch.Tensor]:
-    """The adapter that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a file that cannot be read."""
+    """The adapter that a LoRA run has saved in `step_dir`, by peft's names. Raises UserError for a file that cannot
+    be read."""
     checkpoint = PipelineCheckpoint(step_dir.parent, step_dir.name)
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
