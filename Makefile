@@ -15,7 +15,7 @@ test: venv
 test-full: venv
 	python -m pytest --durations=20
 
-# What CI asks of the source itself; `make format` mends most of it
+# What CI asks of the source itself; `make format` fixes most of it
 check: venv
 	python -m pip install --quiet ruff==0.17.6 mypy==2.4.1
 	ruff format --check .

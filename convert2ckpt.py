@@ -26,15 +26,15 @@ SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10
 
 
 def main() -> int:
-    """Returns the exit code: 0, or 1 after one line on stderr that says what to mend."""
+    """Returns the exit code: 0, or 1 after one line on stderr that says what to fix."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave through the code that cleans up
     try:
         convert(build_parser().parse_args())
     except (UserError, OSError) as error:
-        told = error if isinstance(error, UserError) else explain_refusal(error)
-        if told is None:
+        reason = error if isinstance(error, UserError) else explain_refusal(error)
+        if reason is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
+        print(f"error: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
@@ -46,13 +46,12 @@ def convert(args: argparse.Namespace) -> None:
     """Checks what the command line alone can tell, then converts. Raises UserError."""
     tokens = SpecialTokens(args.bos_token, args.eos_token, args.pad_token, tuple(args.add_special_tokens))
     if args.to_hf and tokens:
-        raise UserError("special tokens are added on the way to a pipeline checkpoint; leave them away with --to_hf")
+        raise UserError("special tokens are added on the way to a pipeline checkpoint; omit them with --to_hf")
     if args.unpad_vocab and not args.to_hf:
         raise UserError("--unpad_vocab goes with --to_hf")
     if args.to_hf and args.pad_vocab_to_multiple_of != 1:
         raise UserError(
-            "the vocabulary is padded on the way to a pipeline checkpoint; leave --pad_vocab_to_multiple_of away with "
-            "--to_hf"
+            "the vocabulary is padded on the way to a pipeline checkpoint; omit --pad_vocab_to_multiple_of with --to_hf"
         )
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
@@ -63,7 +62,7 @@ def convert(args: argparse.Namespace) -> None:
         raise UserError(f"{args.model_name_or_path} is a pipeline checkpoint already; pass --to_hf to go back")
     if not has_tokenizer(source.path):
         print(f"warning: {source.path} holds no tokenizer, so {args.output_dir} will hold none", file=sys.stderr)
-    with progress("converting", unit="B") as told:
+    with progress("converting", unit="B") as bar:
         if args.to_hf:
             export_hugging_face(
                 source,
@@ -74,7 +73,7 @@ def convert(args: argparse.Namespace) -> None:
                 overwrite=args.overwrite,
                 workers=args.workers,
                 verify=args.verify,
-                progress=told.reach,
+                progress=bar.reach,
             )
         else:
             convert_to_pipeline(
@@ -87,7 +86,7 @@ def convert(args: argparse.Namespace) -> None:
                 overwrite=args.overwrite,
                 workers=args.workers,
                 verify=args.verify,
-                progress=told.reach,
+                progress=bar.reach,
             )
     print(f"wrote {args.output_dir}" + ("; every tensor read back is the source's" if args.verify else ""))
 
@@ -120,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="further rows of embedding and head, such as a GPU likes them",
     )
-    parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: leave those rows away again")
+    parser.add_argument("--unpad_vocab", action="store_true", help="with --to_hf: omit those rows again")
     parser.add_argument(
         "--workers",
         type=int,
@@ -151,7 +150,7 @@ def parse_size(text: str) -> int:
     """Bytes of "5GB", "500MB", "2GiB" or a plain number. Raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
     if match is None or match[2] not in SIZE_UNITS or float(match[1]) * SIZE_UNITS[match[2]] < 1:
-        raise UserError(f"--max_shard_size '{text}' is no size; write for instance 5GB or 500MB")
+        raise UserError(f"--max_shard_size '{text}' is not a valid size; write for instance 5GB or 500MB")
     return int(float(match[1]) * SIZE_UNITS[match[2]])
 
 

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this".
+"""The one exception that means "the user can fix this".
 
 Whatever a person can cause (a key, a file, a folder, a number of GPUs) raises `UserError`; its message is one line that
 names the key, the file and line, or the tensor, and says what to do. The entry points print that line without a stack
@@ -20,5 +20,5 @@ def explain_refusal(error: OSError) -> UserError | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(f"{where}: {error.strerror}; ask its owner, or take another path")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{where} cannot be written: {error.strerror}; make room, then go on with resume=latest")
+        return UserError(f"{where} cannot be written: {error.strerror}; make room, then continue with resume=latest")
     return None

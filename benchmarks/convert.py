@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models.llama  # noqa: E402, F401  (imports are no part of the measure)
+import models.llama  # noqa: E402, F401  (imports are not measured)
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
 from models.weights.conversion import convert_to_pipeline, export_hugging_face  # noqa: E402

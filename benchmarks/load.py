@@ -91,7 +91,7 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
 
 
 def load_stage(folder: str) -> dict[str, int]:
-    """On a rank: builds and loads its stage. Imports and the process group are no part of the measure."""
+    """On a rank: builds and loads its stage. Imports and the process group are not measured."""
     import deepspeed
     import torch
 

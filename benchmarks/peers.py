@@ -228,7 +228,7 @@ def serve_trainer(
     seq_length: int,
     precision: str,
 ) -> None:
-    """Takes an optimizer step whenever it is told to; ends with the process at the other end."""
+    """Takes an optimizer step whenever it is asked to; ends with the process at the other end."""
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

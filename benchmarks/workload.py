@@ -99,7 +99,7 @@ def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> 
 
 
 def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Any]:
-    """The same micro-batch for ever, in which every token is a target."""
+    """The same micro-batch forever, in which every token is a target."""
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(3, vocab_size, (micro_batch_size, seq_length), generator=generator).to(device)  # [B, T]
     position_ids = torch.arange(seq_length, device=device).repeat(micro_batch_size, 1)  # [B, T]

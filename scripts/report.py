@@ -55,7 +55,7 @@ def print_table(
         ("tokens/s without padding, median", f"{statistics.median(r['tokens_per_second'] for r in training):,.0f}"),
         ("figures of each step", str(output_dir / "metrics.jsonl")),
         ("picture of the loss", str(picture)),
-        ("checkpoint, to go on from", str(output_dir / "checkpoints")),
+        ("checkpoint, to continue from", str(output_dir / "checkpoints")),
         ("Hugging Face model", str(output_dir / "hf")),
     ]
     width = max(len(name) for name, _ in rows)

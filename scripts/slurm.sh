@@ -4,7 +4,7 @@
 #   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh -cn llama_65b_pp8 train_file=data.jsonl
 #
 # Submitted from the project's folder, which all hosts must see, with its .venv. Preempted or timed out, it saves and leaves
-# (--signal below); submitted again with resume=latest it goes on.
+# (--signal below); submitted again with resume=latest it continues.
 #SBATCH --job-name=pipeline
 #SBATCH --signal=TERM@300
 #SBATCH --output=slurm-%j.out

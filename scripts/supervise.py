@@ -85,7 +85,7 @@ class Supervisor:
                 time.sleep(0.05)
 
     def _forward(self, signum: int, frame: object) -> None:
-        """To the ranks alone where there are any: launchers kill theirs when they are told to end, and a save takes
+        """To the ranks alone where there are any: launchers kill theirs when they are asked to end, and a save takes
         its time."""
         self.signum = signum
         processes = self._processes()

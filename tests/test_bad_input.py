@@ -224,7 +224,7 @@ KEYS = {
     "nothing to resume": (("resume=latest",), "resume=latest: there is no checkpoint at"),
     "a converted folder to resume": (
         ("resume={root}/checkpoint",),
-        "checkpoint/global_step0 is no training checkpoint",
+        "checkpoint/global_step0 is not a training checkpoint",
     ),
 }
 

@@ -221,5 +221,5 @@ def test_sizes() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5MB": 1_500_000, "2GiB": 2**31, "70000": 70_000, " 3 kb": 3_000}
     assert {text: convert2ckpt.parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "0GB", "-1MB", "5XB", "5IB"):
-        with pytest.raises(UserError, match="is no size"):
+        with pytest.raises(UserError, match="is not a valid size"):
             convert2ckpt.parse_size(text)

@@ -48,7 +48,7 @@ def export(plan: RunSetup, folder: RunFolder) -> None:
     if plan.adapter is not None:
         export_adapter(folder.checkpoints, plan.layers, folder.export)
     else:
-        with progress("exporting", unit="B") as told:
+        with progress("exporting", unit="B") as bar:
             export_hugging_face(
-                open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=told.reach
+                open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=bar.reach
             )

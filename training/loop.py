@@ -144,7 +144,7 @@ class TrainingLoop:
             else:
                 error = UserError(
                     f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower learning_rate, "
-                    "and go on with resume=latest; on_nonfinite=skip leaves such steps out"
+                    "and continue with resume=latest; on_nonfinite=skip leaves such steps out"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
             with self._pause_watchdog():

@@ -242,7 +242,7 @@ def open_reporters(
 def conclude(plan: RunSetup, folder: RunFolder, state: TrainerState, loop: TrainingLoop, totals: RunTotals) -> None:
     """Exports what a finished run has made, and says how it ended. Main rank only."""
     if loop.signum:
-        title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; go on with resume=latest"
+        title = f"stopped by {signal.Signals(loop.signum).name} at step {state.step}; continue with resume=latest"
     else:
         export(plan, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})

@@ -32,7 +32,7 @@ class HashedFile:
     """A file to write into, front to back; a context. `finish` flushes it to the disk and says what it holds."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """wrote: hears of the bytes."""
+        """wrote: called with the number of bytes."""
         self._path, self._wrote = path, wrote
         self._file = open(path, "wb")
         self._hash = xxhash.xxh3_128()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, with what the run must have in common with it."""
+"""Which checkpoint a run resumes from: the newest whole one, with what the run must have in common with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
         or not any((first / name).exists() for name in (STATE_NAME, MANIFEST_NAME))
     ):
         raise UserError(
-            f"resume={resume}: {first} is no training checkpoint of this project, or a save that never ended (a whole "
+            f"resume={resume}: {first} is not a training checkpoint of this project, or a save that never ended (a whole "
             "one is named "
             f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as "
             "model_name_or_path"
@@ -103,15 +103,15 @@ def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
         return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
     by_size = sorted(records, key=lambda name: (records[name].size, name))  # so that shares are about equal
     share = by_size[rank::world_size]
-    with progress(f"checking {step_dir.name}", len(share), "files", shown=rank == 0) as told:
-        return find_wrong_content(step_dir, told.follow(share))
+    with progress(f"checking {step_dir.name}", len(share), "files", shown=rank == 0) as bar:
+        return find_wrong_content(step_dir, bar.follow(share))
 
 
 def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
     """The first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call it, in
     a process group.
 
-    say: hears what is wrong with better ones. Raises UserError when none is whole.
+    say: called with what is wrong with better ones. Raises UserError when none is whole.
     """
     damages = list(resumable.damages)
     for chosen in resumable.candidates:
@@ -142,7 +142,7 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
             "values, "
-            "or go on all the same with resume_allow_changes=true, or start a new run from its weights with "
+            "or continue all the same with resume_allow_changes=true, or start a new run from its weights with "
             f"model_name_or_path={step_dir}"
         )
     return differing

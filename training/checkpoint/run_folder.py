@@ -38,7 +38,7 @@ class RunFolder:
         self.check_writable()
         if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
             raise UserError(
-                f"output_dir={self.path} holds checkpoints of an earlier run; go on with resume=latest, "
+                f"output_dir={self.path} holds checkpoints of an earlier run; continue with resume=latest, "
                 "or start afresh with overwrite_output_dir=true (deletes them), or take another output_dir"
             )
 

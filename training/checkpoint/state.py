@@ -8,10 +8,10 @@
                   trainer_state.json             where the run stands
                   manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
 
-No file depends on the layout that wrote it, so a run goes on at any other. Random numbers, learning rate and sample
+No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
 order are functions of the step, so the step is all the state there is beside the tensors. Nothing in a checkpoint is
 unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` writes them,
-`training/checkpoint/resume.py` says which one a run goes on from.
+`training/checkpoint/resume.py` says which one a run resumes from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1  # raise it when an older project could not read what this one writes
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands, and what it must keep to go on from there."""
+    """Where a run is, and what it must keep to continue from there."""
 
     step: int  # optimizer steps done
     num_tokens: int  # seen so far, without padding

@@ -1,7 +1,7 @@
 """Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
 
 A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the
-replicas of a stage share out its layers), flushes them, and tells rank 0 their sizes and hashes. Rank 0 writes state
+replicas of a stage share out its layers), flushes them, and reports to rank 0 their sizes and hashes. Rank 0 writes state
 and manifest, renames the folder and moves `latest`. All that happens in a thread, which talks to the other ranks'
 threads over a process group of its own. With `async_save` it writes a copy of the state in the host's memory while
 training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled writer queues the tensors
@@ -111,7 +111,7 @@ class CheckpointWriter:
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
 
     def check_room(self, num_moments: int) -> None:
-        """Raises UserError when the disk has no room for one checkpoint; told before the first step, not after the
+        """Raises UserError when the disk has no room for one checkpoint; reported before the first step, not after the
         last.
 
         num_moments: tensors beside the fp32 weights that the optimizer will have.
@@ -119,12 +119,12 @@ class CheckpointWriter:
         sizes = [(name, tensor.nbytes) for file in plan_share(self._engine) for name, tensor in file.tensors.items()]
         weights = sum(size for name, size in sizes if name.startswith(f"{optimizer_state.WEIGHT}/"))
         parameters = sum(size for name, size in sizes if "/" not in name)
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, parameters + weights * (1 + num_moments), group=self._group)
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, parameters + weights * (1 + num_moments), group=self._group)
         error = None
         if self._rank == 0:
             try:
-                check_disk_space(self._checkpoints, sum(told) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(gathered) + _SPARE_BYTES)
             except UserError as mistake:
                 error = UserError(f"a checkpoint of this run does not fit: {mistake}")
         raise_together(error)
@@ -156,10 +156,10 @@ class CheckpointWriter:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as told:
+        with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as bar:
             while thread.is_alive():
                 thread.join(_SECONDS_BETWEEN_LOOKS)
-                told.reach(self._written)
+                bar.reach(self._written)
         raise_together(self._error)
 
     def _count(self, num_bytes: int) -> None:
@@ -169,24 +169,25 @@ class CheckpointWriter:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
 
         Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds
-        `held` bytes for it. The same on all ranks: one that copies goes on while another would wait for it.
+        `held` bytes for it. The same on all ranks: one that copies continues while another would wait for it.
         """
-        told: list[Any] = [None] * self._world_size
+        gathered: list[Any] = [None] * self._world_size
         dist.all_gather_object(
-            told, (socket.gethostname(), nbytes, held, psutil.virtual_memory().available), group=self._group
+            gathered, (socket.gethostname(), nbytes, held, psutil.virtual_memory().available), group=self._group
         )
         error = None
         if self._rank == 0:
             try:
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                check_disk_space(self._checkpoints, sum(count for _, count, _, _ in told) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(count for _, count, _, _ in gathered) + _SPARE_BYTES)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             except (UserError, OSError) as mistake:
                 error = _explain(mistake, folder)
         raise_together(error)
         return all(
-            have_room([entry[1:] for entry in told if entry[0] == host]) for host in {entry[0] for entry in told}
+            have_room([entry[1:] for entry in gathered if entry[0] == host])
+            for host in {entry[0] for entry in gathered}
         )
 
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
@@ -199,20 +200,20 @@ class CheckpointWriter:
                 records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
         except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
             error = _explain(mistake, folder)
-        told: list[Any] = [None] * self._world_size
+        gathered: list[Any] = [None] * self._world_size
         try:
-            dist.all_gather_object(told, (records, error), group=self._group)
+            dist.all_gather_object(gathered, (records, error), group=self._group)
         except RuntimeError as mistake:  # a rank is gone, or has not written its share in time
             self._error = _explain(mistake, folder)
             return
-        errors = [error for _, error in told if error is not None]
+        errors = [error for _, error in gathered if error is not None]
         if self._rank == 0 and not errors:
             try:
                 publish(
                     folder,
                     self._checkpoints,
                     state,
-                    {name: record for part, _ in told for name, record in part.items()},
+                    {name: record for part, _ in gathered for name, record in part.items()},
                 )
                 prune_checkpoints(self._checkpoints / f"global_step{state.step}", *self._keep)
             except Exception as mistake:
@@ -228,7 +229,7 @@ def have_room(ranks: list[tuple[int, int, int]]) -> bool:
 
 
 def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
-    """The error for state that no run could go on from: a finite gradient times a large learning rate may have made
+    """The error for state that no run could continue from: a finite gradient times a large learning rate may have made
     it."""
     for file in share:
         for name, tensor in file.tensors.items():
@@ -236,7 +237,7 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
                 return UserError(
                     f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the "
                     "checkpoints before it "
-                    "are untouched. Lower learning_rate and go on with resume=latest"
+                    "are untouched. Lower learning_rate and continue with resume=latest"
                 )
     return None
 
@@ -298,6 +299,6 @@ def _explain(error: Exception, folder: Path) -> UserError:
             else f"{folder} could not be written ({type(error).__name__}: {error})"
         )
     return UserError(
-        f"saving: {reason}; the checkpoints before it are untouched. Make room or mend the disk, then go on with "
+        f"saving: {reason}; the checkpoints before it are untouched. Make room or fix the disk, then continue with "
         "resume=latest"
     )

@@ -107,7 +107,7 @@ class Interrupts:
             _say(f"{name}: saving at the end of this step, then leaving")
         if not self._heard_at_boundary.wait(self._grace_seconds):
             _say(
-                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, go on with resume=latest"
+                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, continue with resume=latest"
             )
             os._exit(exit_code(self._signum))
 

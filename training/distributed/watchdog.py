@@ -182,7 +182,7 @@ class Watchdog:
         return f"rank {rank} has not answered for {self._named_timeout}: it is stopped or stuck, or its host is gone"
 
     def _tell(self, text: str) -> None:
-        console.say_last(f"\nerror: {text}; go on with resume=latest\n")
+        console.say_last(f"\nerror: {text}; continue with resume=latest\n")
 
 
 def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:

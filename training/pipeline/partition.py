@@ -164,7 +164,7 @@ def _matching_types(layers: Sequence[Layer], regex: str) -> list[int]:
     try:
         matches = [int(bool(re.search(regex, layer.module_class.__name__, re.IGNORECASE))) for layer in layers]
     except re.error as error:
-        raise UserError(f"partition_method=type:{regex} is no regular expression ({error})") from None
+        raise UserError(f"partition_method=type:{regex} is not a valid regular expression ({error})") from None
     if not any(matches):
         known = ", ".join(sorted({layer.module_class.__name__ for layer in layers}))
         raise UserError(f"partition_method=type:{regex} matches no layer; their types are {known}")

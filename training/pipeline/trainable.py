@@ -35,7 +35,7 @@ from training.config.schema import AdapterName, RunConfig
 def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
     """The adapter that `config.adapter` describes; None without one.
 
-    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is no adapter.
+    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an adapter.
     """
     options = config.adapter
     if options.name is AdapterName.none:
@@ -52,8 +52,8 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         path = Path(options.name_or_path).expanduser()
         if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
             raise UserError(
-                f"adapter.name_or_path={path} is no peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to go on "
-                "with a run, use resume"
+                f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
+                "continue a run, use resume"
             )
         lora = load_lora_config(path)
         tensors = load_adapter_tensors(path)
@@ -120,7 +120,7 @@ def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:
         try:
             matched = {name for name in names if re.search(pattern, name)}
         except re.error as error:
-            raise UserError(f"freeze: '{pattern}' is no regular expression ({error})") from None
+            raise UserError(f"freeze: '{pattern}' is not a valid regular expression ({error})") from None
         if not matched:
             raise UserError(f"freeze: '{pattern}' matches no weight; they are named like '{min(names)}'")
         frozen |= matched
@@ -129,7 +129,7 @@ def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:
 
 
 def check_same_adapter(config: RunConfig, adapter: Adapter | None, resume_from: Path | None) -> None:
-    """Raises UserError when a run would go on from a checkpoint with another adapter than its own, or with none."""
+    """Raises UserError when a run would continue from a checkpoint with another adapter than its own, or with none."""
     if resume_from is None:
         return
     saved_with = (resume_from.parent / ADAPTER_CONFIG).is_file()

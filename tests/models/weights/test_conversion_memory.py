@@ -15,7 +15,7 @@ import re, sys, threading, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from models import llama  # imports are no part of the measure
+from models import llama  # imports are not measured
 from models.weights.conversion import convert_to_pipeline, export_hugging_face
 from models.weights.vocabulary import AutoTokenizer
 from models.weights.sources import open_weights

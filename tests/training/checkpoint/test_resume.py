@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what it must have in common with it. With real ones: test_resume_damaged.py."""
+"""Which checkpoint a run resumes from, and what it must have in common with it. With real ones: test_resume_damaged.py."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "converted" / "global_step0").mkdir(parents=True)
     (tmp_path / "converted" / "latest").write_text("global_step0")
     with pytest.raises(
-        UserError, match="converted/global_step0 is no training checkpoint .* give it as model_name_or_path"
+        UserError, match="converted/global_step0 is not a training checkpoint .* give it as model_name_or_path"
     ):
         find(str(tmp_path / "converted"), tmp_path)
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: no rank waits for ever, the gradients are those of the plain Hugging Face model, and a run goes on under either schedule."""
+"""Interleaved 1F1B: no rank waits forever, the gradients are those of the plain Hugging Face model, and a run goes on under either schedule."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
         (("adapter.target_modules=lm_head",), "named 'lm_head'"),
         (("adapter.r=0",), "adapter.r=0: at least 1"),
         (("adapter.lora_dropout=1",), "adapter.lora_dropout=1.0: from 0 to below 1"),
-        (("adapter.name_or_path=nowhere",), "adapter.name_or_path=nowhere is no peft folder (adapter_config.json"),
+        (("adapter.name_or_path=nowhere",), "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
     ],
 )
 def test_an_adapter_that_cannot_be(overrides: tuple[str, ...], expected: str) -> None:
@@ -51,7 +51,7 @@ def test_an_adapter_that_cannot_be(overrides: tuple[str, ...], expected: str) ->
     ("overrides", "expected"),
     [
         (('freeze=["layer5"]',), "freeze: 'layer5' matches no weight; they are named like 'lm_head.weight'"),
-        (('freeze=["("]',), "freeze: '(' is no regular expression"),
+        (('freeze=["("]',), "freeze: '(' is not a valid regular expression"),
         (('freeze=["."]',), "leaves nothing to train"),
         (("freeze=[norm]", "adapter=lora"), "freeze and adapter=lora contradict each other"),
     ],
