@@ -177,7 +177,7 @@ def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
     Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
     gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
     """
-    shard_specs, first, second = getattr(projection.base_layer, "cuts", {}), projection.lora_A, projection.lora_B
+    shard_specs, first, second = getattr(projection.base_layer, "shard_specs", {}), projection.lora_A, projection.lora_B
     if shard_specs and "weight" not in shard_specs:
         raise UserError(
             "tensor_parallel_size: adapters of experts are not cut; leave gate_proj, up_proj and down_proj out of adapter.target_modules, "
@@ -197,7 +197,7 @@ def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
 
 def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
     """The tensors of a layer's module that are cut, by name."""
-    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "cuts"))
+    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs"))
     return {
         prefix + of: cut
         for prefix, part in parts
