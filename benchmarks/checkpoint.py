@@ -179,7 +179,8 @@ def build_engine(source: Any, run_config: Any) -> Any:
 
 def make_batches() -> Iterator[Any]:
     ids = torch.arange(16)[None]
-    return iter([((ids, ids), (ids, torch.tensor(15.0, dtype=torch.float64)))])
+    inputs = (ids, ids, torch.ones_like(ids, dtype=torch.int32))
+    return iter([(inputs, (ids, torch.tensor(15.0, dtype=torch.float64)))])
 
 
 def copy_synced(source: Path, target: Path) -> None:

@@ -294,23 +294,12 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
             marks.append(time.perf_counter())
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
-        max_steps=WARM_UP + job.steps,
-        optim="adamw_torch_fused",
-        max_grad_norm=1.0,
-        bf16=True,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        ddp_find_unused_parameters=False,
-        use_cpu=job.device == "cpu",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    (input_ids, _), _ = next(repeat_batch(1, job.seq_length, job.vocab_size))
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
+        max_steps=WARM_UP + job.steps, optim="adamw_torch_fused", max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False}, ddp_find_unused_parameters=False, use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    (input_ids, *_), _ = next(repeat_batch(1, job.seq_length, job.vocab_size))
     dataset = [{"input_ids": input_ids[0], "labels": input_ids[0]}] * (job.global_batch_size * (WARM_UP + job.steps))
     memory.start()
     Trainer(model, arguments, train_dataset=dataset, callbacks=[Clock()]).train()

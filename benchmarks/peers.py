@@ -129,15 +129,15 @@ def _start_engine(work: Work, module_class: type) -> Step:
 
 
 class _Chunk(nn.Module):
-    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: positions are made
-    here."""
+    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: the integers are made here."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(modules)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        activations = values, torch.arange(values.shape[1]).repeat(values.shape[0], 1)
+        rows, length = values.shape[:2]
+        activations = values, torch.arange(length).repeat(rows, 1), torch.ones(rows, length, dtype=torch.int32)
         for layer in self.layers:
             activations = layer(activations)
         return activations[0]
@@ -153,7 +153,7 @@ def build_torch(work: Work, bounds: Sequence[int]) -> Step:
     rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in range(rank, num_chunks, ranks)}
     stages = [PipelineStage(chunk, i, num_chunks, torch.device("cpu")) for i, chunk in chunks.items()]
-    (input_ids, _), (labels, denominator) = next(work.repeat())
+    (input_ids, *_), (labels, denominator) = next(work.repeat())
     denominator = denominator * work.micro_batches
 
     def loss(hidden_states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,8 @@ def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device
     input_ids = torch.randint(3, vocab_size, (micro_batch_size, seq_length), generator=generator).to(device)  # [B, T]
     position_ids = torch.arange(seq_length, device=device).repeat(micro_batch_size, 1)  # [B, T]
     denominator = torch.tensor(float(micro_batch_size * (seq_length - 1)), device=device)
-    return itertools.repeat(((input_ids, position_ids), (input_ids, denominator)))
+    segment_ids = torch.ones_like(input_ids, dtype=torch.int32)  # [B, T]
+    return itertools.repeat(((input_ids, position_ids, segment_ids), (input_ids, denominator)))
 
 
 class RankFailed(Exception):

@@ -77,8 +77,13 @@ class Checked:
             raise UserError(f"{self.name}: {what} must be a tensor torch.int64 {list(shape)}, not {found}")
 
 
-def _pad(rows: NumpyRows, shape: Shape, value: int) -> Tensor:
-    padded = np.full(shape, value, dtype=np.int64)
+def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:
+    """segment_ids, int32 [B, T], 0 for padding. rows: the documents of each, counted from 1."""
+    return _pad(rows, shape, 0, np.int32)
+
+
+def _pad(rows: NumpyRows, shape: Shape, value: int, dtype: type[np.integer] = np.int64) -> Tensor:
+    padded = np.full(shape, value, dtype)
     for row, tokens in zip(padded, rows):
         row[: len(tokens)] = tokens
     return torch.from_numpy(padded)  # [B, T]

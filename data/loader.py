@@ -1,10 +1,10 @@
 """Stage-aware loaders: inputs where the first layer is, labels where the loss is, placeholders between.
 
-A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids), (labels, loss_denominator))`; the half
-that a rank does not read is None. input_ids, position_ids and labels are int64 [B, T], padded on the right (labels
-with -100; a causal model needs no mask for that). position_ids restart at each document of a packed row; padding goes
-on with the last one's. loss_denominator is a float64 scalar: a micro-batch's loss is
-sum(token losses) / loss_denominator.
+A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (labels, loss_denominator))`; the half
+that a rank does not read is None. input_ids, position_ids and labels are int64 [B, T], padded on the right (labels with -100; a causal
+model needs no mask for that). position_ids restart at each document of a packed row; padding continues those of the last one.
+segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1. loss_denominator is a float64 scalar: a micro-batch's loss
+is sum(token losses) / loss_denominator.
 
 In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.collator import Collator, PadRight
+from data.collator import Collator, PadRight, pad_segments
 from data.order import GlobalOrder, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
 
-Batch = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, ...] | None]
+Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
 
 
 class PadTo(StrEnum):
@@ -280,7 +280,8 @@ def _collate(
     inputs = targets = None
     if options.reads_inputs:
         read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
-        inputs = options.collator.collate_inputs(*read, shape, options.pad_token_id)
+        ids_and_positions = options.collator.collate_inputs(*read, shape, options.pad_token_id)
+        inputs = (*ids_and_positions, pad_segments([rows.segment_ids(i) for i in ids], shape))
     if options.reads_labels:
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)

@@ -15,11 +15,13 @@ also say, where its family differs from most:
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
 
-    first layer   (input_ids [B, T], position_ids [B, T])      -> (hidden_states [B, T, D], position_ids)
-    each decoder  (hidden_states, position_ids)                -> (hidden_states, position_ids)
-    head          (hidden_states, position_ids)                -> (hidden_states, head_weight [V, D])  for `models.losses.cross_entropy`
+    first layer   (input_ids [B, T], position_ids [B, T], segment_ids [B, T])  -> (hidden_states [B, T, D], position_ids, segment_ids)
+    each decoder  (hidden_states, position_ids, segment_ids)                   -> (hidden_states, position_ids, segment_ids)
+    head          (hidden_states, position_ids, segment_ids)                   -> (hidden_states, head_weight [V, D])
 
-Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary.
+`segment_ids` (int32) are 0 for padding, and the documents of a row from 1. Only `hidden_states` is floating, so DeepSpeed sends one gradient
+back across each boundary. Masks, angles and whatever else follows from the integers: `models/context.py`. The loss takes what the head hands
+out: `models/losses/cross_entropy.py`.
 """
 
 from __future__ import annotations

@@ -7,22 +7,13 @@ their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from models.context import Activations, MicroBatchContext
 from models.layer import Layer
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-Activations = tuple[torch.Tensor, torch.Tensor]  # hidden_states [B, T, D], position_ids [B, T]
-
-_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 @dataclass(frozen=True)
@@ -42,75 +33,19 @@ class Embedding(nn.Embedding):
         super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
 
     def forward(self, inputs: Activations) -> Activations:
-        input_ids, position_ids = inputs
-        return super().forward(input_ids), position_ids  # [B, T, D]
-
-
-class DecoderContext:
-    """What every decoder layer needs beside its input: rotary angles and the attention mask, made inside the stage.
-
-    One object is shared by all layers of a stage and remembers the last micro-batch, so they are computed once a micro-batch.
-    It is no `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to bf16
-    turn long positions into noise.
-    """
-
-    def __init__(self, config: PretrainedConfig, rotary: nn.Module) -> None:
-        self.config = config
-        self.rotary = rotary
-        self._position_ids: torch.Tensor | None = None
-        self._shared: dict[str, Any] = {}
-        self._masks: dict[str, torch.Tensor | BlockMask | None] = {}
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def __call__(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
-        """Keyword arguments for the `forward` of a layer whose attention is "full_attention" or "sliding_attention".
-
-        The engine gives each micro-batch its own `position_ids` tensor and the layers hand it on untouched, so its identity
-        (kept alive here) names the micro-batch. A checkpointed layer that recomputes later simply misses and computes again. Selective
-        checkpointing follows a layer operator by operator, and must find the same ones again: it is not shown what is computed here.
-        """
-        with _disable_current_modes():
-            if position_ids is not self._position_ids:
-                self._shared = self._compute(hidden_states, position_ids)
-                self._masks = {}
-                self._position_ids = position_ids
-            if attention_type not in self._masks:
-                self._masks[attention_type] = self._mask(hidden_states, position_ids, attention_type)
-        return {"position_ids": position_ids, "attention_mask": self._masks[attention_type], **self._shared}
-
-    def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
-        """What all layers share."""
-        self.rotary.to(hidden_states.device)
-        return {
-            "position_embeddings": self.rotary(hidden_states, position_ids=position_ids)
-        }  # cos, sin [B, T, head_dim]
-
-    def _mask(
-        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str
-    ) -> torch.Tensor | BlockMask | None:
-        return _MASKS[attention_type](
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=None,  # right padding needs none; documents of a packed row are told apart by position_ids
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        return super().forward(inputs[0]), *inputs[1:]  # [B, T, D]
 
 
 class PipelineDecoderLayer(nn.Module):
     """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden states."""
 
-    def __init__(self, config: PretrainedConfig, layer_idx: int, context: DecoderContext) -> None:
+    def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
         self.context = context
         self.attention_type = get_attention_type(config, layer_idx)
 
     def forward(self, inputs: Activations) -> Activations:
-        hidden_states, position_ids = inputs
-        return super().forward(
-            hidden_states, **self.context(hidden_states, position_ids, self.attention_type)
-        ), position_ids
+        return super().forward(inputs[0], **self.context(inputs, self.attention_type)), *inputs[1:]
 
     def share_heads(self, rank: int, size: int) -> None:
         """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks how many heads it has."""
@@ -123,8 +58,7 @@ class PipelineNorm(nn.Module):
         super().__init__(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, inputs: Activations) -> Activations:
-        hidden_states, position_ids = inputs
-        return super().forward(hidden_states), position_ids
+        return super().forward(inputs[0]), *inputs[1:]
 
 
 class FinalLayerNorm(PipelineNorm, nn.LayerNorm):  # type: ignore[misc]  # the mixin's forward is the one
@@ -150,10 +84,9 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
     The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up with each
     micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
     """
-    hidden_states, _ = inputs
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return hidden_states, weight.view_as(weight)
+    return inputs[0], weight.view_as(weight)
 
 
 def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:
@@ -167,7 +100,7 @@ def build_decoder(
     config: PretrainedConfig,
     decoder_layer: type[nn.Module],
     norm: type[nn.Module],
-    context: DecoderContext,
+    context: MicroBatchContext,
     *,
     embedding: type[nn.Module] = Embedding,
     names: Names = Names(),

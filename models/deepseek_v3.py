@@ -16,7 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer, Piece, Style, Styles
 
 
@@ -51,7 +52,9 @@ def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
 def build_layers(config: DeepseekV3Config) -> list[Layer]:
     if config._experts_implementation is None:
         config._experts_implementation = "grouped_mm"  # transformers' own choice when it builds the model
-    layers = build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, DeepseekV3RotaryEmbedding(config)))
+    layers = build_decoder(
+        config, DecoderLayer, FinalNorm, MicroBatchContext(config, DeepseekV3RotaryEmbedding(config))
+    )
     first_sparse = 1 + config.first_k_dense_replace
     for index in range(first_sparse, 1 + config.num_hidden_layers):
         layers[index] = layers[index].with_pieces(

@@ -9,7 +9,8 @@ import torch
 from transformers import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RMSNorm, Gemma2RotaryEmbedding
 
-from models.decoder import Activations, DecoderContext, Embedding, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import Activations, MicroBatchContext
+from models.decoder import Embedding, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
@@ -21,9 +22,9 @@ class ScaledEmbedding(Embedding):
     """Token embedding times sqrt(D), the factor rounded to the training dtype as Google's own code does."""
 
     def forward(self, inputs: Activations) -> Activations:
-        hidden_states, position_ids = super().forward(inputs)
+        hidden_states, *integers = super().forward(inputs)
         scale = torch.tensor(self.embedding_dim**0.5).to(hidden_states.dtype).item()
-        return hidden_states * scale, position_ids
+        return hidden_states * scale, *integers
 
 
 class DecoderLayer(PipelineDecoderLayer, Gemma2DecoderLayer):
@@ -35,5 +36,5 @@ class FinalNorm(PipelineNorm, Gemma2RMSNorm):
 
 
 def build_layers(config: Gemma2Config) -> list[Layer]:
-    context = DecoderContext(config, Gemma2RotaryEmbedding(config))
+    context = MicroBatchContext(config, Gemma2RotaryEmbedding(config))
     return build_decoder(config, DecoderLayer, FinalNorm, context, embedding=ScaledEmbedding)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
+from models.context import Activations, MicroBatchContext
+from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 from models.layer import Fused, Layer, Style, Styles
 
 LEARNED_POSITIONS = True
@@ -27,18 +27,8 @@ class PositionEmbedding(nn.Embedding):
         self.dropout = nn.Dropout(config.embd_pdrop)
 
     def forward(self, inputs: Activations) -> Activations:
-        hidden_states, position_ids = inputs
-        return self.dropout(hidden_states + super().forward(position_ids)), position_ids
-
-
-class MaskOnly(DecoderContext):
-    """No rotary angles: positions are in the hidden states already."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config, nn.Identity())
-
-    def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {}
+        hidden_states, position_ids, _ = inputs
+        return self.dropout(hidden_states + super().forward(position_ids)), *inputs[1:]
 
 
 class DecoderLayer(PipelineDecoderLayer, GPT2Block):
@@ -59,5 +49,5 @@ def tensor_parallel_plan(config: GPT2Config) -> Styles:
 
 
 def build_layers(config: GPT2Config) -> list[Layer]:
-    layers = build_decoder(config, DecoderLayer, FinalLayerNorm, MaskOnly(config), names=NAMES)
+    layers = build_decoder(config, DecoderLayer, FinalLayerNorm, MicroBatchContext(config), names=NAMES)
     return [layers[0], Layer("transformer.wpe.", PositionEmbedding, (config,)), *layers[1:]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
@@ -21,4 +22,4 @@ class FinalNorm(PipelineNorm, LlamaRMSNorm):
 
 
 def build_layers(config: LlamaConfig) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, LlamaRotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, LlamaRotaryEmbedding(config)))

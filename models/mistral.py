@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralRMSNorm, MistralRotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
@@ -21,4 +22,4 @@ class FinalNorm(PipelineNorm, MistralRMSNorm):
 
 
 def build_layers(config: MistralConfig) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, MistralRotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, MistralRotaryEmbedding(config)))

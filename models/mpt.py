@@ -8,34 +8,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import MptConfig
 from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock, build_mpt_alibi_tensor
 
 from errors import UserError
-from models.decoder import Activations, DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
+from models.context import Activations, MicroBatchContext
+from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 from models.layer import Fused, Layer, Style, Styles
 
 ATTENTION_IMPLEMENTATIONS = ("eager",)
 NAMES = Names("transformer.wte.", "transformer.blocks.{}.", "transformer.norm_f.", "lm_head.")
 
 
-class AlibiContext(DecoderContext):
+class AlibiContext(MicroBatchContext):
     """The causal mask as booleans (True: hidden), and ALiBi's bias, which grows with the key's place in the row.
 
     A softmax does not see what is added to all of its scores, so the bias holds for each document of a packed row too.
     """
 
     def __init__(self, config: MptConfig) -> None:
-        super().__init__(config, nn.Identity())
+        super().__init__(config)
         self.heads = slice(None)  # those of this rank
 
-    def _compute(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+    def derive_shared(self, inputs: Activations) -> dict[str, Any]:
+        hidden_states = inputs[0]
         bias = build_mpt_alibi_tensor(self.config.n_heads, hidden_states.shape[1], device=hidden_states.device)
         return {"position_bias": bias[self.heads]}  # [heads, 1, T]
 
-    def _mask(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, attention_type: str) -> torch.Tensor:
-        mask = super()._mask(hidden_states, position_ids, attention_type)
+    def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor:
+        mask = super().build_mask(inputs, attention_type)
         assert isinstance(mask, torch.Tensor)  # eager attention knows no other
         return mask.to(torch.bool)  # [B or 1, 1, T, T]
 
@@ -48,8 +49,8 @@ class DecoderLayer(PipelineDecoderLayer, MptBlock):
         context.heads = slice(rank * attention.n_heads, (rank + 1) * attention.n_heads)
 
     def forward(self, inputs: Activations) -> Activations:
-        (hidden_states, _attention_weights), position_ids = super().forward(inputs)
-        return hidden_states, position_ids
+        (hidden_states, _attention_weights), *integers = super().forward(inputs)
+        return hidden_states, *integers
 
 
 class FinalNorm(FinalLayerNorm):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer, Olmo2RMSNorm, Olmo2RotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer, Style, Styles
 
 
@@ -35,4 +36,4 @@ def tensor_parallel_plan(config: Olmo2Config) -> Styles:
 
 
 def build_layers(config: Olmo2Config) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Olmo2RotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, Olmo2RotaryEmbedding(config)))

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer, Phi3RMSNorm, Phi3RotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Fused, Layer, Style, Styles
 
 
@@ -37,4 +38,4 @@ def tensor_parallel_plan(config: Phi3Config) -> Styles:
 
 
 def build_layers(config: Phi3Config) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Phi3RotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, Phi3RotaryEmbedding(config)))

@@ -15,7 +15,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from errors import UserError
-from models.decoder import DecoderContext, FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.losses.cross_entropy import build_loss
 from models.parallel.plan import read_published_plan
@@ -96,7 +97,7 @@ def _assemble(config: PretrainedConfig) -> list[Layer]:
     prefix = f"{model.base_model_prefix}."
     names = Names(f"{prefix}embed_tokens.", prefix + "layers.{}.", f"{prefix}norm.", f"{_name_of(model, head)}.")
     decoder_layer = type("DecoderLayer", (PipelineDecoderLayer, type(base.layers[0])), {})
-    context = DecoderContext(config, type(base.rotary_emb)(config=config))
+    context = MicroBatchContext(config, type(base.rotary_emb)(config=config))
     return build_decoder(config, decoder_layer, _find_norm(base.norm, config), context, names=names)
 
 
@@ -147,7 +148,8 @@ def _run(
     layers: list[Layer], weights: dict[str, torch.Tensor], input_ids: torch.Tensor, config: PretrainedConfig
 ) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
     """The loss of the layers one after the other, and those that own weights with their modules."""
-    activations: Any = (input_ids, torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1))
+    position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
+    activations: Any = (input_ids, position_ids, torch.ones_like(input_ids, dtype=torch.int32))
     modules: list[tuple[Layer, nn.Module]] = []
     shared: dict[str, nn.Module] = {}
     for layer in layers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
@@ -21,4 +22,4 @@ class FinalNorm(PipelineNorm, Qwen2RMSNorm):
 
 
 def build_layers(config: Qwen2Config) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Qwen2RotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, Qwen2RotaryEmbedding(config)))

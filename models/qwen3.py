@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from models.decoder import DecoderContext, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
@@ -21,4 +22,4 @@ class FinalNorm(PipelineNorm, Qwen3RMSNorm):
 
 
 def build_layers(config: Qwen3Config) -> list[Layer]:
-    return build_decoder(config, DecoderLayer, FinalNorm, DecoderContext(config, Qwen3RotaryEmbedding(config)))
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, Qwen3RotaryEmbedding(config)))

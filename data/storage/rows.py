@@ -243,6 +243,11 @@ class Rows:
         """int64 [T], from 0 at each piece."""
         return np.concatenate([np.arange(stop - start) for _, start, stop in self.pieces(row)])
 
+    def segment_ids(self, row: int) -> np.ndarray:
+        """int32 [T], the pieces of the row counted from 1."""
+        lengths = [stop - start for _, start, stop in self.pieces(row)]
+        return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+
     def reference(self, row: int) -> float:
         """The reference model's log-probability of the row's one sample."""
         assert self._reference is not None

@@ -99,12 +99,12 @@ class VocabParallelEmbedding:
         self._start, self._stop, self._parallel = start, stop, parallel
 
     def localize(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        input_ids, position_ids = args[0]
+        input_ids, *integers = args[0]
         self._is_here = (input_ids >= self._start) & (input_ids < self._stop)
-        return (((input_ids - self._start) * self._is_here, position_ids),)
+        return (((input_ids - self._start) * self._is_here, *integers),)
 
     def complete(
-        self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states, position_ids = outputs
-        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), position_ids
+        self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        hidden_states, *integers = outputs
+        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), *integers

@@ -69,17 +69,21 @@ def build_layout(path: Path, dp_size: int, micro_batch_size: int, accumulation: 
 
 def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
     """The samples in a batch, by content; rows that are all padding are left out. Checks the padding and the labels."""
-    (input_ids, position_ids), (labels, _) = batch
+    (input_ids, position_ids, segment_ids), (labels, _) = batch
     ids = {tuple(data.input_ids(i).tolist()): i for i in range(len(data))}
     found = []
-    for row, positions, row_labels in zip(input_ids.tolist(), position_ids.tolist(), labels.tolist(), strict=True):
+    assert segment_ids.dtype == torch.int32
+    for row, positions, segments, row_labels in zip(
+        input_ids.tolist(), position_ids.tolist(), segment_ids.tolist(), labels.tolist(), strict=True
+    ):
         assert positions == list(range(len(row)))
         matches = [i for tokens, i in ids.items() if row == list(tokens) + [PAD] * (len(row) - len(tokens))]
         if not matches:
-            assert set(row) == {PAD} and set(row_labels) == {-100}
+            assert set(row) == {PAD} and set(row_labels) == {-100} and set(segments) == {0}
             continue
         expected = data.labels(matches[0]).tolist()
-        assert row_labels == expected + [-100] * (len(row) - len(expected))
+        padding = len(row) - len(expected)
+        assert row_labels == expected + [-100] * padding and segments == [1] * len(expected) + [0] * padding
         found += matches
     return found
 
@@ -159,7 +163,11 @@ def test_a_rank_reads_its_half(path: Path) -> None:
     assert first_targets is None and last_inputs is None
     assert isinstance(first_inputs, tuple) and isinstance(last_targets, tuple)
     assert all(torch.equal(a, b) for a, b in zip(first_inputs + last_targets, inputs + targets, strict=True))
-    assert {tensor.dtype for tensor in (*first_inputs, last_targets[0])} == {torch.int64}
+    assert [tensor.dtype for tensor in (*first_inputs, last_targets[0])] == [
+        *[torch.int64] * 2,
+        torch.int32,
+        torch.int64,
+    ]
 
 
 def test_padding_to_a_fixed_length_and_to_a_cap(path: Path) -> None:

@@ -41,7 +41,7 @@ class Chain(nn.Module):
 
     def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last layer hands to the loss: hidden states [B, T, D], head weight [V, D]."""
-        inputs = (input_ids, position_ids)
+        inputs = (input_ids, position_ids, count_segments(position_ids))
         for layer, module in zip(self.layers, self.stages, strict=True):
             inputs = layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
         return inputs
@@ -70,6 +70,11 @@ def pair(tmp_path: Path) -> Callable[..., tuple[LlamaForCausalLM, Chain]]:
 
 def positions(length: int = T) -> torch.Tensor:
     return torch.arange(length).repeat(B, 1)
+
+
+def count_segments(position_ids: torch.Tensor) -> torch.Tensor:
+    """segment_ids int32 [B, T] of rows without padding, whose documents begin where positions restart."""
+    return (position_ids == 0).cumsum(dim=1).to(torch.int32)
 
 
 def tokens(length: int = T) -> torch.Tensor:
@@ -123,7 +128,8 @@ def test_rotary_frequencies_stay_in_fp32_when_the_stage_is_cast(pair) -> None:
     assert not any("inv_freq" in name for name, _ in chain.named_buffers())
 
     far = torch.arange(8000, 8000 + T).repeat(B, 1)
-    cos, sin = context(torch.zeros(B, T, 48, dtype=torch.bfloat16), far, "full_attention")["position_embeddings"]
+    inputs = (torch.zeros(B, T, 48, dtype=torch.bfloat16), far, torch.ones(B, T, dtype=torch.int32))
+    cos, sin = context(inputs, "full_attention")["position_embeddings"]
     angles = far[0, :, None].double() * before.double()  # [T, head_dim / 2]
     assert cos.dtype == torch.bfloat16
     for got, exact in ((cos, angles.cos()), (sin, angles.sin())):

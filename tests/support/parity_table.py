@@ -43,7 +43,8 @@ def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     """Logits [B, T, V] of the pipeline, on the ranks that have the loss; with tensor parallelism, those of the rank's tokens."""
     engine, *_ = build_engine(case)
     position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
-    batch = ((input_ids, position_ids), (input_ids, torch.tensor(1.0)))
+    segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
+    batch = ((input_ids, position_ids, segment_ids), (input_ids, torch.tensor(1.0)))
     needs_data = engine.module.has_first_layer or engine.module.has_loss
     outputs = engine.eval_batch(
         iter([batch]) if needs_data else None, compute_loss=False, reduce_output=None, num_micro_batches=1

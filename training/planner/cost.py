@@ -28,7 +28,10 @@ from models.parallel.tensor_parallel import list_shard_specs, shard_module
 from training.pipeline.activation_checkpoint import is_kept
 from training.pipeline.trainable import choose_trained
 
-POSITION_BYTES = 8  # position_ids are int64
+INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
+BOUNDARY_BYTES = (
+    8 + 4
+)  # of the integers that cross a boundary beside hidden_states: position_ids int64, segment_ids int32
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class LayerCost:
     forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean number of keys.
     frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
     attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
-    saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states, without position_ids.
+    saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states alone.
     kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
     total_parameters, total_trainable: of the whole layer.
     forward_sums, backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
@@ -205,7 +208,7 @@ def _count_saved(
     hidden_states = torch.empty(
         micro_batch_size, seq_length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
     )
-    inputs = (position_ids if is_first else hidden_states, position_ids)
+    inputs = (position_ids if is_first else hidden_states, position_ids, position_ids.to(torch.int32))
     try:
         return count_saved_bytes(
             lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module

@@ -17,7 +17,7 @@ from training.distributed.p2p import SENDS_IN_FLIGHT
 from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.schedule import list_in_flight
-from training.planner.cost import POSITION_BYTES, LayerCost
+from training.planner.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 
 ALLREDUCE_BUCKET = 500_000_000  # elements that `BF16_Optimizer`'s gradients are reduced by: MEMORY_OPT_ALLREDUCE_SIZE of runtime/pipe/engine.py
 HOST_BYTES_A_RANK = 3 * 2**30  # a process with CUDA's libraries loaded; an assumption
@@ -134,22 +134,23 @@ def compute_memory(
     width = bytes_of(precision)
     is_first, is_last = stage_id == 0, stage_id == num_stages - 1
     hidden = chunks[0][0].output_bytes
-    positions = POSITION_BYTES * tokens
+    integers = BOUNDARY_BYTES * tokens
     sizes, recomputation = [], 0  # of a micro-batch in each chunk
     for number, layers in enumerate(chunks):
         reads_batch, makes_loss = is_first and number == 0, is_last and number == len(chunks) - 1
-        kept, remade = _compute_activations(layers, recompute, positions if reads_batch else hidden, positions)
+        received = INPUT_BYTES * tokens if reads_batch else hidden
+        kept, remade = _compute_activations(layers, recompute, received, integers)
         # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
-        sizes.append((positions if reads_batch else hidden) + positions + (0 if makes_loss else hidden) + kept)
+        sizes.append(received + integers + (0 if makes_loss else hidden) + kept)
         recomputation = max(recomputation, remade)
     in_flight = list_in_flight(stage_id, num_stages, num_micro_batches, len(chunks))
     largest = max(layer.largest_trainable for layers in chunks for layer in layers)
     # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
     in_transit = (
-        (0 if is_first else hidden + positions) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
+        (0 if is_first else hidden + integers) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
     )
     if len(chunks) > 1:  # a gradient that was received, what is received for the next pass, and gradients on their way
-        in_transit = 2 * hidden + positions + SENDS_IN_FLIGHT * hidden + 2 * hidden + (width + 4) * largest
+        in_transit = 2 * hidden + integers + SENDS_IN_FLIGHT * hidden + 2 * hidden + (width + 4) * largest
     return Memory(
         weights=state.weights,
         gradients=state.gradients,
@@ -164,10 +165,10 @@ def compute_memory(
 
 
 def _compute_activations(
-    chunk: Sequence[LayerCost], recompute: ActivationCheckpointing, received: int, positions: int
+    chunk: Sequence[LayerCost], recompute: ActivationCheckpointing, received: int, integers: int
 ) -> tuple[int, int]:
-    """(what consecutive layers keep of a micro-batch, `Memory.recomputation`). received, positions: bytes of the first layer's input, and of
-    its part that all layers take."""
+    """(what consecutive layers keep of a micro-batch, `Memory.recomputation`). received: bytes of the first layer's input. integers: of
+    what all layers take beside it."""
     kept = recomputation = 0
     for group in reversed(
         recompute.list_groups(len(chunk))
@@ -181,7 +182,7 @@ def _compute_activations(
         kept += chunk[group.start - 1].output_bytes if group.start else received
         if recompute.is_selective:
             kept += sum(layer.kept_bytes for layer in layers)
-    kept += positions if recompute.interval else 0  # which every recomputed group takes too
+    kept += integers if recompute.interval else 0  # which every recomputed group takes too
     return kept, recomputation
 
 

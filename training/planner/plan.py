@@ -20,7 +20,7 @@ from training.pipeline.activation_checkpoint import build_activation_checkpointi
 from training.pipeline.partition import Fits, list_chunks
 from training.pipeline.schedule import Pass, bubble_share, simulate
 from training.pipeline.trainable import build_adapter
-from training.planner.cost import POSITION_BYTES, LayerCost, count_layers
+from training.planner.cost import BOUNDARY_BYTES, LayerCost, count_layers
 from training.planner.hardware import GB, GIB, Machine
 from training.planner.memory import Memory, compute_memory, compute_state
 from training.planner.time import (
@@ -165,7 +165,7 @@ def compute_plan(
         )
         for stage_id, layers in enumerate(held)
     ]  # fmt: skip
-    boundary_bytes = [2 * costs[stop - 1].output_bytes + POSITION_BYTES * tokens for stop in bounds[1:-1]]
+    boundary_bytes = [2 * costs[stop - 1].output_bytes + BOUNDARY_BYTES * tokens for stop in bounds[1:-1]]
     transfer = [
         size / 2 / (find_bandwidth_between(layout, chunk % layout.num_stages, hardware) * GB)
         for chunk, size in enumerate(boundary_bytes)

@@ -138,10 +138,9 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     adapter = build_adapter(task.config, layers)
     chain = [(layers[index], _build(layers[index], index, dtype, adapter, task.config.freeze)) for index in indices]
     shape = (task.micro_batch_size, task.config.max_seq_length)
-    input_ids, position_ids = (
-        torch.randint(task.architecture.vocab_size, shape),
-        torch.arange(shape[1]).repeat(shape[0], 1),
-    )  # [B, T]
+    input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
+    position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
+    segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
     loss, targets = build_loss(task.architecture), (input_ids, torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
@@ -155,7 +154,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     seconds: list[tuple[float, float]] = []
     waiting = []  # two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last
     for _ in range(2 + ROUNDS):
-        values: Any = (input_ids if is_first else hidden_states.clone().requires_grad_(), position_ids.clone())
+        received = input_ids if is_first else hidden_states.clone().requires_grad_()
+        values: Any = (received, position_ids.clone(), segment_ids.clone())
         dist.barrier()
         start = time.perf_counter()
         for layer, module in chain:

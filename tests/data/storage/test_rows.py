@@ -65,18 +65,18 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     """Token by token: completions with their end tokens, which are pad tokens too; no prompt, no padding, no first token."""
     order = GlobalOrder(count_rows(path, PLAN), 2, seed=0)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=2, row_plan=PLAN, pad_token_id=end_is_pad.pad_token_id)
-    (input_ids, position_ids), (labels, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
-    assert (input_ids.shape[0], input_ids.shape[1] % 8) == (
-        2,
-        0,
-    ) and labels.shape == position_ids.shape == input_ids.shape
+    inputs, (labels, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
+    (shape,) = {tensor.shape for tensor in (*inputs, labels)}
+    assert shape[0] == 2 and shape[1] % 8 == 0
     rows = Rows(path, PLAN, True, True)
-    for ids, positions, row_labels, row in zip(input_ids, position_ids, labels, order.sample_ids(0)):
+    for ids, positions, segments, row_labels, row in zip(*inputs, labels, order.sample_ids(0)):
         length = rows.lengths[row]
         # Padding goes on with the last document's positions: no document of its own, and no mask where nothing is packed.
         assert positions[length:].tolist() == [positions[length - 1] + 1 + i for i in range(len(ids) - length)]
         assert (row_labels[length:] == -100).all() and (ids[length:] == end_is_pad.pad_token_id).all()
         starts = np.flatnonzero(positions[:length] == 0).tolist()
+        assert segments[:length].tolist() == (positions[:length] == 0).cumsum(0).tolist() and len(starts) > 1
+        assert not segments[length:].any()
         for start, stop in zip(starts, [*starts[1:], length]):
             text = end_is_pad.decode(ids[start:stop])
             prompt = "What legs" * text.count("What legs")
@@ -99,7 +99,7 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
         options = LoaderOptions(
             True, True, rank, dp_size, micro_batch_size=micro_batch_size, row_plan=PLAN, pad_token_id=0
         )
-        for (input_ids, _), (_, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
+        for (input_ids, *_), (_, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
             read += [tuple(row[row != 0].tolist()) for row in input_ids]
             info = build_train_loader(path, options, order, accumulation).step_info(1)
             assert denominator == info.num_targets / (dp_size * accumulation)

@@ -51,10 +51,8 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(dtype: torch.dtype) ->
     layer = build_layers(config)[1]
     torch.manual_seed(0)
     module = layer.module_class(*layer.args).to(dtype)
-    hidden_states, position_ids = (
-        torch.randn(B, T, 64, dtype=dtype, requires_grad=True),
-        torch.arange(T).expand(B, T).clone(),
-    )
+    hidden_states = torch.randn(B, T, 64, dtype=dtype, requires_grad=True)
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
     gradients, calls = {}, {}
     for recompute in (
         ActivationCheckpointing(0),
@@ -63,7 +61,7 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(dtype: torch.dtype) ->
     ):
         run = recompute.build_function() if recompute.interval else lambda function, *inputs: function(*inputs)
         name = recompute.mode.value if recompute.interval else "kept"
-        output, _ = run(lambda *inputs: module(inputs), hidden_states, position_ids)
+        output, *_ = run(lambda *inputs: module(inputs), hidden_states, *integers)
         with Counted() as counted:
             gradients[name] = torch.autograd.grad(output.float().square().sum(), [hidden_states, *module.parameters()])
         calls[name] = counted.calls

@@ -49,7 +49,7 @@ def test_the_time_of_a_step() -> None:
     assert found.stages[0].backward_seconds == pytest.approx(2 * micro_batch)
     assert found.pipeline_seconds == pytest.approx((8 + 1) * 3 * micro_batch, rel=20 * transfer / micro_batch)
     assert found.bubble == pytest.approx(1 / 9) and found.imbalance == pytest.approx(0)
-    assert found.boundary_bytes == [2 * (2 * B * T * 64) + 8 * B * T]
+    assert found.boundary_bytes == [2 * (2 * B * T * 64) + 12 * B * T]
     assert found.tokens_per_second == pytest.approx(8 * B * T / found.step_seconds)
     assert found.mfu == pytest.approx(6 * 4 * N * 8 * B * T / found.step_seconds / 2e12)
 

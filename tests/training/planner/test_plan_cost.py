@@ -32,8 +32,9 @@ def build_real(layer: Layer, dtype: torch.dtype) -> torch.nn.Module:
     return layer.module_class(*layer.args).to(dtype)
 
 
-def real_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(B, T, D, requires_grad=True).to(dtype), torch.arange(T).expand(B, T).clone()
+def real_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+    return torch.randn(B, T, D, requires_grad=True).to(dtype), *integers
 
 
 def bytes_really_saved(layer: Layer, dtype: torch.dtype) -> int:
