@@ -150,7 +150,7 @@ def test_a_type_is_spread_over_the_stages() -> None:
         (None, ("partition_method=None is unknown",)),
         (3, ("partition_method=3 is unknown",)),
         ("type:mamba", ("partition_method=type:mamba matches no layer", "DecoderLayer, Embedding, FinalNorm, LMHead")),
-        ("type:(", ("partition_method=type:( is no regular expression",)),
+        ("type:(", ("partition_method=type:( is not a valid regular expression",)),
         ([4, 4], ("[4, 4] gives 8 layers to 2 stages", "must give 9 layers", "num_stages=3")),
         ([4, 4, 2], ("gives 10 layers to 3 stages",)),
         ([9, 0, 0], ("at least one each",)),
