@@ -15,12 +15,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
+from training.pipeline.schedule import find_schedule
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 DEFAULT_CONFIG = "base"
@@ -53,14 +54,21 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
-        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+        check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     run_composed()
+
+
+def check_names(composed: DictConfig) -> None:
+    """Raises UserError for a key whose values are the names in a table, where the composed one is not among them."""
+    name = OmegaConf.select(composed, "schedule", throw_on_resolution_failure=False)
+    if name is not None:
+        find_schedule(name)
 
 
 def sweep() -> int:
     register_schema()
     with exit_on_user_error(ALONE):
-        jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG)
+        jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus, jobs[0].output_dir.parent.name))
 
 

@@ -174,7 +174,12 @@ def build_runners(
     bounds = compute_bounds(layers, NUM_STAGES, config.partition_method)
     shared = peers.Work(config, source, layers, build_layout(config, NUM_STAGES, len(layers), False), bounds)
     in_chunks = compute_bounds(layers, NUM_STAGES, config.partition_method, num_chunks=2)
-    interleaved = replace(shared, layout=replace(shared.layout, num_chunks=2), bounds=in_chunks)
+    interleaved = replace(
+        shared,
+        config=replace(config, schedule="interleaved"),
+        layout=replace(shared.layout, num_chunks=2, schedule="interleaved"),
+        bounds=in_chunks,
+    )
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
         "ours-interleaved": lambda: build_ours(interleaved),

@@ -118,7 +118,7 @@ KEYS = {
     ),
     "too few micro-batches to interleave": (
         ("schedule=interleaved", "global_batch_size=2"),
-        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; gradient_accumulation_steps=1 is none, the nearest is 2",
+        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; gradient_accumulation_steps=1 is not, the nearest is 2",
     ),
     "no such checkpointing": (
         ("activation_checkpoint_mode=some",),

@@ -26,6 +26,7 @@ from training.distributed.topology import Layout, build_layout
 from training.inputs.custom import build_collator
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.partition import compute_bounds
+from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
 from training.planner.prediction import find_fits
 
@@ -53,6 +54,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     """
     check_deepspeed_version()
     check_config(config, has_accelerator())
+    find_schedule(config.schedule)
     check_attention(config.attn_implementation)
     if config.compile:
         check_compiler(has_accelerator())
@@ -75,11 +77,12 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     build_run_loss(config, source.config)
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
+    layout = schedule_layout(layout, config, len(layers))
     check_packed_attention(config, layout.micro_batch_size)
     fits = (
         None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
     )
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
     return RunSetup(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
 

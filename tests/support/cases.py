@@ -23,6 +23,7 @@ from training.distributed.topology import Layout, build_layout
 from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import StepBudget
 from training.pipeline.partition import compute_bounds
+from training.pipeline.schedule import schedule_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +74,7 @@ def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
     source = open_weights(config.model_name_or_path)
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
-    layout = build_layout(config, world_size, len(layers), False)
+    layout = schedule_layout(build_layout(config, world_size, len(layers), False), config, len(layers))
     parallel = join_tensor_parallel(layout, rank)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
     tokenizer = load_tokenizer(config, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from errors import UserError
 from training.config.schema import RunConfig
 
+CheckNames = Callable[[DictConfig], None]
 # What OmegaConf says about a value of the wrong type -> what the value must be.
 _WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
@@ -48,10 +49,16 @@ def asks_for_sweep(arguments: Sequence[str]) -> bool:
     return bool(get_args_parser().parse_known_args(list(arguments))[0].multirun)
 
 
-def check_command_line(arguments: Sequence[str], config_dir: Path, default_config: str) -> None:
+def check_command_line(
+    arguments: Sequence[str],
+    config_dir: Path,
+    default_config: str,
+    check_names: CheckNames | None = None,
+) -> None:
     """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
 
-    arguments: as `clean_arguments` returns them, without the command.
+    arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the composed config
+    names nothing in its table, such as `schedule`; this package knows no such table.
     Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an
     unknown option, and for `--multirun` (see training/cli/sweep.py).
     """
@@ -71,10 +78,12 @@ def check_command_line(arguments: Sequence[str], config_dir: Path, default_confi
     if options.config_dir and not Path(options.config_dir).is_dir():
         raise UserError(f"--config-dir {options.config_dir}: there is no such folder")
     try:
-        compose_command(options, options.overrides, config_dir, default_config)
+        composed = compose_command(options, options.overrides, config_dir, default_config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         dirs = [config_dir, *([Path(options.config_dir)] if options.config_dir else [])]
         raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
+    if check_names is not None:
+        check_names(composed)
 
 
 def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Path, default_config: str) -> DictConfig:

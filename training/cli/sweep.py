@@ -22,7 +22,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from errors import UserError
-from training.cli.command_line import check_command_line, compose_command
+from training.cli.command_line import CheckNames, check_command_line, compose_command
 from training.distributed.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read here alone
@@ -47,10 +47,12 @@ class Job:
         return json.loads(file.read_text()) if file.is_file() else None
 
 
-def plan_sweep(arguments: Sequence[str], config_dir: Path, default_config: str) -> tuple[list[Job], int]:
+def plan_sweep(
+    arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
+) -> tuple[list[Job], int]:
     """The runs that a command line asks for, each with a folder of its own below `output_dir`, and the number of ranks of each.
 
-    arguments: as `clean_arguments` returns them. Raises UserError for what is wrong with any of the runs; none has been started then.
+    arguments, check_names: as of `check_command_line`. Raises UserError for what is wrong with any of the runs; none has been started then.
     """
     options, _ = get_args_parser().parse_known_args(list(arguments))
     kept = [
@@ -64,7 +66,7 @@ def plan_sweep(arguments: Sequence[str], config_dir: Path, default_config: str) 
     jobs = []
     for overrides in itertools.product(*choices):
         swept = tuple(override for override, options_of_it in zip(overrides, choices) if len(options_of_it) > 1)
-        check_command_line([*kept, *overrides], config_dir, default_config)
+        check_command_line([*kept, *overrides], config_dir, default_config, check_names)
         base = Path(compose_command(options, overrides, config_dir, default_config).output_dir)
         output_dir = base / "__".join(_name_folder(override) for override in swept)
         jobs.append(Job(swept, (*kept, *overrides, f"output_dir={output_dir}"), output_dir))

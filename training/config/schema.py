@@ -39,10 +39,6 @@ class SchedulerType(Enum):
     constant = "constant"
 
 
-# 1F1B and interleaved 1F1B; the functional form, because a name in Python cannot begin with a digit
-PipelineSchedule = Enum("PipelineSchedule", {"1f1b": "1f1b", "interleaved": "interleaved"})
-
-
 class CheckpointMode(Enum):
     grouped = "grouped"
     every = "every"
@@ -243,7 +239,7 @@ class RunConfig:
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING
     partition_method: Any = MISSING
-    schedule: PipelineSchedule = MISSING
+    schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedule.py, which checks it
     virtual_stages_per_rank: int = MISSING
     micro_batch_size: int | None = MISSING
     gradient_accumulation_steps: int | None = MISSING

@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 
 from errors import UserError
-from training.config.schema import PipelineSchedule, RunConfig
+from training.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
 class Layout:
     """world_size = tensor_parallel_size * num_stages * dp_size; global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
-    num_chunks: of layers, that a rank holds; more than one under schedule=interleaved.
+    schedule: its name; num_chunks: of layers, that a rank holds under it (`training.pipeline.schedule.schedule_layout` sets both).
     """
 
     world_size: int
@@ -26,6 +26,7 @@ class Layout:
     gradient_accumulation_steps: int
     tensor_parallel_size: int = 1
     num_chunks: int = 1
+    schedule: str = "1f1b"
 
     @property
     def ranks_per_stage(self) -> int:
@@ -89,7 +90,7 @@ class Layout:
 
 
 def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
-    """The layout that the keys ask for.
+    """The layout that the keys ask for, but for its schedule (`training.pipeline.schedule.schedule_layout`).
 
     Raises UserError, naming the key, where they contradict each other or the number of ranks.
     """
@@ -112,28 +113,7 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
             f"{product} does not divide the number of started ranks, {world_size}; {_ranks_to_start(replica, world_size, has_accelerator)}"
         )
     micro_batch_size, accumulation = _batch_arithmetic(config, world_size // replica)
-    if config.schedule is PipelineSchedule.interleaved:
-        _check_interleaved(stages, config.virtual_stages_per_rank, accumulation, num_layers)
-        return Layout(world_size, stages, micro_batch_size, accumulation, width, config.virtual_stages_per_rank)
     return Layout(world_size, stages, micro_batch_size, accumulation, width)
-
-
-def _check_interleaved(stages: int, num_chunks: int, micro_batches: int, num_layers: int) -> None:
-    if stages == 1:
-        raise UserError(
-            "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b"
-        )
-    if stages * num_chunks > num_layers:
-        raise UserError(
-            f"num_stages={stages} x virtual_stages_per_rank={num_chunks} is {stages * num_chunks} chunks, and the model has {num_layers} layers; "
-            "lower one of them, or set schedule=1f1b"
-        )
-    if micro_batches % stages:
-        below = micro_batches // stages * stages
-        raise UserError(
-            f"schedule=interleaved needs a number of micro-batches that is a multiple of num_stages={stages}; gradient_accumulation_steps="
-            f"{micro_batches} is none, the nearest is {f'{below} or ' if below else ''}{below + stages}; change the batch, or set schedule=1f1b"
-        )
 
 
 def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str:

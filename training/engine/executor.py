@@ -1,64 +1,71 @@
-"""Interleaved 1F1B (2104.04473) on the mechanism of DeepSpeed's engine: a schedule of its instructions, and an engine that knows of chunks.
+"""Runs the units of any schedule (`training/pipeline/schedule.py`) on the mechanism of DeepSpeed's engine.
 
-`PipelineEngine` runs whatever instructions a schedule yields, by its `_INSTRUCTION_MAP`. Here they also name the chunk of layers that a
-pass goes through, as those of DeepSpeed's DualPipeV name a phase (deepspeed 0.19.8, runtime/pipe/dualpipev.py); passes, losses, gradients
-and the optimizer step remain the engine's own. Only its transfers cannot be used: they block, and know no way from the last rank to the first.
+`PipelineEngine` executes whatever instructions a `PipeSchedule` yields, by its `_INSTRUCTION_MAP`. Here they also name
+the chunk of layers that a pass goes through, as those of DeepSpeed's DualPipeV name a phase (deepspeed 0.19.8,
+runtime/pipe/dualpipev.py); passes, losses, gradients and the optimizer step remain the engine's own. Only its transfers
+cannot be used: they block, and know no way from the last rank to the first.
 
-*Transfers.* Activations go from rank r to r + 1 and gradients back, around a ring, since the chunk after the last rank's is the first rank's.
-So each rank has four links, one way each: two in, two out. Every rank runs its passes in the same order of chunks and micro-batches, so on a
-link what is sent is received in the order of sending, and no tag is needed. Each link has a process group of its own, of two ranks: NCCL may run
-all transfers of a group one after the other, in the order of their calls, and a send would wait behind a receive that was posted first.
+*Transfers.* Activations go from rank r to r + 1 and gradients back, around a ring, since the chunk after the last
+rank's is the first rank's. So each rank has four links, one way each: two in, two out. Both ranks of a link run the
+passes that use it in the same order (a schedule promises that, `Schedule.list_units`), so what is sent is received in
+the order of sending, and no tag is needed. Each link has a process group of its own, of two ranks: NCCL may run all
+transfers of a group one after the other, in the order of their calls, and a send would wait behind a receive that was
+posted first.
 
-*Why no rank waits for ever.* A receive is posted one pass ahead, before the pass that it can overlap with; a send is not waited for until the
-next but one on its link. A rank that waits for a message waits for an earlier pass of another rank; one that waits for a send waits for
-the receiver to come to a pass that lies before those which need what this rank has not computed yet. Both go back in the order of passes, so
-no ring of waiting ranks can close, whether the host waits (gloo) or the stream (NCCL). tests/training/engine/test_interleaved.py plays all this
-through for many sizes, with sends that are never buffered. Run so far: gloo. NCCL was reasoned out, not run.
+*Why no rank waits forever.* A receive is posted one pass ahead, before the pass that it can overlap with; a send is not
+waited for until the next but one on its link. A rank that waits for a message waits for an earlier pass of another
+rank; one that waits for a send waits for the receiver to come to a pass that lies before those which need what this
+rank has not computed yet. Both go back in the order of passes, so no ring of waiting ranks can close, whether the host
+waits (gloo) or the stream (NCCL). Whether a new schedule keeps to that is seen by `play` of
+tests/support/instructions.py, which runs the instructions of all ranks with sends that are never buffered;
+tests/training/engine/test_interleaved.py does so for many sizes. Run so far: gloo. NCCL was reasoned out, not run.
 
-P stages, V chunks a stage, M micro-batches.
+P stages, V chunks per stage, M micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.distributed.p2p import Link, wait_for
 from training.pipeline.module import StageModule
-from training.pipeline.schedule import Unit, list_forward, list_units
+from training.pipeline.schedule import Schedule, Unit, UnitKind
+
+Instructions = list[instructions.PipeInstruction]
 
 
-class StartRecv(schedule.BufferOpInstruction):
+class StartRecv(instructions.BufferOpInstruction):
     """Posts the receive of what the next pass needs; `RecvActivation` and `RecvGrad` wait for it."""
 
 
-class FinishSends(schedule.PipeInstruction):
+class FinishSends(instructions.PipeInstruction):
     """Waits until all that was sent has been received."""
 
 
-class InterleavedSchedule(schedule.PipeSchedule):
-    """The instructions of one rank. forward_only: of an evaluation, which may have any number of micro-batches."""
+class InstructionSchedule(instructions.PipeSchedule):
+    """The units of one rank as instructions of DeepSpeed's. forward_only: of an evaluation."""
 
-    def __init__(
-        self, micro_batches: int, stages: int, stage_id: int, num_chunks: int, forward_only: bool = False
-    ) -> None:
-        super().__init__(micro_batches, stages, stage_id)
-        self.num_chunks, self.last_chunk = num_chunks, stages * num_chunks - 1
-        self.units = (list_forward if forward_only else list_units)(stage_id, stages, micro_batches, num_chunks)
+    def __init__(self, schedule: Schedule, stage_id: int, forward_only: bool = False) -> None:
+        super().__init__(schedule.num_micro_batches, schedule.num_stages, stage_id)
+        self.num_chunks = schedule.num_chunks
+        self.last_chunk = schedule.num_stages * schedule.num_chunks - 1
+        self.units = schedule.list_forward(stage_id) if forward_only else schedule.list_units(stage_id)
         self.forward_only = forward_only
 
     def num_pipe_buffers(self) -> int:
-        """One slot a chunk and micro-batch; it holds something only while that micro-batch is in flight."""
+        """One slot per chunk and micro-batch; it holds something only while that micro-batch is in flight."""
         return self.num_chunks * self.micro_batches
 
-    def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
+    def steps(self) -> Iterator[Instructions]:
         yield self._start(self.units[:1])
         for number, unit in enumerate(self.units):
             start, run = self._start(self.units[number + 1 : number + 2]), self._run(unit)
@@ -66,46 +73,50 @@ class InterleavedSchedule(schedule.PipeSchedule):
             yield self._receive(unit) + (start + run if number else run + start) + self._send(unit)
         yield [FinishSends()]
         if not self.forward_only:
-            yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+            yield [instructions.ReduceTiedGrads(), instructions.ReduceGrads(), instructions.OptimizerStep()]
 
     def _buffer(self, unit: Unit) -> int:
         return unit.chunk // self.stages * self.micro_batches + unit.micro_batch
 
     def _has_input(self, unit: Unit) -> bool:
-        return unit.chunk > 0 if unit.is_forward else unit.chunk < self.last_chunk
+        return unit.chunk > 0 if unit.kind is UnitKind.forward else unit.chunk < self.last_chunk
 
-    def _start(self, units: Sequence[Unit]) -> list[schedule.PipeInstruction]:
-        return [StartRecv(self._buffer(unit), is_forward=unit.is_forward) for unit in units if self._has_input(unit)]
+    def _start(self, units: Sequence[Unit]) -> Instructions:
+        return [StartRecv(self._buffer(unit), kind=unit.kind) for unit in units if self._has_input(unit)]
 
-    def _receive(self, unit: Unit) -> list[schedule.PipeInstruction]:
-        kind = schedule.RecvActivation if unit.is_forward else schedule.RecvGrad
-        return [kind(self._buffer(unit))] if self._has_input(unit) else []
+    def _receive(self, unit: Unit) -> Instructions:
+        receive = instructions.RecvActivation if unit.kind is UnitKind.forward else instructions.RecvGrad
+        return [receive(self._buffer(unit))] if self._has_input(unit) else []
 
-    def _run(self, unit: Unit) -> list[schedule.PipeInstruction]:
+    def _run(self, unit: Unit) -> Instructions:
         buffer_id, chunk = self._buffer(unit), unit.chunk // self.stages
-        if not unit.is_forward:
-            return [schedule.BackwardPass(buffer_id, chunk=chunk)]
-        load = [schedule.LoadMicroBatch(buffer_id)] if unit.chunk in (0, self.last_chunk) else []
-        return [*load, schedule.ForwardPass(buffer_id, chunk=chunk)]
+        if unit.kind is UnitKind.backward:
+            return [instructions.BackwardPass(buffer_id, chunk=chunk)]
+        load = [instructions.LoadMicroBatch(buffer_id)] if unit.chunk in (0, self.last_chunk) else []
+        return [*load, instructions.ForwardPass(buffer_id, chunk=chunk)]
 
-    def _send(self, unit: Unit) -> list[schedule.PipeInstruction]:
-        if unit.is_forward:
-            return [schedule.SendActivation(self._buffer(unit))] if unit.chunk < self.last_chunk else []
-        return [schedule.SendGrad(self._buffer(unit))] if unit.chunk > 0 else []
+    def _send(self, unit: Unit) -> Instructions:
+        if unit.kind is UnitKind.forward:
+            return [instructions.SendActivation(self._buffer(unit))] if unit.chunk < self.last_chunk else []
+        return [instructions.SendGrad(self._buffer(unit))] if unit.chunk > 0 else []
 
 
-class InterleavedEngine(PipelineEngine):
-    """Trains and evaluates a `StageModule` of several chunks.
+class ScheduleEngine(PipelineEngine):
+    """Trains and evaluates a `StageModule`, which may hold several chunks, by a schedule.
 
-    Between passes `is_last_stage` asks for the rank, as the engine means it when it shares out losses and data; within a pass, whether that
-    pass ends with the loss.
+    Between passes `is_last_stage` asks for the rank, as the engine means it when it shares out losses and data; within
+    a pass, whether that pass ends with the loss.
     """
 
     first_output_send: bool
     _chunk: int | None = None  # of the pass that is running
+    _boundary: list[tuple[torch.Size, torch.dtype]] | None = None  # what crosses every boundary, once that is known
 
-    def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> None:
-        """As `deepspeed.initialize` makes the engine of a `PipelineModule`; it chooses the class by the module's, and offers no other."""
+    def __init__(
+        self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], schedule: Schedule
+    ) -> None:
+        """As `deepspeed.initialize` makes the engine of a `PipelineModule`; it chooses the class by the module's, and
+        offers no other."""
         mpu = module.mpu()
         super().__init__(
             args=None,
@@ -116,43 +127,38 @@ class InterleavedEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, mpu),
         )
         self._configure_python_gc()
+        self._schedule = schedule
         self.pipe_buffers |= {"grads": [], "losses": []}  # a received gradient, and the loss of a micro-batch in flight
-        self._boundary: list[tuple[torch.Size, torch.dtype]] | None = (
-            None  # what crosses every boundary, once that is known
-        )
         self._arriving: list[dist.Work] = []
         self._connect()
 
     def _connect(self) -> None:
-        """Makes the four links, and opens each, which NCCL does when the first message crosses: both ends wait for each other then."""
+        """Makes the four links, and opens each, which NCCL does when the first message crosses: both ends wait for each
+        other then."""
         rings = self.module.topology().get_axis_comm_lists("pipe")
         # by the stage in front of the link; the rank's own groups are those of the links that it is an end of
         forth, back = ([self._pair_up(rings, stage) for stage in range(self.num_stages)] for _ in range(2))
-        after, before = (self.grid.stage_to_global((self.stage_id + step) % self.num_stages) for step in (1, -1))
-        self._activations_out, self._activations_in = (
-            Link(forth[self.stage_id], after),
-            Link(forth[self.stage_id - 1], before),
-        )
-        self._gradients_out, self._gradients_in = (
-            Link(back[self.stage_id - 1], before),
-            Link(back[self.stage_id], after),
-        )
-        for out, into, step in (
-            (self._activations_out, self._activations_in, 1),
-            (self._gradients_out, self._gradients_in, -1),
-        ):
-            for stage in range(self.num_stages):
-                if stage == self.stage_id:
-                    out.send([torch.zeros(1, device=self.device)])
-                    out.finish()
-                elif (stage + step) % self.num_stages == self.stage_id:
-                    wait_for(into.receive([torch.zeros(1, device=self.device)]))
+        here = self.stage_id
+        after, before = (self.grid.stage_to_global((here + step) % self.num_stages) for step in (1, -1))
+        self._activations_out, self._activations_in = Link(forth[here], after), Link(forth[here - 1], before)
+        self._gradients_out, self._gradients_in = Link(back[here - 1], before), Link(back[here], after)
+        self._open(self._activations_out, self._activations_in, 1)
+        self._open(self._gradients_out, self._gradients_in, -1)
 
     def _pair_up(self, rings: Sequence[Sequence[int]], stage: int) -> dist.ProcessGroup:
         """The group of a stage's rank and the next one's, in this rank's ring. All ranks make those of all rings."""
         return dist.new_subgroups_by_enumeration(
             [[ring[stage], ring[(stage + 1) % self.num_stages]] for ring in rings]
         )[0]
+
+    def _open(self, out: Link, into: Link, step: int) -> None:
+        """One message from each stage to the one `step` further, stage by stage."""
+        for stage in range(self.num_stages):
+            if stage == self.stage_id:
+                out.send([torch.zeros(1, device=self.device)])
+                out.finish()
+            elif (stage + step) % self.num_stages == self.stage_id:
+                wait_for(into.receive([torch.zeros(1, device=self.device)]))
 
     def is_last_stage(self) -> bool:
         return super().is_last_stage() and self._chunk in (None, len(self.module.chunks) - 1)
@@ -161,13 +167,12 @@ class InterleavedEngine(PipelineEngine):
         super().reset_activation_shape()
         self._boundary = None
 
-    def _train_schedule(self) -> InterleavedSchedule:
-        return InterleavedSchedule(self.micro_batches, self.num_stages, self.stage_id, len(self.module.chunks))
+    def _train_schedule(self) -> InstructionSchedule:
+        return InstructionSchedule(self._schedule, self.stage_id)
 
-    def _inference_schedule(self, micro_batches: int) -> InterleavedSchedule:
-        return InterleavedSchedule(
-            micro_batches, self.num_stages, self.stage_id, len(self.module.chunks), forward_only=True
-        )
+    def _inference_schedule(self, micro_batches: int) -> InstructionSchedule:
+        schedule = replace(self._schedule, num_micro_batches=micro_batches)
+        return InstructionSchedule(schedule, self.stage_id, forward_only=True)
 
     @contextmanager
     def _within(self, chunk: int) -> Iterator[None]:
@@ -197,16 +202,16 @@ class InterleavedEngine(PipelineEngine):
         is_first = self.is_first_stage() and chunk == 0  # which sends no gradient
         self._free(buffer_id, "losses", "grads", "outputs", "labels", *(["inputs"] if is_first else []))
 
-    def _exec_start_recv(self, buffer_id: int, is_forward: bool) -> None:
+    def _exec_start_recv(self, buffer_id: int, kind: UnitKind) -> None:
         if self._boundary is None:  # this rank's first pass
             self._boundary = [(tensor.shape, tensor.dtype) for tensor in self._recv_tensor_meta(self.prev_stage)]
             self._grad_layer_buf.clear()  # which has just been allocated, and is not used here
         tensors = [
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in self._boundary
-            if is_forward or dtype.is_floating_point
+            if kind is UnitKind.forward or dtype.is_floating_point
         ]
-        if is_forward:
+        if kind is UnitKind.forward:
             self._hold("inputs", buffer_id, tuple(tensors))
             self._arriving = self._activations_in.receive(tensors)
         else:
@@ -242,21 +247,21 @@ class InterleavedEngine(PipelineEngine):
         self._activations_out.finish()
         self._gradients_out.finish()
 
-    def _hold(self, kind: str, buffer_id: int, value: Any) -> None:
-        self.pipe_buffers[kind][buffer_id] = value
+    def _hold(self, name: str, buffer_id: int, value: Any) -> None:
+        self.pipe_buffers[name][buffer_id] = value
 
-    def _free(self, buffer_id: int, *kinds: str) -> None:
-        for kind in kinds:
-            self.pipe_buffers[kind][buffer_id] = None
+    def _free(self, buffer_id: int, *names: str) -> None:
+        for name in names:
+            self.pipe_buffers[name][buffer_id] = None
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
+        instructions.ForwardPass: _exec_forward_pass,
+        instructions.BackwardPass: _exec_backward_pass,
         StartRecv: _exec_start_recv,
-        schedule.RecvActivation: _exec_recv_activations,
-        schedule.RecvGrad: _exec_recv_grads,
-        schedule.SendActivation: _exec_send_activations,
-        schedule.SendGrad: _exec_send_grads,
+        instructions.RecvActivation: _exec_recv_activations,
+        instructions.RecvGrad: _exec_recv_grads,
+        instructions.SendActivation: _exec_send_activations,
+        instructions.SendGrad: _exec_send_grads,
         FinishSends: _exec_finish_sends,
     }

@@ -15,10 +15,11 @@ from console import progress
 from training.config.schema import OptimizerName, PadTo, RunConfig
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import build_deepspeed_config
-from training.engine.executor import InterleavedEngine
+from training.engine.executor import ScheduleEngine
 from training.engine.lr_schedule import learning_rate_at
 from training.engine.zero_patches import free_gradients_by_bucket
 from training.pipeline.module import StageModule
+from training.pipeline.schedule import build_schedule
 
 # A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here calls: 25 s of
 # compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves a lock on which every later
@@ -32,10 +33,12 @@ def initialize_engine(module: StageModule, config: RunConfig, layout: Layout, tr
         build_optimizer(module, config) if trains else None,
         build_deepspeed_config(config, layout, trains),
     )
-    if layout.num_chunks > 1:
-        engine = InterleavedEngine(module, optimizer, settings)
-    else:
+    assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
+    schedule = build_schedule(layout)
+    if schedule.runs_on_deepspeed:
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    else:
+        engine = ScheduleEngine(module, optimizer, settings, schedule)
     free_gradients_by_bucket(engine.optimizer)
     if layout.dp_size == 1:
         skip_averaging(engine)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from training.observability.stage_timer import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, Span
-from training.pipeline.schedule import Unit, list_units
+from training.pipeline.schedule import Schedule, Unit
 from training.planner.timeline import Timeline, TimelineSpan, Work
 
 
-def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], num_chunks: int = 1) -> Timeline:
-    """A measured step: the laps of one replica's stages [P]. num_chunks: of each.
+def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedule) -> Timeline:
+    """A measured step: the spans of one replica's stages [P], which ran `schedule`.
 
-    Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage waited.
+    Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage
+    waited.
     """
-    num_stages = len(spans_of_stage)
-    quickest = [
-        _quickest(spans_of_stage, boundary) for boundary in range(num_stages if num_chunks > 1 else num_stages - 1)
-    ]
-    num_micro_batches = sum(span.name == FORWARD for span in spans_of_stage[0]) // num_chunks
+    leads_back = schedule.num_chunks > 1  # from the last stage to the first
+    num_boundaries = schedule.num_stages if leads_back else schedule.num_stages - 1
+    quickest = [_quickest(spans_of_stage, boundary) for boundary in range(num_boundaries)]
     drawn: list[TimelineSpan] = []
     for stage_id, spans in enumerate(spans_of_stage):
-        drawn += _spans(stage_id, spans, quickest, list_units(stage_id, num_stages, num_micro_batches, num_chunks))
+        drawn += _draw_spans(stage_id, spans, quickest, schedule.list_units(stage_id))
     return Timeline("measured", drawn)
 
 
 def _quickest(spans_of_stage: Sequence[Sequence[Span]], boundary: int) -> dict[str, float]:
-    """Seconds of the quickest transfer across a boundary, forward and backward, at whichever end, by the names of both ends.
+    """Seconds of the quickest transfer across a boundary, forward and backward, at whichever end, by the names of both
+    ends.
 
     boundary: to the next stage; of the last stage, where a stage holds several chunks, to the first.
     """
@@ -39,25 +39,19 @@ def _quickest(spans_of_stage: Sequence[Sequence[Span]], boundary: int) -> dict[s
     return pure
 
 
-def _spans(
+def _draw_spans(
     stage_id: int, spans: Sequence[Span], quickest: Sequence[dict[str, float]], units: Sequence[Unit]
 ) -> Iterator[TimelineSpan]:
     following = iter(units)
     for span in spans:
+        start, stop = span.start, span.stop
         if span.name in (FORWARD, BACKWARD):
-            yield TimelineSpan(
-                stage_id,
-                Work.forward if span.name == FORWARD else Work.backward,
-                span.start,
-                span.stop,
-                next(following).micro_batch,
-            )
+            unit = next(following)
+            yield TimelineSpan(stage_id, Work(unit.kind.value), start, stop, unit.micro_batch)
         elif span.name in TRANSFERS:
             boundary = stage_id - 1 if span.name in ("RecvActivation", "SendGrad") else stage_id
-            yield TimelineSpan(
-                stage_id, Work.communication, max(span.start, span.stop - quickest[boundary][span.name]), span.stop
-            )
+            yield TimelineSpan(stage_id, Work.communication, max(start, stop - quickest[boundary][span.name]), stop)
         elif span.name in REDUCTIONS:
-            yield TimelineSpan(stage_id, Work.communication, span.start, span.stop)
+            yield TimelineSpan(stage_id, Work.communication, start, stop)
         elif span.name == OPTIMIZER:
-            yield TimelineSpan(stage_id, Work.optimizer, span.start, span.stop)
+            yield TimelineSpan(stage_id, Work.optimizer, start, stop)

@@ -16,6 +16,7 @@ from training.distributed.topology import Layout
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
+from training.pipeline.schedule import build_schedule
 from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
 from training.planner.report import render_rows, render_seconds
@@ -124,7 +125,7 @@ class Telemetry:
             return
         from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
 
-        measured = measured_timeline(of_ranks[:: self._layout.ranks_per_stage], self._layout.num_chunks)
+        measured = measured_timeline(of_ranks[:: self._layout.ranks_per_stage], build_schedule(self._layout))
         draw_timelines(
             [predicted_timeline(self._expectation.plan), measured],
             f"step {step}, {self._layout.describe()}",

@@ -1,7 +1,7 @@
 """Which stage gets which layers: pure functions of the list of layers.
 
-A split is given by its bounds, P x V + 1 layer indices of V chunks a stage: chunk c is layers bounds[c] to bounds[c + 1], and lies on stage
-c % P (2104.04473). With one chunk a stage, stage s holds layers bounds[s] to bounds[s + 1].
+A split is given by its bounds, P x V + 1 layer indices of V chunks per stage: chunk c is layers bounds[c] to bounds[c +
+1], and is on stage c % P (2104.04473). With one chunk per stage, stage s holds layers bounds[s] to bounds[s + 1].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from errors import UserError
 from models.layer import Layer
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
-METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers a stage"
+METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
 
 
 def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[range]:
@@ -26,9 +26,10 @@ def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[r
 
 
 def compute_bounds(
-    layers: Sequence[Layer], num_stages: int, method: Any, fits: Fits | None = None, num_chunks: int = 1
+    layers: Sequence[Layer], num_stages: int, method: Any, *, fits: Fits | None = None, num_chunks: int = 1
 ) -> list[int]:
-    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a stage is one chunk.
+    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a
+    stage is one chunk.
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
@@ -52,8 +53,8 @@ def compute_bounds(
 def compute_work(layer: Layer) -> int:
     """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices.
 
-    An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own products
-    (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
+    An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own
+    products (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
     """
     module = layer.build_on_meta()
     if isinstance(module, nn.Embedding) and layer.owns_weights:
@@ -62,9 +63,11 @@ def compute_work(layer: Layer) -> int:
 
 
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:
-    """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of squares.
+    """The contiguous split with the least maximal weight, no stage empty; among those, the one with the least sum of
+    squares.
 
-    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over (stages, layers): O(P * L^2).
+    fits: leaves only splits all of whose stages fit; None when there is none. Exact, by dynamic programming over
+    (stages, layers): O(P * L^2).
     """
     found = _best_split(weights, num_stages, max, fits)
     if found is None:
@@ -78,7 +81,7 @@ def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -
 
 
 def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
-    """`balance` under `fits`, or without it where no split fits: then the plan tells what is missing."""
+    """`balance` under `fits`, or without it where no split fits: then the plan reports what is missing."""
     bounds = balance(weights, num_stages)
     assert bounds is not None
     if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
@@ -111,10 +114,12 @@ def _best_split(
 
 
 def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
-    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no chunk empty.
+    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no
+    chunk empty.
 
-    From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for as long as that is
-    better. The best of all where decoder layers weigh the same and the others are few; all splits would be too many to try.
+    From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for
+    as long as that is better. The best of all where decoder layers weigh the same and the others are few; all splits
+    would be too many to try.
     """
     prefix = list(accumulate(weights, initial=0))
 
@@ -147,8 +152,8 @@ def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chun
     if len(sizes) != num_stages * num_chunks or sum(sizes) != num_layers or min(sizes) < 1:
         virtual = f" x virtual_stages_per_rank={num_chunks}" if num_chunks > 1 else ""
         raise UserError(
-            f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give {num_layers} layers "
-            f"(embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, at least one each"
+            f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give "
+            f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, at least one each"
         )
     bounds = [0]
     for size in sizes:

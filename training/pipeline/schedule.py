@@ -1,147 +1,188 @@
-"""When each rank computes which micro-batch: one-forward-one-backward (PipeDream-Flush, 2006.09503) as DeepSpeed runs it, and interleaved
-(2104.04473) as `training/engine/executor.py` does.
+"""The order in which each rank of a pipeline runs its forward and backward passes: pure, one class per schedule, found
+by name in `SCHEDULES`.
 
-P stages (pipeline ranks), V chunks of layers a rank, M micro-batches. Chunk c of the P x V, in the order of the model, lies on rank c % P;
-with one chunk a rank, 1F1B, a chunk is a stage.
+A schedule is a list of units per rank and what follows from it: the chunks of layers that a rank holds, the constraints
+it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
+`training/engine/executor.py` runs any of them, `training/planner/simulation.py` times them. A new one is a subclass of
+`Schedule` and a line in `SCHEDULES`.
+
+P stages (pipeline ranks), V chunks of layers per rank, M micro-batches. Chunk c of the P x V, in the order of the
+model, is on rank c % P; with one chunk per rank, a chunk is a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+from errors import UserError
+from training.config.schema import RunConfig
+from training.distributed.topology import Layout
+
+
+class UnitKind(StrEnum):
+    forward = "forward"
+    backward = "backward"
 
 
 class Unit(NamedTuple):
-    """The forward or backward pass of one micro-batch through one chunk."""
+    """One pass of one micro-batch through one chunk."""
 
     chunk: int
     micro_batch: int
-    is_forward: bool
+    kind: UnitKind
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A unit on its rank; seconds from the start of the step."""
+class Schedule:
+    """The passes of a step: num_stages P, num_micro_batches M (of one replica), num_chunks V."""
 
-    stage_id: int
-    chunk: int
-    micro_batch: int
-    is_forward: bool
-    start: float
-    stop: float
+    num_stages: int
+    num_micro_batches: int
+    num_chunks: int = 1
+
+    # Whether DeepSpeed's own `TrainSchedule` runs it, on its own transfers, instead of training/engine/executor.py.
+    runs_on_deepspeed: ClassVar[bool] = False
+
+    @classmethod
+    def count_chunks(cls, config: RunConfig) -> int:
+        """V of a run with these keys."""
+        return 1
+
+    def check(self, num_layers: int) -> None:
+        """Raises UserError where the schedule cannot run a model of so many layers, embedding, norm and head included,
+        in these sizes."""
+
+    def list_units(self, stage_id: int) -> list[Unit]:
+        """All passes of one rank in order.
+
+        The two ranks of a boundary must order the passes that send and receive across it alike: messages carry no tag.
+        """
+        raise NotImplementedError
+
+    def list_forward(self, stage_id: int) -> list[Unit]:
+        """The forward passes of one rank in order: P micro-batches through its first chunk, the same through its next,
+        ..., then the next P.
+
+        M may be any number; an evaluation runs these alone.
+        """
+        stages, total = self.num_stages, self.num_micro_batches
+        groups = [range(first, min(first + stages, total)) for first in range(0, total, stages)]
+        return [
+            Unit(number * stages + stage_id, micro_batch, UnitKind.forward)
+            for group in groups
+            for number in range(self.num_chunks)
+            for micro_batch in group
+        ]
+
+    @cache
+    def list_in_flight(self, stage_id: int) -> frozenset[tuple[int, ...]]:
+        """How many micro-batches each chunk of a rank holds for its backward pass: all combinations [V] that a forward
+        pass ends with."""
+        held, found = [0] * self.num_chunks, set()
+        for unit in self.list_units(stage_id):
+            number = unit.chunk // self.num_stages
+            if unit.kind is UnitKind.forward:
+                held[number] += 1
+                found.add(tuple(held))
+            else:
+                held[number] -= 1
+        return frozenset(found)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step that a rank of an even pipeline waits (GPipe, 1811.06965; 2104.04473)."""
+        return (self.num_stages - 1) / (self.num_chunks * self.num_micro_batches + self.num_stages - 1)
+
+    @property
+    def bubble_formula(self) -> str:
+        """`bubble_share` as the plan prints it."""
+        return f"(P-1)/({'V ' if self.num_chunks > 1 else ''}M+P-1)"
 
 
-def list_forward(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Unit]:
-    """The forward passes of one rank in order: P micro-batches through its first chunk, the same through the next, ..., then the next P."""
-    groups = [
-        range(first, min(first + num_stages, num_micro_batches)) for first in range(0, num_micro_batches, num_stages)
-    ]
-    return [
-        Unit(number * num_stages + stage_id, micro_batch, True)
-        for group in groups
-        for number in range(num_chunks)
-        for micro_batch in group
-    ]
+class OneForwardOneBackward(Schedule):
+    """1F1B (PipeDream-Flush, 2006.09503), as DeepSpeed orders it: at most P - stage_id micro-batches are in flight."""
+
+    runs_on_deepspeed = True
+
+    def list_units(self, stage_id: int) -> list[Unit]:
+        forward = self.list_forward(stage_id)
+        backward = [unit._replace(kind=UnitKind.backward) for unit in forward]
+        return _alternate(forward, backward, ahead=self.num_stages - 1 - stage_id)
 
 
-def list_units(stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Unit]:
-    """All passes of one rank in order: some forward passes ahead, then one forward, one backward in turn, then the backward passes left.
+class Interleaved(Schedule):
+    """Interleaved 1F1B (2104.04473): V chunks per rank, so that the pipeline fills V times as fast."""
 
-    With several chunks M must be a multiple of P, or a rank may wait for what it would send itself.
-    """
-    forward = list_forward(stage_id, num_stages, num_micro_batches, num_chunks)
-    last = num_stages * num_chunks - 1
-    backward = [
-        Unit(last - unit.chunk, unit.micro_batch, False)
-        for unit in list_forward(num_stages - 1 - stage_id, num_stages, num_micro_batches, num_chunks)
-    ]
-    to_the_end = num_stages - 1 - stage_id
-    ahead = to_the_end if num_chunks == 1 else 2 * to_the_end + (num_chunks - 1) * num_stages
-    units = forward[:ahead]
+    @classmethod
+    def count_chunks(cls, config: RunConfig) -> int:
+        return config.virtual_stages_per_rank
+
+    def check(self, num_layers: int) -> None:
+        stages, micro_batches = self.num_stages, self.num_micro_batches
+        chunks = stages * self.num_chunks
+        if chunks > num_layers:
+            raise UserError(
+                f"num_stages={stages} x virtual_stages_per_rank={self.num_chunks} is {chunks} chunks, and the model "
+                f"has {num_layers} layers; lower one of them, or set schedule=1f1b"
+            )
+        if micro_batches % stages:
+            below = micro_batches // stages * stages
+            nearest = f"{below} or {below + stages}" if below else f"{stages}"
+            raise UserError(
+                f"schedule=interleaved needs a number of micro-batches that is a multiple of num_stages={stages}; "
+                f"gradient_accumulation_steps={micro_batches} is not, the nearest is {nearest}; change the batch, or "
+                "set schedule=1f1b"
+            )
+
+    def list_units(self, stage_id: int) -> list[Unit]:
+        """M must be a multiple of P, or a rank may wait for what it would send itself."""
+        last = self.num_stages * self.num_chunks - 1
+        to_the_end = self.num_stages - 1 - stage_id
+        mirrored = self.list_forward(to_the_end)
+        backward = [Unit(last - unit.chunk, unit.micro_batch, UnitKind.backward) for unit in mirrored]
+        ahead = 2 * to_the_end + (self.num_chunks - 1) * self.num_stages
+        return _alternate(self.list_forward(stage_id), backward, ahead)
+
+
+def _alternate(forward: Sequence[Unit], backward: Sequence[Unit], ahead: int) -> list[Unit]:
+    """`ahead` forward passes, then one forward, one backward in turn, then the backward passes that are left."""
+    units = [*forward[:ahead]]
     for number, unit in enumerate(backward):
         units += forward[ahead + number : ahead + number + 1]
         units.append(unit)
     return units
 
 
-@cache
-def list_in_flight(
-    stage_id: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1
-) -> frozenset[tuple[int, ...]]:
-    """How many micro-batches each chunk of a rank holds for its backward pass: all combinations [V] that a forward pass ends with."""
-    held, found = [0] * num_chunks, set()
-    for unit in list_units(stage_id, num_stages, num_micro_batches, num_chunks):
-        held[unit.chunk // num_stages] += 1 if unit.is_forward else -1
-        if unit.is_forward:
-            found.add(tuple(held))
-    return frozenset(found)
+SCHEDULES: dict[str, type[Schedule]] = {
+    "1f1b": OneForwardOneBackward,
+    "interleaved": Interleaved,
+}
 
 
-def simulate(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    transfer: Sequence[float],
-    num_micro_batches: int,
-    num_chunks: int = 1,
-) -> list[Pass]:
-    """The passes of one step, in the order in which they can start.
-
-    forward, backward: seconds of a micro-batch through each chunk [P x V]. transfer: seconds from each chunk to the next, either way
-    [P x V - 1]. num_chunks: V.
-    """
-    num_stages = len(forward) // num_chunks
-    orders = [list_units(stage, num_stages, num_micro_batches, num_chunks) for stage in range(num_stages)]
-    position, free = [0] * num_stages, [0.0] * num_stages
-    stops: dict[Unit, float] = {}
-    done: list[Pass] = []
-    while len(done) < 2 * len(forward) * num_micro_batches:
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                unit = order[position[stage]]
-                ready = _ready_at(unit, transfer, stops)
-                if ready is None:
-                    break
-                start = max(ready, free[stage])
-                free[stage] = stops[unit] = start + (forward if unit.is_forward else backward)[unit.chunk]
-                done.append(Pass(stage, *unit, start, free[stage]))
-                position[stage] += 1
-    return done
+def find_schedule(name: str) -> type[Schedule]:
+    """The value of the key `schedule`. Raises UserError for an unknown one."""
+    if name not in SCHEDULES:
+        raise UserError(f"schedule={name}: must be one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
-def _ready_at(unit: Unit, transfer: Sequence[float], stops: dict[Unit, float]) -> float | None:
-    """When the pass has its input; None while that is not known. A backward pass through the last chunk follows its own forward pass."""
-    chunk, micro_batch, is_forward = unit
-    if is_forward:
-        if chunk == 0:
-            return 0.0
-        stop, boundary = stops.get(Unit(chunk - 1, micro_batch, True)), chunk - 1
-    elif chunk == len(transfer):
-        return stops.get(Unit(chunk, micro_batch, True))
-    else:
-        stop, boundary = stops.get(Unit(chunk + 1, micro_batch, False)), chunk
-    return None if stop is None else stop + transfer[boundary]
+def build_schedule(layout: Layout) -> Schedule:
+    """The schedule that a layout runs."""
+    return find_schedule(layout.schedule)(layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks)
 
 
-def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterator[tuple[int, float, float]]:
-    """(stage, start, stop) of the transfers that a stage waits for: the part of its idle time before a pass in which the input is on its way.
-
-    passes, transfer: as `simulate` returns and takes them.
-    """
-    free = dict.fromkeys((p.stage_id for p in passes), 0.0)
-    for p in sorted(passes, key=lambda p: p.start):
-        has_input = p.chunk > 0 if p.is_forward else p.chunk < len(transfer)
-        start = (
-            max(free[p.stage_id], p.start - transfer[p.chunk - 1 if p.is_forward else p.chunk])
-            if has_input
-            else p.start
+def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
+    """The layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
+    name = config.schedule
+    scheduled = replace(layout, schedule=name, num_chunks=find_schedule(name).count_chunks(config))
+    schedule = build_schedule(scheduled)
+    if layout.num_stages == 1 and not schedule.runs_on_deepspeed:
+        raise UserError(
+            f"schedule={name} fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b"
         )
-        if start < p.start:
-            yield p.stage_id, start, p.start
-        free[p.stage_id] = p.stop
-
-
-def bubble_share(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> float:
-    """(P - 1) / (V M + P - 1): the share of a step that a rank of an even pipeline waits (GPipe, 1811.06965; 2104.04473)."""
-    return (num_stages - 1) / (num_chunks * num_micro_batches + num_stages - 1)
+    schedule.check(num_layers)
+    return scheduled

@@ -16,7 +16,7 @@ from training.config.schema import Device, Offload, OptimizerName, Precision
 from training.distributed.p2p import SENDS_IN_FLIGHT
 from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
-from training.pipeline.schedule import list_in_flight
+from training.pipeline.schedule import Schedule
 from training.planner.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 
 ALLREDUCE_BUCKET = 500_000_000  # elements that `BF16_Optimizer`'s gradients are reduced by: MEMORY_OPT_ALLREDUCE_SIZE of runtime/pipe/engine.py
@@ -119,20 +119,19 @@ def compute_state(
 def compute_memory(
     chunks: Sequence[Sequence[LayerCost]],
     stage_id: int,
-    num_stages: int,
-    num_micro_batches: int,
+    schedule: Schedule,
     recompute: ActivationCheckpointing,
     tokens: int,
     vocab_size: int,
     state: State,
     precision: Precision,
 ) -> Memory:
-    """One stage's memory. chunks: the layers of each; under 1F1B all are one. tokens: of a micro-batch, B x T.
+    """One stage's memory. chunks: the layers of each, as many as the schedule gives a rank. tokens: of a micro-batch, B x T.
 
-    With 1F1B at most min(P - stage_id, M) micro-batches are in flight (2006.09503; `TrainSchedule.num_pipe_buffers` of DeepSpeed).
+    The schedule says how many micro-batches are in flight; of 1F1B min(P - stage_id, M) (`TrainSchedule.num_pipe_buffers` of DeepSpeed).
     """
     width = bytes_of(precision)
-    is_first, is_last = stage_id == 0, stage_id == num_stages - 1
+    is_first, is_last = stage_id == 0, stage_id == schedule.num_stages - 1
     hidden = chunks[0][0].output_bytes
     integers = BOUNDARY_BYTES * tokens
     sizes, recomputation = [], 0  # of a micro-batch in each chunk
@@ -143,13 +142,14 @@ def compute_memory(
         # The engine clones what a stage receives and keeps both, and the output until its backward pass (`_exec_forward_pass`).
         sizes.append(received + integers + (0 if makes_loss else hidden) + kept)
         recomputation = max(recomputation, remade)
-    in_flight = list_in_flight(stage_id, num_stages, num_micro_batches, len(chunks))
+    in_flight = schedule.list_in_flight(stage_id)
     largest = max(layer.largest_trainable for layers in chunks for layer in layers)
     # Receive buffers for activations and gradients, the two gradients that flow through a layer, and one parameter's new gradient.
     in_transit = (
         (0 if is_first else hidden + integers) + (0 if is_last else hidden) + 2 * hidden + (width + 4) * largest
     )
-    if len(chunks) > 1:  # a gradient that was received, what is received for the next pass, and gradients on their way
+    if not schedule.runs_on_deepspeed:
+        # a gradient that was received, what is received for the next pass, and gradients on their way
         in_transit = 2 * hidden + integers + SENDS_IN_FLIGHT * hidden + 2 * hidden + (width + 4) * largest
     return Memory(
         weights=state.weights,

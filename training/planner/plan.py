@@ -18,11 +18,12 @@ from training.config.schema import RunConfig, Task, get_task, rows_per_sample
 from training.distributed.topology import Layout
 from training.pipeline.activation_checkpoint import build_activation_checkpointing
 from training.pipeline.partition import Fits, list_chunks
-from training.pipeline.schedule import Pass, bubble_share, simulate
+from training.pipeline.schedule import Schedule, build_schedule
 from training.pipeline.trainable import build_adapter
 from training.planner.cost import BOUNDARY_BYTES, LayerCost, count_layers
 from training.planner.hardware import GB, GIB, Machine
 from training.planner.memory import Memory, compute_memory, compute_state
+from training.planner.simulation import Pass, simulate
 from training.planner.time import (
     compute_optimizer_seconds,
     compute_reduce_seconds,
@@ -46,7 +47,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. chunks: one, but for interleaved 1F1B. Figures of passes are those of all its chunks together."""
+    """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together."""
 
     stage_id: int
     chunks: list[ChunkPlan]
@@ -84,14 +85,13 @@ class Plan:
     """A run, foreseen. Bytes and seconds.
 
     boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1], V chunks a stage. transfer_seconds:
-    either way [P x V - 1]. bubble: (P - 1) / (V M + P - 1). idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
+    either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
     imbalance: by how much the slowest stage exceeds the mean.
     """
 
     layout: Layout
     stages: list[StagePlan]
     boundary_bytes: list[int]
-    bubble: float
     idle: float
     imbalance: float
     passes: list[Pass]
@@ -105,6 +105,15 @@ class Plan:
     memory_limit: float  # bytes of a card that can be used
     host_limit: float
     has_estimates: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        return build_schedule(self.layout)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step that a stage would wait if all were even."""
+        return self.schedule.bubble_share
 
     @property
     def step_seconds(self) -> float:
@@ -171,7 +180,7 @@ def compute_plan(
         for chunk, size in enumerate(boundary_bytes)
     ]
     forward, backward = [c.forward_seconds for c in chunks], [c.backward_seconds for c in chunks]
-    passes = simulate(forward, backward, transfer, layout.gradient_accumulation_steps, layout.num_chunks)
+    passes = simulate(build_schedule(layout), forward, backward, transfer)
     pipeline_seconds = max(p.stop for p in passes)
     busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
     trainable = [_distinct(layers, "num_trainable") for layers in held]
@@ -186,7 +195,6 @@ def compute_plan(
         layout=layout,
         stages=stages,
         boundary_bytes=boundary_bytes,
-        bubble=bubble_share(layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks),
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,
@@ -255,7 +263,7 @@ def _compute_stage_memory(
     )  # fmt: skip
     tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
     return compute_memory(
-        chunks, stage_id, layout.num_stages, layout.gradient_accumulation_steps, build_activation_checkpointing(config), tokens,
+        chunks, stage_id, build_schedule(layout), build_activation_checkpointing(config), tokens,
         -(-vocab_size // layout.tensor_parallel_size), state, config.precision,
     )  # fmt: skip
 

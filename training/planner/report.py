@@ -90,7 +90,8 @@ def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
 
 def render_step(plan: Plan, hardware: Machine) -> list[str]:
     return [
-        f"bubble {plan.bubble:.1%} = (P-1)/({'V ' * (plan.layout.num_chunks > 1)}M+P-1); stages uneven by {plan.imbalance:.1%}; a stage waits {plan.idle:.1%} of the pipeline's time",
+        f"bubble {plan.bubble:.1%} = {plan.schedule.bubble_formula}; stages uneven by {plan.imbalance:.1%}; "
+        f"a stage waits {plan.idle:.1%} of the pipeline's time",
         f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
         f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
         *_render_sums(plan),

@@ -21,6 +21,7 @@ from training.config.validate import check_config, check_model_fields
 from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
+from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
@@ -41,6 +42,7 @@ def run_plan(composed: Any) -> None:
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises UserError."""
     check_config(config, has_accelerator=True)
+    find_schedule(config.schedule)
     world_size = check_world_size(config)
     architecture = load_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
@@ -110,10 +112,11 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
 def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
     """The plan of exactly this config on complete `hardware`."""
     layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
+    layout = schedule_layout(layout, config, len(layers))
     check_freeze(config, layers)
     costs = count_costs(config, architecture, layers, layout)
     fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits, layout.num_chunks)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
         if layout.tensor_parallel_size > 1:
             raise UserError(

@@ -1,22 +1,24 @@
 """`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing, best first.
 
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too. With
-schedule=interleaved both schedules are tried.
+another schedule than 1f1b both are tried.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
 from errors import UserError
 from models.layer import Layer
-from training.config.schema import CheckpointMode, Offload, PipelineSchedule, RunConfig
+from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.distributed.topology import Layout, build_layout
 from training.pipeline.partition import balance, compute_bounds, compute_work
+from training.pipeline.schedule import schedule_layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
@@ -61,7 +63,7 @@ def search_plans(
         layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size), width)
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
-        scheduled = [layout, *_interleave(layout, config, len(layers))]
+        scheduled = list(_list_schedules(layout, config, len(layers)))
         splits = [compute_bounds(layers, num_stages, _method(config), num_chunks=each.num_chunks) for each in scheduled]
         for (layout, bounds), choices, offload in itertools.product(
             zip(scheduled, splits, strict=True), CHECKPOINTING, Offload
@@ -88,17 +90,11 @@ def search_plans(
     return sorted(candidates, key=_rank)
 
 
-def _interleave(layout: Layout, config: RunConfig, num_layers: int) -> list[Layout]:
-    """The same layout interleaved, where the config asks for that and the layout allows it."""
-    num_chunks = config.virtual_stages_per_rank
-    possible = (
-        layout.num_stages > 1
-        and layout.gradient_accumulation_steps % layout.num_stages == 0
-        and layout.num_stages * num_chunks <= num_layers
-    )
-    return (
-        [replace(layout, num_chunks=num_chunks)] if config.schedule is PipelineSchedule.interleaved and possible else []
-    )
+def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Iterator[Layout]:
+    """The layout under 1F1B and under the schedule that the config asks for, where that can run it."""
+    for name in dict.fromkeys(("1f1b", config.schedule)):
+        with suppress(UserError):
+            yield schedule_layout(layout, replace(config, schedule=name), num_layers)
 
 
 def _may_fit_otherwise(plan: Plan, config: RunConfig) -> bool:
@@ -151,7 +147,7 @@ def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Off
         f"activation_checkpoint_interval={interval}",
         f"activation_checkpoint_mode={mode.value}",
         f"offload_optimizer={offload.value}",
-        f"schedule={'interleaved' if layout.num_chunks > 1 else '1f1b'}",
+        f"schedule={layout.schedule}",
     )
 
 

@@ -1,15 +1,17 @@
-"""One step as spans of time, stage by stage: as the plan foresees it, or as it was measured."""
+"""One step as spans of time, stage by stage: as the plan predicts it, or as it was measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from training.pipeline.schedule import list_transfers
 from training.planner.plan import Plan
+from training.planner.simulation import list_transfers
 
 
 class Work(Enum):
+    """The passes have the names of `training.pipeline.schedule.UnitKind`."""
+
     forward = "forward"
     backward = "backward"
     communication = "communication"
@@ -59,10 +61,7 @@ class Timeline:
 
 def predicted_timeline(plan: Plan) -> Timeline:
     """The plan's step."""
-    spans = [
-        TimelineSpan(p.stage_id, Work.forward if p.is_forward else Work.backward, p.start, p.stop, p.micro_batch)
-        for p in plan.passes
-    ]
+    spans = [TimelineSpan(p.stage_id, Work(p.kind.value), p.start, p.stop, p.micro_batch) for p in plan.passes]
     spans += [
         TimelineSpan(stage_id, Work.communication, start, stop)
         for stage_id, start, stop in list_transfers(plan.passes, plan.transfer_seconds)

@@ -1,6 +1,8 @@
-"""Steps as a picture: a row a stage, forward and backward passes in their places, communication, white where a stage waits.
+"""Steps as a picture: one row per stage, forward and backward passes in their places, communication, white where a
+stage waits.
 
-A long step is shown by its beginning and its end, where the bubble is; the middle repeats. Steps in one picture have one scale.
+A long step is shown by its beginning and its end, where the bubble is; the middle repeats. Steps in one picture have
+one scale.
 """
 
 from __future__ import annotations

@@ -119,19 +119,6 @@ MISTAKES = {
     "stages do not divide, with GPUs": (
         ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
     ),
-    "nothing to interleave": (("schedule=interleaved", *TWO), {}, "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none"),
-    "more chunks than layers": (
-        ("num_stages=4", "schedule=interleaved", "virtual_stages_per_rank=3", *TWO), {"world_size": 4},
-        "num_stages=4 x virtual_stages_per_rank=3 is 12 chunks, and the model has 8 layers; lower one of them, or set schedule=1f1b",
-    ),
-    "too few micro-batches to interleave": (
-        ("num_stages=4", "schedule=interleaved", "micro_batch_size=1", "gradient_accumulation_steps=2"), {"world_size": 4},
-        "a multiple of num_stages=4; gradient_accumulation_steps=2 is none, the nearest is 4; change the batch, or set schedule=1f1b",
-    ),
-    "micro-batches that do not divide": (
-        ("num_stages=2", "schedule=interleaved", "micro_batch_size=1", "gradient_accumulation_steps=5"), {"world_size": 2},
-        "gradient_accumulation_steps=5 is none, the nearest is 4 or 6",
-    ),
     "one batch size": (("micro_batch_size=2",), {}, "must be given; missing: gradient_accumulation_steps, global_batch_size"),
     "batch size of zero": (("micro_batch_size=0", "global_batch_size=8"), {}, "micro_batch_size=0: at least 1"),
     "three that disagree": (

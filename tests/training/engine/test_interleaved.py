@@ -1,13 +1,12 @@
-"""Interleaved 1F1B: no rank waits forever, the gradients are those of the plain Hugging Face model, and a run goes on under either schedule."""
+"""Interleaved 1F1B: no rank waits forever, the gradients are those of the plain Hugging Face model, and a run continues
+under either schedule."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.adapters import make_adapter, to_peft_weights
@@ -25,81 +24,27 @@ from support.cases import (
     train_run,
     worst_difference,
 )
+from support.instructions import play
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
-from training.distributed.p2p import SENDS_IN_FLIGHT
-from training.engine.executor import InterleavedSchedule
+from training.pipeline.schedule import Interleaved
 
 INTERLEAVED = "schedule=interleaved"
 STEPS, STEPS_BEFORE = 4, 2
 
 
-def play(num_stages: int, micro_batches: int, num_chunks: int, forward_only: bool = False) -> list[int]:
-    """The instructions of all ranks, with sends that nothing buffers: on a link the n-th send goes to the n-th receive that is posted.
-
-    Returns how many instructions each rank could not execute, because all wait for each other.
-    """
-    schedules = [
-        InterleavedSchedule(micro_batches, num_stages, stage, num_chunks, forward_only) for stage in range(num_stages)
-    ]
-    programs = [[command for step in schedule.steps() for command in step] for schedule in schedules]
-    position = [0] * num_stages
-    sent: dict[Any, list[int]] = defaultdict(list)  # by link: buffers in the order of sending, and of posting
-    posted: dict[Any, list[int]] = defaultdict(list)
-
-    def is_ready(stage: int, command: Any) -> bool:
-        if command.name == "StartRecv":
-            posted["act" if command.is_forward else "grad", stage].append(command.buffer_id)
-        elif command.name in ("RecvActivation", "RecvGrad"):
-            link = ("act" if command.name == "RecvActivation" else "grad"), stage
-            number = posted[link].index(command.buffer_id)
-            if number >= len(sent[link]):
-                return False
-            # what has come: of the chunk before, or after, and of the same micro-batch
-            step = -1 if link[0] == "act" else 1
-            chunk, micro_batch = divmod(command.buffer_id, micro_batches)
-            other, other_micro_batch = divmod(sent[link][number], micro_batches)
-            assert other_micro_batch == micro_batch
-            assert other * num_stages + (stage + step) % num_stages == chunk * num_stages + stage + step
-        elif command.name in ("SendActivation", "SendGrad"):
-            link = (
-                ("act", (stage + 1) % num_stages)
-                if command.name == "SendActivation"
-                else ("grad", (stage - 1) % num_stages)
-            )
-            if len(sent[link]) - len(posted[link]) >= SENDS_IN_FLIGHT:
-                return False
-            sent[link].append(command.buffer_id)
-        elif command.name == "FinishSends":
-            links = ("act", (stage + 1) % num_stages), ("grad", (stage - 1) % num_stages)
-            return all(len(posted[link]) >= len(sent[link]) for link in links)
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for stage, program in enumerate(programs):
-            while position[stage] < len(program) and is_ready(stage, program[position[stage]]):
-                position[stage] += 1
-                moved = True
-    assert all(len(sent[link]) == len(posted[link]) for link in {*sent, *posted}) or any(
-        p < len(q) for p, q in zip(position, programs, strict=True)
-    )
-    return [len(program) - place for place, program in zip(position, programs, strict=True)]
-
-
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
-def test_no_rank_waits_for_ever(num_stages: int, num_chunks: int) -> None:
+def test_no_rank_waits_forever(num_stages: int, num_chunks: int) -> None:
     for groups in (1, 2, 5):
-        assert play(num_stages, groups * num_stages, num_chunks) == [0] * num_stages
+        assert play(Interleaved(num_stages, groups * num_stages, num_chunks)) == [0] * num_stages
     for micro_batches in range(1, 2 * num_stages + 2):  # an evaluation takes what is there
-        assert play(num_stages, micro_batches, num_chunks, forward_only=True) == [0] * num_stages
+        assert play(Interleaved(num_stages, micro_batches, num_chunks), forward_only=True) == [0] * num_stages
 
 
-def test_with_other_numbers_of_micro_batches_ranks_do_wait_for_ever() -> None:
-    assert all(play(num_stages=4, micro_batches=5, num_chunks=3))
+def test_with_other_numbers_of_micro_batches_ranks_do_wait_forever() -> None:
+    assert all(play(Interleaved(4, 5, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +107,16 @@ def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (), (CHECKPOINTED, CLIPPED), SELECTIVE, EVERY_SECOND, ("micro_batch_size=1", CLIPPED), ("freeze=[embed_tokens]",),
+        (),
+        (CHECKPOINTED, CLIPPED),
+        SELECTIVE,
+        EVERY_SECOND,
+        ("micro_batch_size=1", CLIPPED),
+        ("freeze=[embed_tokens]",),
         ("data.pad_to=max_seq_length",),
     ],
     ids=lambda overrides: "-".join(overrides) or "plain",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2xdp2"])
 def test_every_layout_equals_hugging_face(
@@ -267,16 +217,18 @@ def test_preferences_with_a_reference(workers, root: Path, tmp_path: Path, overr
 
 @pytest.fixture(scope="module")
 def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
-    """run(name, override, ...): the output_dir of a whole run at pp2, saved and evaluated on the way. What has been run once is not run again."""
+    """run(name, override, ...): the output_dir of a whole run at pp2, saved and evaluated on the way. What has been run
+    once is not run again."""
     save_records(root / "eval.jsonl", 5)  # three micro-batches, of two samples and of one
 
     def start(name: str, *overrides: str) -> Path:
         out = root / name
         if not out.exists():
             keys = (
-                f"output_dir={out}", f"eval_file={root}/eval.jsonl", f"eval_steps={STEPS_BEFORE}", f"save_steps={STEPS_BEFORE}", "logging_steps=1",
-                "optimizer=adamw", "learning_rate=1e-3", "max_grad_norm=1.0", "lr_scheduler_type=cosine",
-            )  # fmt: skip
+                *(f"output_dir={out}", f"eval_file={root}/eval.jsonl", f"eval_steps={STEPS_BEFORE}"),
+                *(f"save_steps={STEPS_BEFORE}", "logging_steps=1", "optimizer=adamw", "learning_rate=1e-3"),
+                *("max_grad_norm=1.0", "lr_scheduler_type=cosine"),
+            )
             workers(2).run(
                 train_run, Case(root / "tiedTrue", root / "train.jsonl", root, 2, 2, STEPS, (*keys, *overrides))
             )
@@ -294,7 +246,7 @@ def read(out: Path, after: int = 0) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("saved, resumed", [("interleaved", "1f1b"), ("1f1b", "interleaved")])
-def test_a_run_goes_on_under_the_other_schedule(run: Callable[..., Path], saved: str, resumed: str) -> None:
+def test_a_run_continues_under_the_other_schedule(run: Callable[..., Path], saved: str, resumed: str) -> None:
     whole = run(saved, f"schedule={saved}", "profile_step=2")
     other = run(f"{saved}-resumed", f"schedule={resumed}", f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}")
     expected = list(read(whole, STEPS_BEFORE))

@@ -1,15 +1,24 @@
-"""The schedule: DeepSpeed's own order of passes, and times that follow by hand."""
+"""The schedules: DeepSpeed's own order of passes, micro-batches in flight, and what a schedule refuses."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+from support.configs import build_config
 
-from training.pipeline.schedule import bubble_share, list_in_flight, list_transfers, list_units, simulate
+from errors import UserError
+from training.distributed.topology import Layout, build_layout
+from training.pipeline.schedule import (
+    Interleaved,
+    OneForwardOneBackward,
+    UnitKind,
+    build_schedule,
+    find_schedule,
+    schedule_layout,
+)
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 4), (4, 2), (4, 9)]
+NUM_LAYERS = 8
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -19,71 +28,73 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
         commands = [
             command for step in schedule.steps() for command in step if isinstance(command, (ForwardPass, BackwardPass))
         ]
-        kinds = [isinstance(command, ForwardPass) for command in commands]
-        units = list_units(stage_id, stages, micro_batches)
-        assert [unit.is_forward for unit in units] == kinds and {unit.chunk for unit in units} == {stage_id}
-        for kind in (True, False):
-            assert [unit.micro_batch for unit in units if unit.is_forward is kind] == list(range(micro_batches))
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_even_stages_take_the_bubble_and_no_more(stages: int, micro_batches: int) -> None:
-    passes = simulate([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro_batches)
-    total = max(p.stop for p in passes)
-    assert total == pytest.approx((micro_batches + stages - 1) * 3)
-    assert 1 - micro_batches * 3 / total == pytest.approx(bubble_share(stages, micro_batches))
-    assert len(passes) == 2 * stages * micro_batches
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "micro_batches"), [(2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 4, 4), (8, 2, 16)]
-)
-def test_even_chunks_take_the_smaller_bubble_and_no_more(stages: int, chunks: int, micro_batches: int) -> None:
-    count = stages * chunks
-    passes = simulate([1.0] * count, [2.0] * count, [0.0] * (count - 1), micro_batches, chunks)
-    total = max(p.stop for p in passes)
-    assert total == pytest.approx((chunks * micro_batches + stages - 1) * 3)
-    assert 1 - chunks * micro_batches * 3 / total == pytest.approx(bubble_share(stages, micro_batches, chunks))
-    assert {(p.chunk, p.micro_batch, p.is_forward) for p in passes} == set(
-        itertools.product(range(count), range(micro_batches), (True, False))
-    )
-    assert all(p.stage_id == p.chunk % stages for p in passes)
+        kinds = [UnitKind.forward if isinstance(command, ForwardPass) else UnitKind.backward for command in commands]
+        units = OneForwardOneBackward(stages, micro_batches).list_units(stage_id)
+        assert [unit.kind for unit in units] == kinds and {unit.chunk for unit in units} == {stage_id}
+        for kind in UnitKind:
+            assert [unit.micro_batch for unit in units if unit.kind is kind] == list(range(micro_batches))
 
 
 def test_micro_batches_in_flight() -> None:
-    assert list_in_flight(0, 4, 8) == {(1,), (2,), (3,), (4,)}
-    # two stages of two chunks: the first stage does forward passes 0 0' 1 1' 2 (of micro-batches 0 and 1, chunk by chunk), then one back
-    assert max(map(sum, list_in_flight(0, 2, 4, 2))) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
-    assert max(map(sum, list_in_flight(1, 2, 4, 2))) == 3
+    assert OneForwardOneBackward(4, 8).list_in_flight(0) == {(1,), (2,), (3,), (4,)}
+    # Two stages of two chunks: the first stage runs forward passes 0 1 0' 1' 2 (micro-batches, chunk by chunk), then
+    # one backward.
+    interleaved = Interleaved(2, 4, 2)
+    assert max(map(sum, interleaved.list_in_flight(0))) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
+    assert max(map(sum, interleaved.list_in_flight(1))) == 3
 
 
-def test_a_slow_stage_sets_the_pace() -> None:
-    passes = simulate([1.0, 3.0], [2.0, 6.0], [0.0], 10)
-    assert max(p.stop for p in passes) == pytest.approx(1 + 10 * 9 + 2)
+def schedule(*overrides: str, world_size: int = 1) -> Layout:
+    config = build_config(*overrides)
+    return schedule_layout(build_layout(config, world_size, NUM_LAYERS, has_accelerator=False), config, NUM_LAYERS)
 
 
-def test_a_transfer_delays_what_waits_for_it() -> None:
-    passes = simulate([1.0, 1.0], [2.0, 2.0], [0.5], 1)
-    assert [(p.stage_id, p.is_forward, p.start, p.stop) for p in passes] == [
-        (0, True, 0, 1), (1, True, 1.5, 2.5), (1, False, 2.5, 4.5), (0, False, 5, 7),
-    ]  # fmt: skip
+def test_a_layout_runs_the_schedule_of_the_config() -> None:
+    given = ("num_stages=2", "micro_batch_size=1", "gradient_accumulation_steps=4")
+    plain, interleaved = (schedule(*given, f"schedule={name}", world_size=2) for name in ("1f1b", "interleaved"))
+    assert build_schedule(plain) == OneForwardOneBackward(2, 4) and build_schedule(plain).runs_on_deepspeed
+    assert build_schedule(interleaved) == Interleaved(2, 4, 2) and interleaved.num_chunks == 2
+    assert not build_schedule(interleaved).runs_on_deepspeed
+    assert schedule("micro_batch_size=2", "global_batch_size=8").num_chunks == 1
 
 
-def test_no_stage_does_two_things_at_once() -> None:
-    passes = simulate([1.0, 1.4, 0.7], [2.2, 1.9, 2.5], [0.1, 0.2], 6)
-    for stage_id in range(3):
-        own = sorted((p for p in passes if p.stage_id == stage_id), key=lambda p: p.start)
-        assert all(earlier.stop <= later.start for earlier, later in itertools.pairwise(own))
+TWO = ("micro_batch_size=2", "global_batch_size=8")
+FOUR_STAGES = ("num_stages=4", "schedule=interleaved")
+MISTAKES = {
+    "no such schedule": (("schedule=gpipe", *TWO), 1, "schedule=gpipe: must be one of 1f1b, interleaved"),
+    "nothing to interleave": (
+        ("schedule=interleaved", *TWO),
+        1,
+        "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b",
+    ),
+    "more chunks than layers": (
+        (*FOUR_STAGES, "virtual_stages_per_rank=3", *TWO),
+        4,
+        "num_stages=4 x virtual_stages_per_rank=3 is 12 chunks, and the model has 8 layers; lower one of them, or set "
+        "schedule=1f1b",
+    ),
+    "too few micro-batches to interleave": (
+        (*FOUR_STAGES, "micro_batch_size=1", "gradient_accumulation_steps=2"),
+        4,
+        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=4; "
+        "gradient_accumulation_steps=2 is not, the nearest is 4; change the batch, or set schedule=1f1b",
+    ),
+    "micro-batches that do not divide": (
+        ("num_stages=2", "schedule=interleaved", "micro_batch_size=1", "gradient_accumulation_steps=5"),
+        2,
+        "gradient_accumulation_steps=5 is not, the nearest is 4 or 6; change the batch",
+    ),
+}
 
 
-def test_a_transfer_is_shown_where_a_stage_waits_for_it() -> None:
-    """Two stages, one micro-batch: the first pass crosses in 0.5, the gradient back in 0.5, and nothing else is on its way."""
-    passes = simulate([1.0, 2.0], [2.0, 4.0], [0.5], 1)
-    assert list(list_transfers(passes, [0.5])) == [(1, 1.0, 1.5), (0, 7.5, 8.0)]
-    assert list(list_transfers(simulate([1.0], [2.0], [], 4), [])) == []
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_a_schedule_refuses_names_the_keys_and_the_way_out(name: str) -> None:
+    overrides, world_size, message = MISTAKES[name]
+    with pytest.raises(UserError) as caught:
+        schedule(*overrides, world_size=world_size)
+    assert message in str(caught.value)
 
 
-def test_no_transfer_is_shown_over_a_pass() -> None:
-    passes = simulate([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [0.25, 5.0], 6)
-    for stage, start, stop in list_transfers(passes, [0.25, 5.0]):
-        assert start < stop and not [p for p in passes if p.stage_id == stage and p.start < stop and p.stop > start]
+def test_an_unknown_name_comes_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"^schedule=1F1B: must be one of 1f1b, interleaved$"):
+        find_schedule("1F1B")

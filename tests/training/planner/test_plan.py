@@ -56,7 +56,8 @@ def test_the_time_of_a_step() -> None:
 
 def test_an_interleaved_step() -> None:
     plain, found = (
-        plan(Layout(2, 2, B, 8, num_chunks=n), [layer()] * 8, "activation_checkpoint_interval=0") for n in (1, 2)
+        plan(layout, [layer()] * 8, "activation_checkpoint_interval=0")
+        for layout in (Layout(2, 2, B, 8), Layout(2, 2, B, 8, num_chunks=2, schedule="interleaved"))
     )
     assert [stage.layers for stage in found.stages] == ["0-1+4-5", "2-3+6-7"]
     for name in ("num_parameters", "forward_seconds", "backward_seconds"):

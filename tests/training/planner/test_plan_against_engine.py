@@ -26,6 +26,7 @@ from training.config.precision import DTYPES
 from training.config.schema import Device
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
+from training.pipeline.schedule import schedule_layout
 from training.planner.cost import count_layers
 from training.planner.hardware import Machine
 from training.planner.memory import HOST_BYTES_A_RANK
@@ -155,7 +156,7 @@ def compare_peaks(
     config, architecture = case.config(), open_weights(str(root / "hf")).config
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     layers = shard_layers(architecture, build_layers(architecture), width)
-    layout = build_layout(config, 2 * width, len(layers), False)
+    layout = schedule_layout(build_layout(config, 2 * width, len(layers), False), config, len(layers))
     costs = count_layers(
         layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision], tensor_parallel_size=width
     )

@@ -8,7 +8,7 @@ from models.losses.cross_entropy import PIECE
 from training.config.schema import CheckpointMode, Device, Offload, OptimizerName, Precision
 from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
-from training.pipeline.schedule import list_in_flight
+from training.pipeline.schedule import Interleaved, OneForwardOneBackward
 from training.planner.cost import LayerCost
 from training.planner.memory import ALLREDUCE_BUCKET, Memory, State, compute_loss_bytes, compute_memory, compute_state
 
@@ -87,8 +87,7 @@ def memory(
     return compute_memory(
         [[layer(s) for s in (3000, 4000, 5000)]],
         stage_id,
-        stages,
-        micro_batches,
+        OneForwardOneBackward(stages, micro_batches),
         ActivationCheckpointing(interval, mode),
         TOKENS,
         7,
@@ -109,18 +108,18 @@ def test_1f1b_keeps_the_micro_batches_in_flight(stage_id: int, micro_batches: in
 
 def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
     """Two stages, two chunks, four micro-batches. The first stage goes on with 0 1, chunk by chunk, then 2 through its first chunk."""
-    nothing = State(0, 0, 0, 0, 0, 0)
+    nothing, schedule = State(0, 0, 0, 0, 0, 0), Interleaved(2, 4, 2)
     chunks = [[layer(3000)], [layer(4000), layer(5000)]]
     first, last = (
-        compute_memory(chunks, stage, 2, 4, ActivationCheckpointing(0), TOKENS, 7, nothing, Precision.bf16)
+        compute_memory(chunks, stage, schedule, ActivationCheckpointing(0), TOKENS, 7, nothing, Precision.bf16)
         for stage in (0, 1)
     )
     of_batch, of_hidden = POSITIONS + POSITIONS + HIDDEN, HIDDEN + POSITIONS + HIDDEN
     # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and one more of the second
     assert first.activations == max(
-        a * (3000 + of_batch) + b * (9000 + of_hidden) for a, b in list_in_flight(0, 2, 4, 2)
+        a * (3000 + of_batch) + b * (9000 + of_hidden) for a, b in schedule.list_in_flight(0)
     )
-    assert max(a + b for a, b in list_in_flight(0, 2, 4, 2)) == 5
+    assert max(a + b for a, b in schedule.list_in_flight(0)) == 5
     assert last.activations == 2 * (3000 + of_hidden) + 9000 + HIDDEN + POSITIONS  # the loss hands nothing on
 
 

@@ -107,7 +107,7 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     layers = build_layers(architecture)
     layout = build_layout(tight, 8, len(layers), has_accelerator=True)
     fits = find_fits(tight, architecture, layout, "NVIDIA A100-SXM4-80GB", local_size=8)
-    assert compute_bounds(layers, 4, "balanced", fits)[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
+    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [s.chunks[0].first_layer for s in plan.stages]
     assert (
         find_fits(tight, architecture, layout, "cpu", local_size=8) is None
     )  # a host's memory is not measured by what it has in all

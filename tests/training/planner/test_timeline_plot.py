@@ -1,4 +1,4 @@
-"""The picture: what was foreseen and what was measured, one below the other; a long step is shown by its ends."""
+"""The picture: what was predicted and what was measured, one below the other; a long step is shown by its ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from matplotlib import image
 
 from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import Span
-from training.pipeline.schedule import simulate
+from training.pipeline.schedule import OneForwardOneBackward
+from training.planner.simulation import simulate
 from training.planner.timeline import Timeline, TimelineSpan, Work
 from training.planner.timeline_plot import COLORS, MICRO_BATCHES_SHOWN, choose_windows, draw_timelines
 
@@ -18,14 +19,10 @@ STAGES = 4
 
 
 def timeline(num_micro_batches: int, seconds: float = 1.0) -> Timeline:
-    passes = simulate([seconds] * STAGES, [2 * seconds] * STAGES, [0.0] * (STAGES - 1), num_micro_batches)
-    return Timeline(
-        "predicted",
-        [
-            TimelineSpan(p.stage_id, Work.forward if p.is_forward else Work.backward, p.start, p.stop, p.micro_batch)
-            for p in passes
-        ],
-    )
+    schedule = OneForwardOneBackward(STAGES, num_micro_batches)
+    passes = simulate(schedule, [seconds] * STAGES, [2 * seconds] * STAGES, [0.0] * (STAGES - 1))
+    spans = [TimelineSpan(p.stage_id, Work(p.kind.value), p.start, p.stop, p.micro_batch) for p in passes]
+    return Timeline("predicted", spans)
 
 
 def count_pixels(file: Path, work: Work) -> int:
@@ -69,10 +66,14 @@ def test_of_a_transfer_what_was_waited_for_is_idle() -> None:
         Span("BackwardPass", 7, 9),
     ]
     last = [
-        Span("RecvActivation", 0, 1.5), Span("ForwardPass", 1.5, 2.5), Span("BackwardPass", 2.5, 6.5), Span("SendGrad", 6.5, 7), Span("Aligned", 7, 9),
+        Span("RecvActivation", 0, 1.5),
+        Span("ForwardPass", 1.5, 2.5),
+        Span("BackwardPass", 2.5, 6.5),
+        Span("SendGrad", 6.5, 7),
+        Span("Aligned", 7, 9),
         Span("OptimizerStep", 9, 10),
-    ]  # fmt: skip
-    measured = measured_timeline([first, last])
+    ]
+    measured = measured_timeline([first, last], OneForwardOneBackward(2, 1))
     crossing = [(span.stage_id, span.start, span.stop) for span in measured.spans if span.work is Work.communication]
     assert crossing == [(0, 1, 1.5), (0, 6.5, 7), (1, 1.0, 1.5), (1, 6.5, 7)]
     assert measured.end == 10 and measured.bubble == pytest.approx(1 - 8 / 18)
