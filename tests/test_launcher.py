@@ -102,7 +102,7 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in (out / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert (
         "built successfully" not in (out / "logs" / "rank_1.log").read_text()
-    )  # no op is compiled: see training/engine/pipeline_engine.py
+    )  # no op is compiled: see training/distributed/process.py
     assert (out / "checkpoints" / "latest").read_text() == "global_step3"
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")
@@ -177,7 +177,7 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: 
     ended = run_deepspeed(arguments(root, out, "max_steps=100000"), tmp_path, while_running=preempt_rank_1)
     assert ended.left_alive == [] and ended.errors() == [], ended.output
     step = read_metrics(out)[-1]["step"]
-    assert f"stopped by SIGTERM at step {step}; go on with resume=latest" in ended.output
+    assert f"stopped by SIGTERM at step {step}; continue with resume=latest" in ended.output
     assert (out / "checkpoints" / "latest").read_text() == f"global_step{step}" and not (
         out / "completed.json"
     ).exists()
