@@ -92,7 +92,7 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     import deepspeed
 
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports its memory
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     deepspeed.init_distributed("gloo")
     run_config = compose_config()

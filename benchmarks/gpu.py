@@ -241,7 +241,7 @@ def measure_ours(job: Job, num_stages: int) -> Outcome:
 
     from benchmarks.workload import RandomWeights, build_engine, repeat_batch
     from training.distributed.process import current_device
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak
 
     device = current_device()

@@ -173,7 +173,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     import torch.distributed as dist
 
     import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak
 
     config, architecture = run.config(), run.architecture()

@@ -48,7 +48,7 @@ def main() -> None:
 
 def measure(pairs: int, micro_batches: int) -> tuple[list[float], list[float], float]:
     """(seconds of the timed steps, of the others, of the clock without a step)."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
     from training.observability.stage_timer import MemoryPeak, StageTimer
 
     config = compose_run(

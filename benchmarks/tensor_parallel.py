@@ -58,7 +58,7 @@ def measure(
     num_stages: int, tensor_parallel_size: int, hidden_size: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """(seconds of each step, the share of it in sums over the tensor-parallel group)."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     config = compose_run(
         f"num_stages={num_stages}",

@@ -102,7 +102,7 @@ def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in (out / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert (
         "built successfully" not in (out / "logs" / "rank_1.log").read_text()
-    )  # no op is compiled: see training/engine/pipeline_engine.py
+    )  # no op is compiled: see training/distributed/process.py
     assert (out / "checkpoints" / "latest").read_text() == "global_step3"
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")

@@ -41,7 +41,7 @@ CONFIGURATION_FILES = {
     "training/cli/sweep.py",
     "training/config/schema.py",
     "training/export.py",
-    "training/run.py",
+    "training/observability/reporters.py",
 }
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 

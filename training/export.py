@@ -8,9 +8,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
-from models.adapters import Adapter
 from models.weights.conversion import export_hugging_face
-from models.weights.source import WeightSource
 from models.weights.sources import open_weights
 from models.weights.vocabulary import add_eos_token_id
 from training.checkpoint.run_folder import RunFolder
@@ -20,20 +18,18 @@ from training.pipeline.trainable import export_adapter, save_adapter_config
 from training.setup import RunSetup
 
 
-def prepare_folder(
-    config: RunConfig,
-    source: WeightSource,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: RunFolder,
-    adapter: Adapter | None,
-) -> None:
-    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Main rank only."""
+def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Deletes what an earlier run left
+    where the config says so. Main rank only."""
+    if config.overwrite_output_dir:
+        folder.clear()
+    source = setup.source
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.checkpoints)
     tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
-    if adapter is not None:
-        save_adapter_config(adapter, folder.checkpoints)
+    if setup.adapter is not None:
+        save_adapter_config(setup.adapter, folder.checkpoints)
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     source.config.save_pretrained(folder.checkpoints)
@@ -43,12 +39,10 @@ def prepare_folder(
         add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
 
 
-def export(plan: RunSetup, folder: RunFolder) -> None:
+def export(setup: RunSetup, folder: RunFolder) -> None:
     """What was trained, for others to load: a Hugging Face model, or a peft folder."""
-    if plan.adapter is not None:
-        export_adapter(folder.checkpoints, plan.layers, folder.export)
-    else:
-        with progress("exporting", unit="B") as bar:
-            export_hugging_face(
-                open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=bar.reach
-            )
+    if setup.adapter is not None:
+        export_adapter(folder.checkpoints, setup.layers, folder.export)
+        return
+    with progress("exporting", unit="B") as bar:
+        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=bar.reach)

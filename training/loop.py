@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import console
 from errors import UserError
@@ -19,7 +18,8 @@ from training.checkpoint.writer import CheckpointWriter
 from training.config.schema import OnNonfinite, OptimizerName, RunConfig, Task, get_task
 from training.distributed.interrupts import Interrupts
 from training.distributed.ranks import raise_together
-from training.engine.pipeline_engine import evaluate, is_nonfinite, train_step
+from training.engine.engine import Engine
+from training.engine.steps import evaluate, is_nonfinite, train_step
 from training.inputs.step_budget import StepBudget
 from training.objectives.dpo import Rewards
 from training.observability.metrics import Record, Reporter
@@ -34,20 +34,22 @@ class TrainingLoop:
 
     def __init__(
         self,
-        engine: PipelineEngine,
-        train_loader: Any,
-        eval_loader: Any | None,
+        engine: Engine,
         config: RunConfig,
-        horizon: StepBudget,
+        budget: StepBudget,
         state: TrainerState,
         folder: RunFolder,
+        *,
+        train_loader: Any,
+        eval_loader: Any | None,
         reporters: list[Reporter],
         telemetry: Telemetry,
         pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """state: where the run starts. reporters: empty on all ranks but the main one. pause_watchdog: what waiting for the disk is done within."""
+        """state: where the run starts. reporters: empty on all ranks but the main one.
+        pause_watchdog: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
-        self.config, self.horizon, self.state, self.folder, self.reporters = config, horizon, state, folder, reporters
+        self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
         self._telemetry = telemetry
         self.last_eval: Record | None = None
         self._pause_watchdog = pause_watchdog
@@ -55,30 +57,30 @@ class TrainingLoop:
             engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save
         )
         self._probe = NonfiniteProbe(engine.module, engine.device)
-        self._requests = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
+        self._interrupts = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
 
     def run(self) -> TrainerState:
-        """Trains to `horizon.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
+        """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
 
         A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is no room to save.
         """
         self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
             self._evaluate()
-        micro_batches = self.train_loader.iterate(self.state.step, self.horizon.last_step)
+        micro_batches = self.train_loader.iterate(self.state.step, self.budget.last_step)
         self._interval.start()
-        self._requests.start()
+        self._interrupts.start()
         try:
-            ended = self.state.step >= self.horizon.last_step
+            ended = self.state.step >= self.budget.last_step
             while not ended:
                 ended = self._step_and_after(micro_batches)
             with self._pause_watchdog():
                 self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
         finally:
-            self._requests.close()
+            self._interrupts.close()
         return self.state
 
     def _step_and_after(self, micro_batches: Any) -> bool:
@@ -86,20 +88,20 @@ class TrainingLoop:
         profiled = self.state.step + 1 == self.config.profile_step
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
-        request = self._requests.agree(is_nonfinite(self.engine, loss))
+        request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         self.signum = request.signum
         self._account(loss, request.nonfinite)
         if profiled:
             self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
-        last = self.state.step == self.horizon.last_step or request.ends
+        last = self.state.step == self.budget.last_step or request.ends
         if self._due(self.config.logging_steps) or last:
             self._report_interval()
         if self.eval_loader is not None and (self._due(self.config.eval_steps) or last) and not request.signum:
             self._off_the_clock(self._evaluate)
         if self._due(self.config.save_steps) or last or request.save:
             self._off_the_clock(self._save)
-            self._requests.saved()
+            self._interrupts.saved()
         return last
 
     def _due(self, every: int | None) -> bool:
@@ -107,7 +109,7 @@ class TrainingLoop:
 
     def _train_step(self, micro_batches: Any) -> torch.Tensor:
         loss, self._learning_rate = train_step(
-            self.engine, micro_batches, self.config, self.state.step, self.horizon.total_steps
+            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps
         )
         return loss
 
@@ -115,7 +117,7 @@ class TrainingLoop:
         """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be skipped."""
         step = self.state.step
         if nonfinite:
-            self._tell_nonfinite(step, loss)
+            self._report_nonfinite(step, loss)
         self._probe.reset()
         num_tokens = self.state.num_tokens
         if self._rewards is not None:
@@ -124,32 +126,38 @@ class TrainingLoop:
             info = self.train_loader.step_info(step)
             if not nonfinite:
                 self._interval.add(loss, info.num_terms, info.num_tokens)
-                self._grad_norm = self.engine.get_global_grad_norm()
+                self._grad_norm = self.engine.gradient_norm()
             num_tokens += info.num_tokens
         self.state = replace(self.state, step=step + 1, num_tokens=num_tokens)
         for reporter in self.reporters:
             reporter.advance(step + 1)
 
-    def _tell_nonfinite(self, step: int, loss: torch.Tensor) -> None:
+    def _report_nonfinite(self, step: int, loss: torch.Tensor) -> None:
         error, place = None, self._probe.find_first()
         if self.reporters:
-            ids = self.train_loader.sample_ids(step).tolist()
-            named = ", ".join(map(str, ids[:_NAMED_SAMPLES])) + (
-                f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else ""
-            )
-            norm = float(self.engine.get_global_grad_norm())
-            text = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first seen {place}"
+            text = self._describe_nonfinite(step, loss, place)
             if self.config.on_nonfinite is OnNonfinite.skip:
                 console.say(f"skipped {text}")
             else:
                 error = UserError(
-                    f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower learning_rate, "
-                    "and continue with resume=latest; on_nonfinite=skip leaves such steps out"
+                    f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower "
+                    "learning_rate, and continue with resume=latest; on_nonfinite=skip skips such steps"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
             with self._pause_watchdog():
                 self._writer.wait()
             raise_together(error)
+
+    def _describe_nonfinite(self, step: int, loss: torch.Tensor, place: str) -> str:
+        ids = self.train_loader.sample_ids(step).tolist()
+        named = ", ".join(map(str, ids[:_NAMED_SAMPLES]))
+        if len(ids) > _NAMED_SAMPLES:
+            named += f" and {len(ids) - _NAMED_SAMPLES} more"
+        norm = float(self.engine.gradient_norm())
+        return (
+            f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file "
+            f"(counted from 0); first seen {place}"
+        )
 
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # of all ranks, by all ranks
@@ -172,7 +180,7 @@ class TrainingLoop:
         )
 
     def _evaluate(self) -> None:
-        loader, size = self.eval_loader, self.horizon.evaluation
+        loader, size = self.eval_loader, self.budget.evaluation
         assert loader is not None and size is not None
         loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms)
         rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}

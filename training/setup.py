@@ -1,10 +1,14 @@
-"""What can be known of a run before a process group exists: its checks, and the facts that they find on the way."""
+"""What can be known of a run before a process group exists: its checks, and the facts that they find on the way.
+
+`check_run` is for a run; `build_setup` for who has a source of weights already, such as a benchmark.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +20,9 @@ from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights, parse_config
-from training.checkpoint.resume import Resumable, find_resume
+from training.checkpoint.resume import Resumable, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
-from training.config.schema import AdapterName, AttnImplementation, Init, RunConfig, Task, get_task
+from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig, Task, get_task
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.distributed.process import describe_device, has_accelerator
 from training.distributed.ranks import Ranks
@@ -28,23 +32,30 @@ from training.objectives.user_loss import build_run_loss
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
-from training.planner.prediction import find_fits
+from training.planner.cost import LayerCost
+from training.planner.hardware import Machine
+from training.planner.prediction import Prediction, count_run_costs, find_fits, find_machine, predict
 
 _FLASH = (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSetup:
-    """What the checks have found out on the way."""
+    """What the checks have found out on the way.
+
+    costs: of the layers, for the plan; None on a rank that makes none. resumable: what `resume_from` is chosen from.
+    reference: of preference optimization: what the run has started from, or will.
+    """
 
     source: WeightSource
     layers: list[Layer]
     layout: Layout
     bounds: list[int]
     adapter: Adapter | None
-    resume_from: Path | None
-    resumable: Resumable | None  # what resume_from is chosen from
-    reference: WeightSource | None = None  # of preference optimization: what the run has started from, or will
+    costs: Sequence[LayerCost] | None = None
+    resume_from: Path | None = None
+    resumable: Resumable | None = None
+    reference: WeightSource | None = None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
@@ -66,25 +77,40 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
     check_model_fields(config.model, source.config, str(source.path))
+    setup = build_setup(config, source, ranks, plans=not config.evaluate_only)
+    if not config.evaluate_only:
+        check_same_adapter(config, setup.adapter, resume_from)
+    build_collator(config.data)
+    check_packed_attention(config, setup.layout.micro_batch_size)
+    reference = open_reference(config, source, setup.layers, resume_from)
+    return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+
+
+def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bool = False) -> RunSetup:
+    """The setup of a run that starts from `source`. Chooses the attention kernel in the source's config.
+
+    plans: the costs of the layers are wanted. Raises UserError.
+    """
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     check_length(source.config, config.max_seq_length)
     layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)
-    if not config.evaluate_only:
-        check_same_adapter(config, adapter, resume_from)
     build_run_loss(config, source.config)
-    build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     layout = schedule_layout(layout, config, len(layers))
-    check_packed_attention(config, layout.micro_batch_size)
-    fits = (
-        None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
+    costs = fits = None
+    if plans and (ranks.is_main or has_accelerator()):  # on a CPU only the main rank has a use for them
+        costs = count_run_costs(config, source.config, layout)
+        fits = find_fits(
+            config, costs, source.config.vocab_size, layout, describe_device(), local_size=ranks.local_size
+        )
+    bounds = compute_bounds(
+        layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks
     )
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
-    reference = open_reference(config, source, layers, resume_from) if get_task(config) is Task.dpo else None
-    return RunSetup(source, layers, layout, bounds, adapter, resume_from, resumable, reference)
+    reference = source if get_task(config) is Task.dpo else None
+    return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference)
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
@@ -96,8 +122,11 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 
 def open_reference(
     config: RunConfig, source: WeightSource, layers: list[Layer], resume_from: Path | None
-) -> WeightSource:
-    """The model at `model_name_or_path`, which a run that goes on from a checkpoint needs beside it. Raises UserError when it is gone."""
+) -> WeightSource | None:
+    """The model at `model_name_or_path`, which preference optimization that continues from a checkpoint needs beside it; None for
+    another task. Raises UserError when it is gone."""
+    if get_task(config) is not Task.dpo:
+        return None
     if _source_path(config, resume_from) == weights_path(config):
         return source
     reference = open_weights(weights_path(config), config.trust_remote_code)
@@ -105,12 +134,42 @@ def open_reference(
     return reference
 
 
-def load_resumed(plan: RunSetup, step_dir: Path, config: RunConfig) -> RunSetup:
-    """The plan with the weights of the checkpoint `step_dir`: the model's, or the adapter's beside the model it started from."""
-    if plan.adapter is not None:
-        adapter = dataclasses.replace(plan.adapter, tensors=read_trained_adapter(step_dir, plan.layers))
-        return dataclasses.replace(plan, resume_from=step_dir, adapter=adapter)
-    return dataclasses.replace(plan, resume_from=step_dir, source=open_weights(str(step_dir), config.trust_remote_code))
+def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None]) -> RunSetup:
+    """The setup with the weights of the checkpoint that the run resumes from, the best whole one: the model's, or the adapter's beside
+    the model it started from; as it is for a run that starts anew. All ranks call it, in a process group.
+
+    say: reports what is wrong with better checkpoints. Raises UserError when none is whole.
+    """
+    if setup.resumable is None:
+        return setup
+    step_dir = choose_whole(setup.resumable, say)
+    if setup.adapter is not None:
+        adapter = dataclasses.replace(setup.adapter, tensors=read_trained_adapter(step_dir, setup.layers))
+        return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
+    source = open_weights(str(step_dir), config.trust_remote_code)
+    source.config._attn_implementation = setup.source.config._attn_implementation
+    return dataclasses.replace(setup, resume_from=step_dir, source=source)
+
+
+def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
+    """What is known of this machine, measured where that has to be; None when no file describes it."""
+    return find_machine(config.hardware, describe_device(), config, ranks.local_size)
+
+
+def predict_run(config: RunConfig, setup: RunSetup, machine: Machine | None, say: Callable[[str], None]) -> Prediction:
+    """What to expect of the run, on a rank that has counted the costs. machine: None when it is unknown, which is reported."""
+    if machine is None:
+        say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
+    assert setup.costs is not None
+    return predict(
+        config,
+        setup.costs,
+        vocab_size=setup.source.config.vocab_size,
+        bounds=setup.bounds,
+        layout=setup.layout,
+        machine=machine,
+        device=Device.cuda if has_accelerator() else Device.cpu,
+    )
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:

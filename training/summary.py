@@ -1,12 +1,14 @@
-"""What is said of a run at its beginning and at its end, fact by fact; `console.show_panel` shows it. Main rank only."""
+"""What is said of a run at its beginning and at its end, fact by fact. Main rank only."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from console import show_panel
 from data.storage.tokenized import load_summary
 from models.architecture import warn_of_length
 from training.checkpoint.run_folder import RunFolder
@@ -23,70 +25,72 @@ from training.setup import RunSetup
 Facts = dict[str, str]
 
 
-def describe_start(
+def show_start(
     config: RunConfig,
-    plan: RunSetup,
-    horizon: StepBudget,
-    start: TrainerState,
+    setup: RunSetup,
+    *,
     datasets: dict[str, Path],
-    expectation: Prediction,
+    budget: StepBudget,
+    start: TrainerState,
+    prediction: Prediction,
     hosts: Sequence[str],
-) -> Facts:
+) -> None:
     """Of a run that trains. datasets: key -> tokenized folder. hosts: that of each rank."""
     facts = {
-        "model": _describe_model(plan, expectation),
-        "data": _describe_data(config, "train_file", datasets, horizon.num_samples),
+        "model": _describe_model(setup, prediction),
+        "data": _describe_data(config, "train_file", datasets, budget.num_samples),
     }
-    if text := warn_of_length(plan.source.config, config.max_seq_length):
+    if text := warn_of_length(setup.source.config, config.max_seq_length):
         facts["warning"] = text
-    if horizon.evaluation is not None:
+    if budget.evaluation is not None:
         when = f"every {config.eval_steps} steps and at the end" if config.eval_steps else "at the end"
-        facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, horizon.evaluation.rows)}; {when}"
-    facts |= describe_layout(plan, hosts)
-    epochs = horizon.total_steps * plan.layout.global_batch_size / horizon.num_samples
+        facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, budget.evaluation.rows)}; {when}"
+    facts |= describe_layout(setup, hosts)
+    epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     facts["steps"] = (
-        f"{start.step} to {horizon.last_step} of {horizon.total_steps}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+        f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
     )
     facts["precision"] = (
-        f"{config.precision.value}; {_describe_recomputation(config)}; attention {plan.source.config._attn_implementation}"
+        f"{config.precision.value}; {_describe_recomputation(config)}; attention {setup.source.config._attn_implementation}"
     )
-    facts["memory"] = _describe_memory(expectation)
+    facts["memory"] = _describe_memory(prediction)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
-    if plan.resume_from is not None:
-        facts["resumed from"] = str(plan.resume_from)
-    return facts
+    if setup.resume_from is not None:
+        facts["resumed from"] = str(setup.resume_from)
+    show_panel(f"{Path(config.output_dir).name}: training on {setup.layout.world_size} ranks", facts)
 
 
-def describe_evaluation_run(
-    config: RunConfig, plan: RunSetup, rows: int, datasets: dict[str, Path], hosts: Sequence[str]
-) -> Facts:
+def show_evaluation(
+    config: RunConfig, setup: RunSetup, rows: int, datasets: dict[str, Path], hosts: Sequence[str]
+) -> None:
     """Of a run that only evaluates."""
-    return {
-        "model": _describe_model(plan),
+    facts = {
+        "model": _describe_model(setup),
         "data": _describe_data(config, "eval_file", datasets, rows),
-        **describe_layout(plan, hosts),
-        "precision": f"{config.precision.value}; attention {plan.source.config._attn_implementation}",
+        **describe_layout(setup, hosts),
+        "precision": f"{config.precision.value}; attention {setup.source.config._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
     }
+    show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.world_size} ranks", facts)
 
 
-def describe_layout(plan: RunSetup, hosts: Sequence[str]) -> Facts:
-    what = "layers a chunk" if plan.layout.num_chunks > 1 else "layers a stage"
-    facts = {"layout": plan.layout.describe(), what: str([stop - start for start, stop in pairwise(plan.bounds)])}
+def describe_layout(setup: RunSetup, hosts: Sequence[str]) -> Facts:
+    what = "layers a chunk" if setup.layout.num_chunks > 1 else "layers a stage"
+    facts = {"layout": setup.layout.describe(), what: str([stop - start for start, stop in pairwise(setup.bounds)])}
     if len(set(hosts)) > 1:
-        facts["hosts"] = plan.layout.describe_placement(list(hosts))
+        facts["hosts"] = setup.layout.describe_placement(list(hosts))
     return facts
 
 
-def _describe_model(plan: RunSetup, expectation: Prediction | None = None) -> str:
+def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> str:
     sizes = ""
-    if expectation is not None:
-        total, trained = expectation.count_parameters(), expectation.count_parameters(trained=True)
+    if prediction is not None:
+        total, trained = prediction.count_parameters(), prediction.count_parameters(trained=True)
         sizes = f" of {render_count(total)} parameters" + (
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
-    adapter = "" if plan.adapter is None else f"; adapter of rank {plan.adapter.config.r}"
-    return f"{plan.source.config.model_type}{sizes}, from {plan.source.path}{adapter}"
+    adapter = "" if setup.adapter is None else f"; adapter of rank {setup.adapter.config.r}"
+    return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}{adapter}"
 
 
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:
@@ -104,10 +108,10 @@ def _describe_recomputation(config: RunConfig) -> str:
     return f"activations recomputed (interval {config.activation_checkpoint_interval}, {config.activation_checkpoint_mode.value})"
 
 
-def _describe_memory(expectation: Prediction) -> str:
-    most = max(expectation.peak_memory)
-    limit = f" of {expectation.plan.memory_limit / GIB:.1f}" if expectation.peak_flops is not None else ""
-    return f"{most / GIB:.2f}{limit} GiB a rank expected on stage {expectation.peak_memory.index(most)}, the fullest"
+def _describe_memory(prediction: Prediction) -> str:
+    most = max(prediction.peak_memory)
+    limit = f" of {prediction.plan.memory_limit / GIB:.1f}" if prediction.peak_flops is not None else ""
+    return f"{most / GIB:.2f}{limit} GiB a rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
 
 
 class RunTotals:
@@ -141,19 +145,18 @@ class RunTotals:
         }
 
 
-def describe_end(
-    totals: RunTotals, plan: RunSetup, folder: RunFolder, step: int, last_eval: Record | None, finished: bool
-) -> Facts:
-    """finished: with an export; otherwise a signal has ended the run."""
+def show_end(
+    totals: RunTotals, setup: RunSetup, folder: RunFolder, step: int, last_eval: Record | None, signum: int
+) -> None:
+    """signum: of the signal that has ended the run, and then there is no export; else 0."""
     facts = totals.describe()
     if last_eval is not None:
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"
     facts["checkpoint"] = str(folder.checkpoints / f"global_step{step}")
-    if not finished:
-        return facts
-    facts["exported"] = f"{folder.export}, a {'Hugging Face model' if plan.adapter is None else 'peft adapter'}"
-    return {
-        **facts,
-        "talk to it": f"python scripts/generate.py --model_name_or_path {folder.export}",
-        "evaluate it": "the same command with evaluate_only=true resume=latest eval_file=FILE",
-    }
+    if signum:
+        show_panel(f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest", facts)
+        return
+    facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
+    facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
+    facts["evaluate it"] = "the same command with evaluate_only=true resume=latest eval_file=FILE"
+    show_panel(f"done: {step} steps", facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -15,15 +15,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
-from models.architecture import build_layers, choose_attention
-from models.parallel.tensor_parallel import list_shard_specs, shard_layers
+from models.parallel.tensor_parallel import list_shard_specs
 from models.weights.sources import open_weights
-from training.config.schema import RunConfig, Task, get_task, register_schema
-from training.distributed.topology import Layout, build_layout
+from training.config.schema import RunConfig, register_schema
+from training.distributed.ranks import Ranks
+from training.distributed.topology import Layout
 from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import StepBudget
-from training.pipeline.partition import compute_bounds
-from training.pipeline.schedule import schedule_layout
+
+if TYPE_CHECKING:
+    from training.engine.engine import Engine  # DeepSpeed is slow to import
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,51 +55,33 @@ class Case:
             return OmegaConf.to_object(compose("base", overrides))
 
 
-def build_engine(case: Case) -> tuple[Any, Any, RunConfig, Layout, list[int]]:
-    """The engine and training loader of this rank, as training/run.py builds them."""
-    import torch.distributed as dist
-
-    from training.config.precision import DTYPES
-    from training.distributed.ranks import Ranks
-    from training.engine.pipeline_engine import initialize_engine
+def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]:
+    """The engine and training loader of this rank, built as a run builds them."""
+    from training.build import build_engine as build
+    from training.build import build_loaders
     from training.inputs.datasets import load_tokenizer, tokenize
-    from training.inputs.loaders import build_loaders, build_options
-    from training.objectives.reference_logprobs import prepare_reference
-    from training.objectives.user_loss import build_run_loss
-    from training.pipeline.module import StageModule, join_tensor_parallel
-    from training.pipeline.trainable import build_adapter
+    from training.setup import build_setup
 
-    config = case.config()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(rank, world_size, rank, world_size)
-    source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
-    layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
-    layout = schedule_layout(build_layout(config, world_size, len(layers), False), config, len(layers))
-    parallel = join_tensor_parallel(layout, rank)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, num_chunks=layout.num_chunks)
-    tokenizer = load_tokenizer(config, source)
+    config, ranks = case.config(), this_rank()
+    setup = build_setup(config, open_weights(config.model_name_or_path), ranks)
+    tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    adapter = build_adapter(config, layers)
-    module = StageModule(
-        layers, bounds, source, DTYPES[config.precision], config.activation_checkpoint_interval, adapter, config.freeze,
-        loss=build_run_loss(config, source.config, parallel), checkpoint_mode=config.activation_checkpoint_mode, compiles=config.compile,
-        parallel=parallel, num_chunks=layout.num_chunks,
-    )  # fmt: skip
-    engine = initialize_engine(module, config, layout)
-    horizon = StepBudget(
-        count_rows(datasets["train_file"], build_row_plan(config, "train_file")), case.steps, case.steps
+    engine = build(config, setup, ranks)
+    num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
+    budget = StepBudget(num_rows, case.steps, case.steps)
+    train_loader, _ = build_loaders(
+        config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks
     )
-    reference = {}
-    if get_task(config) is Task.dpo:
-        reference = prepare_reference(
-            engine, config, datasets, build_options(config, layout, module, tokenizer, ranks), source, source, ranks
-        )
-    train_loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks, reference)
-    return engine, train_loader, config, layout, bounds
+    return engine, train_loader, config, setup.layout, setup.bounds
 
 
-def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
+def this_rank() -> Ranks:
+    """Of a process group whose ranks are all on this host."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return Ranks(rank, world_size, rank, world_size)
+
+
+def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
     """Hugging Face name -> weight, whole, of the layers this stage owns."""
     module = engine.module
     weights = {}
@@ -113,30 +96,27 @@ def hf_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     engine, loader, config, _, bounds = build_engine(case)
     micro_batches = loader.iterate(0, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
         losses.append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        norms.append(float(engine.get_global_grad_norm()))
+        norms.append(float(engine.gradient_norm()))
     return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
 
 
 def train_run(case: Case) -> None:
     """The whole run on this rank: what `trainer_base_ds_mp.py` does once the launcher has started it."""
-    import torch.distributed as dist
-
     from training.checkpoint.run_folder import RunFolder
-    from training.distributed.ranks import Ranks
     from training.run import evaluate_only, train
     from training.setup import check_run
 
     config = case.config()
     if config.evaluate_only:
         config = replace(config, train_file=None)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    ranks = this_rank()
     work = evaluate_only if config.evaluate_only else train
     work(config, check_run(config, ranks), RunFolder(config.output_dir), ranks)
 

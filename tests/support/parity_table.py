@@ -46,9 +46,7 @@ def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
     batch = ((input_ids, position_ids, segment_ids), (input_ids, torch.tensor(1.0)))
     needs_data = engine.module.has_first_layer or engine.module.has_loss
-    outputs = engine.eval_batch(
-        iter([batch]) if needs_data else None, compute_loss=False, reduce_output=None, num_micro_batches=1
-    )
+    outputs = engine.forward_only(iter([batch]) if needs_data else None, 1, loss=lambda outputs, targets: outputs)
     if not engine.module.has_loss:
         return None
     hidden_states, weight = outputs[0]

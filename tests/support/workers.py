@@ -107,13 +107,12 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, log: Path) ->
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
-    import deepspeed
     import torch
 
-    import training.engine.pipeline_engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
+    from training.distributed.process import join_process_group
 
     torch.set_num_threads(1)
-    deepspeed.init_distributed()
+    join_process_group()
     while True:
         try:
             function, args, kwargs = pipe.recv()

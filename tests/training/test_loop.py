@@ -25,26 +25,20 @@ TOKENS = [100, 200, 300, 400, 500]
 
 
 class Engine:
-    device, global_rank, module = torch.device("cpu"), 0, None
+    device, rank, module = torch.device("cpu"), 0, None
 
     def __init__(self) -> None:
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}], overflow=False)
         self.rates: list[float] = []
 
-    def train_batch(self, micro_batches: Any) -> torch.Tensor:
-        step = next(micro_batches)
-        assert len({group["lr"] for group in self.optimizer.param_groups}) == 1
-        self.rates.append(self.optimizer.param_groups[0]["lr"])
-        return torch.tensor(LOSSES[step])
+    def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
+        self.rates.append(learning_rate)
+        return torch.tensor(LOSSES[next(micro_batches)])
 
-    def get_global_grad_norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         return torch.tensor(0.25)
 
-    def fp16_enabled(self) -> bool:
+    def has_skipped_step(self) -> bool:
         return False
-
-    def reset_activation_shape(self) -> None:
-        pass
 
 
 class Loader:
@@ -95,13 +89,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
         nothing = lambda: None  # noqa: E731
-        requests = SimpleNamespace(
+        interrupts = SimpleNamespace(
             start=nothing,
             close=nothing,
             saved=nothing,
             agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
         )
-        monkeypatch.setattr(loop, "Requests", lambda *_, **__: requests)
+        monkeypatch.setattr(loop, "Interrupts", lambda *_, **__: interrupts)
         monkeypatch.setattr(
             loop, "NonfiniteProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0")
         )
@@ -111,7 +105,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
         eval_loader = Loader() if evaluates else None
-        horizon = StepBudget(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
+        budget = StepBudget(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(
             start_step=lambda profiled: None,
             finish_step=nothing,
@@ -119,8 +113,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             describe=lambda measured, tokens_per_second: {},
         )
         final = TrainingLoop(
-            engine, Loader(), eval_loader, config, horizon, state, RunFolder(tmp_path), [Reporter(events)], telemetry
-        ).run()
+            engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loader=eval_loader,
+            reporters=[Reporter(events)], telemetry=telemetry,
+        ).run()  # fmt: skip
         return events, engine, final
 
     return start

@@ -33,13 +33,11 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.parallel.shard import ShardLayout, TensorParallel
-from training.pipeline.module import StageModule
+from training.engine.engine import Engine
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
 SCALAR = "scalar"  # the kind of what a whole run has once, such as Adam's step count
 FILE_PATTERN = "optimizer-*.safetensors"
-# What moves in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
-_LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -63,21 +61,19 @@ def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
     return f"optimizer-stage_{stage_id:02d}-dp_{dp_rank:02d}{shared}.safetensors"
 
 
-def collect_state(module: StageModule, optimizer: Any) -> dict[str, torch.Tensor]:
+def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here is trained."""
     tensors = {
         f"{kind}/{fragment.label}": tensor
-        for fragment in _list_fragments(module, optimizer)
+        for fragment in _list_fragments(engine)
         if fragment.owned
         for kind, tensor in fragment.states.items()
     }
-    scalars = {
-        name: torch.as_tensor(value, dtype=torch.float64).cpu() for name, value in _read_scalars(optimizer).items()
-    }
+    scalars = {name: torch.as_tensor(value, dtype=torch.float64).cpu() for name, value in _read_scalars(engine).items()}
     return tensors | {f"{SCALAR}/{name}@0": value.reshape(1) for name, value in scalars.items()}
 
 
-def load_state(module: StageModule, optimizer: Any, step_dir: Path, with_moments: bool = True) -> None:
+def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
     """Fills this rank's partitions from a checkpoint of any layout.
 
     with_moments: False takes the fp32 weights alone, when another optimizer goes on.
@@ -86,16 +82,14 @@ def load_state(module: StageModule, optimizer: Any, step_dir: Path, with_moments
     files = sorted(step_dir.glob(FILE_PATTERN))
     kinds, scalars = _survey(files)
     kinds = kinds if with_moments else kinds & {WEIGHT}
-    for flat in _partitions(optimizer):
-        state = optimizer.optimizer.state[flat]
-        for kind in kinds - {WEIGHT}:
-            state[kind] = torch.zeros_like(flat, requires_grad=False)
-        if with_moments and "step" in scalars:
-            state["step"] = torch.tensor(
-                scalars["step"], dtype=torch.float32, device=flat.device
-            )  # as the fused kernels want it
+    for number, partition in enumerate(engine.list_partitions()):
+        flat = partition.weights
+        state = {kind: torch.zeros_like(flat, requires_grad=False) for kind in kinds - {WEIGHT}}
+        if with_moments and "step" in scalars:  # as the fused kernels want it
+            state["step"] = torch.tensor(scalars["step"], dtype=torch.float32, device=flat.device)
+        engine.restore_state(number, state)
     wanted: dict[tuple[str, str], Fragment] = {}
-    for fragment in _list_fragments(module, optimizer):
+    for fragment in _list_fragments(engine):
         wanted |= {(kind, fragment.name): fragment for kind in kinds}
     missing = {key: fragment.states[key[0]].numel() for key, fragment in wanted.items()}
     for file in files:
@@ -105,50 +99,30 @@ def load_state(module: StageModule, optimizer: Any, step_dir: Path, with_moments
             f"resume: {step_dir} holds no optimizer state for '{lacking[0]}' ({len(lacking)} such); it was saved with other parameters "
             f"trained. Give the same adapter and freeze, or start a new run with model_name_or_path={step_dir}"
         )
-    _set_loss_scaler(optimizer, scalars)
+    engine.restore_loss_scaler(scalars)
 
 
-def _list_fragments(module: StageModule, optimizer: Any) -> Iterator[Fragment]:
-    partitions = _partitions(optimizer)
-    for name, parameter, owned, place in module.named_hf_parameters():
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:  # frozen, or all of it is in other ranks' partitions
+def _list_fragments(engine: Engine) -> Iterator[Fragment]:
+    partitions = engine.list_partitions()
+    for name, parameter, owned, place in engine.module.named_hf_parameters():
+        held = engine.find_slice(parameter)
+        if held is None:
             continue
-        flat = partitions[mapping.param_group_index]
-        address = mapping.hp_fragment_address
-        states = {WEIGHT: flat.detach().narrow(0, address.start, address.numel)}
-        for kind, value in optimizer.optimizer.state.get(flat, {}).items():
+        flat = partitions[held.partition].weights
+        states = {WEIGHT: flat.detach().narrow(0, held.start, held.length)}
+        for kind, value in partitions[held.partition].state.items():
             if torch.is_tensor(value) and value.shape == flat.shape:
-                states[kind] = value.narrow(0, address.start, address.numel)
-        yield Fragment(name, owned, place, mapping.lp_fragment_address.start, states)
+                states[kind] = value.narrow(0, held.start, held.length)
+        yield Fragment(name, owned, place, held.parameter_start, states)
 
 
-def _partitions(optimizer: Any) -> list[torch.Tensor]:
-    """One flat fp32 tensor a parameter group: what DeepSpeed's ZeRO and bf16 optimizers hand to torch's. None where nothing is trained."""
-    wrapped = getattr(optimizer, "optimizer", None)
-    return [group["params"][0] for group in wrapped.param_groups if group["params"]] if wrapped is not None else []
-
-
-def _read_scalars(optimizer: Any) -> dict[str, Any]:
+def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
-    for flat in _partitions(optimizer):
+    for partition in engine.list_partitions():
         scalars |= {
-            name: value
-            for name, value in optimizer.optimizer.state.get(flat, {}).items()
-            if torch.is_tensor(value) and value.ndim == 0
+            name: value for name, value in partition.state.items() if torch.is_tensor(value) and value.ndim == 0
         }
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        scalars |= {name: getattr(scaler, name) for name in _LOSS_SCALER_STATE}
-    return scalars
-
-
-def _set_loss_scaler(optimizer: Any, scalars: dict[str, float]) -> None:
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        for name in _LOSS_SCALER_STATE:
-            if name in scalars:
-                setattr(scaler, name, type(getattr(scaler, name))(scalars[name]))
+    return scalars | engine.read_loss_scaler()
 
 
 def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:

@@ -22,10 +22,9 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed.runtime.pipe.engine import PipelineEngine
-
 from errors import UserError
 from training.checkpoint import optimizer_state
+from training.engine.engine import Engine
 
 STATE_NAME = "trainer_state.json"
 TEMPORARY_PREFIX = "tmp-"
@@ -83,16 +82,15 @@ def read_state(step_dir: Path) -> TrainerState:
         ) from None
 
 
-def load_checkpoint(engine: PipelineEngine, step_dir: Path, state: TrainerState) -> None:
+def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None:
     """Restores the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from
     `step_dir`.
 
     state: where this run starts. Raises UserError when the optimizer's state is not all there.
     """
     same_optimizer = read_state(step_dir).optimizer == state.optimizer
-    optimizer_state.load_state(engine.module, engine.optimizer, step_dir, with_moments=same_optimizer)
-    engine.global_steps = state.step
-    engine.global_samples = state.step * state.global_batch_size
+    optimizer_state.load_state(engine, step_dir, with_moments=same_optimizer)
+    engine.restore_step(state.step)
 
 
 def remove_leftovers(checkpoints: Path) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from console import progress
 from errors import UserError
@@ -40,6 +39,7 @@ from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import prune_checkpoints
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.distributed.ranks import raise_together
+from training.engine.engine import Engine
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
 _SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
@@ -72,11 +72,11 @@ class ShareFile:
         return ShareFile(self.name, copies, is_copy=True)
 
 
-def plan_share(engine: PipelineEngine) -> list[ShareFile]:
+def plan_share(engine: Engine) -> list[ShareFile]:
     """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put
     them together, one after the other, in the host's memory of the one that writes it."""
-    module, grid, parallel = engine.module, engine.grid, engine.module.parallel
-    stage_id, dp_rank, dp_size = grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()
+    module, layout, parallel = engine.module, engine.layout, engine.module.parallel
+    stage_id, dp_rank, dp_size = layout.stage_id(engine.rank), layout.dp_rank(engine.rank), layout.dp_size
     files = []
     for index, _, layer_module in module.local_layers():
         if not module.owns(index) or index % dp_size != dp_rank:
@@ -86,7 +86,7 @@ def plan_share(engine: PipelineEngine) -> list[ShareFile]:
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
         elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
-    if state := optimizer_state.collect_state(module, engine.optimizer):
+    if state := optimizer_state.collect_state(engine):
         files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))
     return files
 
@@ -96,7 +96,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        engine: PipelineEngine,
+        engine: Engine,
         checkpoints: Path,
         keep_last: int | None = None,
         keep_best: int | None = None,

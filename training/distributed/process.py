@@ -1,4 +1,4 @@
-"""This process: its device and cores, and where what libraries print goes."""
+"""This process: its device and cores, its group with the others, and where what libraries print goes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ import logging.handlers
 import os
 import socket
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
+import deepspeed
 import psutil
 import torch
+import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
 import console
 from training.distributed.ranks import Ranks
+
+T = TypeVar("T")
+# A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here calls: 25 s of
+# compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves a lock on which every later
+# run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as compatible, so none is built.
+deepspeed.ops.__compatible_ops__ = {}
 
 
 def has_accelerator() -> bool:
@@ -64,6 +76,30 @@ def choose_interface() -> None:
         for name, addresses in psutil.net_if_addrs().items():
             if address in (entry.address for entry in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def join_process_group(timeout: timedelta | None = None) -> None:
+    """Waits for the other ranks. timeout: of its collectives, torch's own by default."""
+    deepspeed.init_distributed(**({} if timeout is None else {"timeout": timeout}))
+    dist.barrier()
+
+
+def leave_process_group() -> None:
+    comm.destroy_process_group()
+
+
+def broadcast_from_main(compute: Callable[[], T], ranks: Ranks) -> T:
+    """What rank 0 computes, on every rank: numbers on which all must agree, or they hang."""
+    computed: list[Any] = [compute() if ranks.is_main else None]
+    dist.broadcast_object_list(computed, src=0)
+    return computed[0]
+
+
+def gather_hosts() -> list[str]:
+    """The name of each rank's host."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
 
 
 _OWN_HANDLERS = ("DeepSpeed", "transformers", "datasets")  # loggers that do not leave it to the root

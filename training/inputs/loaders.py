@@ -8,12 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from data import loader as loaders
 from data.order import GlobalOrder
 from training.config.schema import RunConfig
+from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
@@ -42,7 +42,7 @@ def build_options(
         row_plan=build_row_plan(config, key),
         num_workers=config.num_workers,
         collator=build_collator(config.data),
-        pin_memory=get_accelerator().device_name() == "cuda",
+        pin_memory=current_device().type == "cuda",
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from models.losses.dpo import RowScore
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
-from training.engine.pipeline_engine import run_forward
+from training.engine.engine import Engine
 from training.pipeline.module import StageModule
 
 _VERSION = 1  # raise it when the same model begins to give other log-probabilities
@@ -47,7 +46,7 @@ def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
 
 
 def prepare_reference(
-    engine: Any,
+    engine: Engine,
     config: RunConfig,
     datasets: dict[str, Path],
     options: LoaderOptions,
@@ -100,7 +99,7 @@ def _as_reference(module: StageModule, reference: WeightSource, own: WeightSourc
 
 
 def _score(
-    engine: Any, path: Path, options: LoaderOptions, reference: WeightSource, what: str, ranks: Ranks
+    engine: Engine, path: Path, options: LoaderOptions, reference: WeightSource, what: str, ranks: Ranks
 ) -> np.ndarray:
     """The log-probability of each sample's targets, float64 [N], on every rank."""
     per_sample = replace(
@@ -109,19 +108,16 @@ def _score(
         micro_batch_size=options.micro_batch_size * options.group_size,
     )
     dataset = TokenizedDataset(path, False, False)
-    loader = ScoringLoader(path, per_sample, _CHUNK * engine.num_stages)
+    loader = ScoringLoader(path, per_sample, _CHUNK * engine.layout.num_stages)
     found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
-    loss, engine.module.loss_fn = engine.module.loss_fn, RowScore(reference.config, engine.module.parallel)
-    try:
-        with progress(what, len(dataset), "answers", shown=ranks.is_main) as told:
-            for number in range(len(loader)):
-                batches, rows = loader.chunk(number)
-                for ids, output in zip(rows, run_forward(engine, batches, len(rows))):
-                    if engine.module.reports_loss:
-                        found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
-                told.advance(sum(map(len, rows)))
-    finally:
-        engine.module.loss_fn = loss
+    score = RowScore(reference.config, engine.module.parallel)
+    with progress(what, len(dataset), "answers", shown=ranks.is_main) as bar:
+        for number in range(len(loader)):
+            batches, rows = loader.chunk(number)
+            for ids, output in zip(rows, engine.forward_only(batches, len(rows), score)):
+                if engine.module.reports_loss:
+                    found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+            bar.advance(sum(map(len, rows)))
     dist.all_reduce(found)
     ranks.say(f"{what}: done, {len(dataset):,} answers")
     _check_finite(found, what)

@@ -1,9 +1,7 @@
-"""What this rank did in a step, and when: DeepSpeed's own instructions, each followed by a mark of the time.
+"""What this rank did in a step, and when: the units of the engine's schedule (forward pass, receive, ...), each followed by a mark of
+the time.
 
-`PipelineEngine._exec_schedule` looks every instruction of a step (forward pass, receive, ...) up in `_INSTRUCTION_MAP`. One engine gets a
-map of its own, with the same methods behind a mark, so nothing of the engine is copied and other engines are left alone (deepspeed
-0.19.8, runtime/pipe/engine.py). On an accelerator a mark is an event in the stream, read when the step has ended: no instruction is
-waited for. On a CPU it is the host's clock.
+On an accelerator a mark is an event in the stream, read when the step has ended: no unit is waited for. On a CPU it is the host's clock.
 
 The gradient's norm makes all ranks wait for the slowest inside `OptimizerStep`. A sum of one number just before takes that wait, so that
 it can be told from the optimizer's work; it costs nothing that the norm would not have cost.
@@ -12,7 +10,7 @@ it can be told from the optimizer's work; it costs nothing that the norm would n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -21,21 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FORWARD, BACKWARD, OPTIMIZER = "ForwardPass", "BackwardPass", "OptimizerStep"
-TRANSFERS = (
-    "RecvActivation",
-    "SendGrad",
-    "SendActivation",
-    "RecvGrad",
-)  # the first two with the stage before, the others with the next
-REDUCTIONS = ("ReduceTiedGrads", "ReduceGrads")
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, Engine
+
 _IN_PIPELINE = (FORWARD, BACKWARD, *TRANSFERS)
 _ALIGNED = "Aligned"
 
 
 @dataclass(frozen=True)
 class Span:
-    """One instruction; seconds from the step's first."""
+    """One unit of a step; seconds from the step's start."""
 
     name: str
     start: float
@@ -83,10 +75,9 @@ class RankTimes:
 
 
 class StageTimer:
-    """Times the training steps of one engine."""
+    """Times the training steps of one engine: its `StepObserver`. `attach` comes before the first step."""
 
-    def __init__(self, engine: Any, memory: MemoryPeak) -> None:
-        """engine: a `PipelineEngine`. `attach` comes before the first step."""
+    def __init__(self, engine: Engine, memory: MemoryPeak) -> None:
         self._engine, self._device, self._memory = engine, engine.device, memory
         self._marks = _HostMarks() if self._device.type == "cpu" else _DeviceMarks(self._device)
         self._number = torch.zeros(1, device=self._device)
@@ -96,26 +87,20 @@ class StageTimer:
 
     def attach(self) -> None:
         self._memory.start()
-        self._engine._INSTRUCTION_MAP = {
-            kind: self._timed(kind.__name__, execute) for kind, execute in type(self._engine)._INSTRUCTION_MAP.items()
-        }
+        self._engine.observe(self)
 
     def detach(self) -> None:
         """The engine is again as it was."""
-        del self._engine._INSTRUCTION_MAP
+        self._engine.observe(None)
 
-    def _timed(self, name: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(engine: Any, **arguments: Any) -> None:
-            if not self._is_running:  # an evaluation
-                execute(engine, **arguments)
-                return
-            if name == OPTIMIZER:
-                dist.all_reduce(self._number)
-                self._mark(_ALIGNED)
-            execute(engine, **arguments)
-            self._mark(name)
+    def before(self, unit: str) -> None:
+        if unit == OPTIMIZER and self._is_running:  # else it is an evaluation
+            dist.all_reduce(self._number)
+            self._mark(_ALIGNED)
 
-        return run
+    def after(self, unit: str) -> None:
+        if self._is_running:
+            self._mark(unit)
 
     def _mark(self, name: str) -> None:
         self._names.append(name)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from models.architecture import build_layers, choose_attention
+from models.architecture import build_layers
 from models.parallel.tensor_parallel import shard_layers
 from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
 from training.distributed.topology import Layout
@@ -62,16 +61,17 @@ def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, 
 
 def predict(
     config: RunConfig,
-    architecture: PretrainedConfig,
+    costs: Sequence[LayerCost],
+    *,
+    vocab_size: int,
     bounds: Sequence[int],
     layout: Layout,
     machine: Machine | None,
     device: Device,
 ) -> Prediction:
-    """The plan of a run that is about to start. machine: complete, or None when it is unknown."""
-    costs = _count_costs(config, architecture, layout)
+    """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it is unknown."""
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
-    plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, assumed)
+    plan = compute_plan(costs, bounds, layout, vocab_size, config, assumed)
     on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
     return Prediction(
         plan=plan,
@@ -84,26 +84,23 @@ def predict(
 
 
 def find_fits(
-    config: RunConfig, architecture: PretrainedConfig, layout: Layout, device_name: str, local_size: int
+    config: RunConfig,
+    costs: Sequence[LayerCost],
+    vocab_size: int,
+    layout: Layout,
+    device_name: str,
+    *,
+    local_size: int,
 ) -> Fits | None:
     """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a CPU.
 
-    device_name, local_size: as in `find_machine`.
+    costs: those of `count_run_costs`. device_name, local_size: as in `find_machine`.
     """
     machine = None if device_name == "cpu" else find_machine(config.hardware, device_name, config, local_size)
-    if machine is None:
-        return None
-    return build_fits(_count_costs(config, architecture, layout), layout, architecture.vocab_size, config, machine)
+    return None if machine is None else build_fits(costs, layout, vocab_size, config, machine)
 
 
-def _count_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
-    architecture = copy.deepcopy(architecture)
-    architecture._attn_implementation = choose_attention(
-        architecture, config.attn_implementation.value
-    )  # a resumed run's does not say
-    return count_costs(
-        config,
-        architecture,
-        shard_layers(architecture, build_layers(architecture), layout.tensor_parallel_size),
-        layout,
-    )
+def count_run_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
+    """The costs of the layers of a run, once for its split and its plan. architecture: with the run's attention kernel."""
+    layers = shard_layers(architecture, build_layers(architecture), layout.tensor_parallel_size)
+    return count_costs(config, architecture, layers, layout)

@@ -135,7 +135,7 @@ def reload_state(case: Case, step_dir: Path) -> tuple[dict[str, torch.Tensor], d
 
     engine, *_ = build_engine(case)
     load_checkpoint(engine, step_dir, read_state(step_dir))
-    state = {key: tensor.clone() for key, tensor in collect_state(engine.module, engine.optimizer).items()}
+    state = {key: tensor.clone() for key, tensor in collect_state(engine).items()}
     return state, hf_weights(engine)
 
 

@@ -89,10 +89,8 @@ def evaluate_one(case: Case) -> list[float]:
     """The loss of a single micro-batch, on the rank that holds it."""
     from support.cases import build_engine
 
-    from training.engine.pipeline_engine import run_forward
-
     engine, loader, *_ = build_engine(case)
-    return [float(loss) for loss in run_forward(engine, loader.iterate(0, 1), 1)]
+    return [float(loss) for loss in engine.forward_only(loader.iterate(0, 1), 1)]
 
 
 def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:

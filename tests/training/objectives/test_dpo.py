@@ -67,7 +67,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
 
 def train_pairs(case: Case) -> dict[str, Any]:
     """Losses, gradient norms, rewards and final weights of a run on this rank."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
     from training.objectives.dpo import Rewards
 
     engine, loader, config, *_ = build_engine(case)
@@ -76,7 +76,7 @@ def train_pairs(case: Case) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": [], "norms": [], "rewards": []}
     for step in range(case.steps):
         result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        result["norms"].append(float(engine.get_global_grad_norm()))
+        result["norms"].append(float(engine.gradient_norm()))
         rewards.add_step(counts=True)
         result["rewards"].append(rewards.finish_interval())
     return result | {"weights": hf_weights(engine)}

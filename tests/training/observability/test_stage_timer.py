@@ -25,11 +25,11 @@ MICRO_BATCHES = 4
 
 def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes], bool]:
     """Two steps and an evaluation on a pipeline whose second stage is slow: the second step, the times of all ranks, those after that."""
-    from training.engine.pipeline_engine import evaluate, train_step
+    from training.engine.steps import evaluate, train_step
     from training.observability.stage_timer import StageTimer
 
     engine, loader, config, *_ = build_engine(case)
-    if engine.stage_id == 1:
+    if engine.module.stage_id == 1:
         engine.module.register_forward_hook(lambda *_: time.sleep(PAUSE))
     clock = StageTimer(engine, MemoryPeak(engine.device))
     clock.attach()
@@ -43,7 +43,8 @@ def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes
     evaluate(engine, batches, MICRO_BATCHES, 1)
     after = clock.gather()
     clock.detach()
-    return spans, gathered, after, engine._INSTRUCTION_MAP is type(engine)._INSTRUCTION_MAP
+    inner = engine.wrapped  # DeepSpeed's own
+    return spans, gathered, after, inner._INSTRUCTION_MAP is type(inner)._INSTRUCTION_MAP
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case)
     for spans, gathered, after, is_detached in results:
         assert [span.stop for span in spans[:-1]] == [
             span.start for span in spans[1:]
-        ]  # no time is lost between two instructions
+        ]  # no time is lost between two units
         names = [span.name for span in spans]
         assert names.count("ForwardPass") == names.count("BackwardPass") == MICRO_BATCHES
         assert names[-4:] == ["ReduceTiedGrads", "ReduceGrads", "Aligned", "OptimizerStep"]

@@ -9,14 +9,14 @@ from support.configs import build_config
 from transformers import LlamaConfig
 
 from errors import UserError
-from training.config.schema import Device, load_hardware
+from training.config.schema import Device, RunConfig, load_hardware
 from training.config.validate import check_config
 from training.distributed.topology import Layout
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
-from training.planner.hardware import complete_hardware
-from training.planner.prediction import Prediction, find_machine, predict
+from training.planner.hardware import Machine, complete_hardware
+from training.planner.prediction import Prediction, count_run_costs, find_machine, predict
 
 LAYOUT = Layout(2, 2, 1, 4)
 ARCHITECTURE = LlamaConfig(
@@ -73,8 +73,19 @@ def test_no_step_no_figures() -> None:
 
 def expectation(*overrides: str) -> Prediction:
     config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
+    return predict_for(config, complete_hardware(config.hardware, config.precision, 4))
+
+
+def predict_for(config: RunConfig, machine: Machine | None, device: Device = Device.cuda) -> Prediction:
+    costs = count_run_costs(config, ARCHITECTURE, LAYOUT)
     return predict(
-        config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), Device.cuda
+        config,
+        costs,
+        vocab_size=ARCHITECTURE.vocab_size,
+        bounds=[0, 3, 8],
+        layout=LAYOUT,
+        machine=machine,
+        device=device,
     )
 
 
@@ -116,7 +127,7 @@ def test_a_run_that_reported_nothing_has_no_table() -> None:
 def test_on_an_unknown_card_mfu_is_left_out() -> None:
     config = build_config("num_stages=2", "max_seq_length=64")
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
-    telemetry = Telemetry(Clock(), LAYOUT, predict(config, ARCHITECTURE, [0, 3, 8], LAYOUT, None, Device.cuda))
+    telemetry = Telemetry(Clock(), LAYOUT, predict_for(config, None))
     assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
     assert "MFU" not in telemetry.summarize() and "predicted for full samples" not in telemetry.summarize()
 
@@ -143,10 +154,7 @@ def test_what_a_user_says_of_his_card_counts() -> None:
 def test_a_cpu_holds_what_is_offloaded_too() -> None:
     config = build_config("num_stages=2", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
     on_card, on_host = (
-        predict(
-            config, ARCHITECTURE, [0, 3, 8], LAYOUT, complete_hardware(config.hardware, config.precision, 4), device
-        )
-        for device in Device
+        predict_for(config, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
     )
     assert on_card.peak_memory == [stage.memory.peak for stage in on_card.plan.stages]
     assert all(host > stage.memory.peak for host, stage in zip(on_host.peak_memory, on_host.plan.stages, strict=True))

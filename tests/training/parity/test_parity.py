@@ -119,11 +119,11 @@ def test_sums_of_one_replica_stay_in_fp32(workers, material) -> None:
 
 def count_rounded(case: Case) -> float:
     """The share of this stage's gradients, as the optimizer gets them, that bf16 could hold."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     engine, loader, config, _, _ = build_engine(case)
     got: list[torch.Tensor] = []
-    inner = engine.optimizer.optimizer
+    inner = engine.wrapped.optimizer.optimizer  # torch's, within DeepSpeed's
     inner.register_step_pre_hook(lambda *_: got.extend(group["params"][0].grad.clone() for group in inner.param_groups))
     train_step(engine, loader.iterate(0, 1), config, 0, 1)
     gradients = torch.cat(got)

@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.cases import Case, build_engine
+from support.cases import Case, build_engine, this_rank
+from support.configs import build_config
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-BOUNDS = [0, 3, 7]
+SPLIT = [3, 4]  # layers of each stage
 
 
 class Made(TorchDispatchMode):
@@ -44,13 +45,13 @@ class Made(TorchDispatchMode):
 
 def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], int]:
     """(bytes made by dtype, operators of random numbers, decoder layers built, bytes of the stage's parameters)."""
-    from models.architecture import build_layers
     from models.weights.sources import open_weights
-    from training.pipeline.module import StageModule
+    from training.build import build_stage
+    from training.setup import build_setup
 
-    source = open_weights(str(folder))
-    layers = build_layers(source.config)
-    decoder_layer = layers[1].module_class
+    config = build_config("num_stages=2", f"partition_method={SPLIT}", "precision=bf16")
+    setup = build_setup(config, open_weights(str(folder)), this_rank())
+    decoder_layer = setup.layers[1].module_class
     built, init = [], decoder_layer.__init__
 
     def count(self: Any, config: Any, layer_idx: int, *others: Any) -> None:
@@ -58,7 +59,7 @@ def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], i
         init(self, config, layer_idx, *others)
 
     with patch.object(decoder_layer, "__init__", count), Made() as made:
-        module = StageModule(layers, BOUNDS, source, torch.bfloat16, 0)
+        module = build_stage(config, setup, this_rank())
     return made.bytes, made.random, built, sum(p.nbytes for p in module.parameters())
 
 
@@ -70,7 +71,7 @@ def test_a_stage_is_made_of_its_own_loaded_weights_alone(workers: Callable[[int]
 
 
 def list_warnings_of_a_step(case: Case) -> list[str]:
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

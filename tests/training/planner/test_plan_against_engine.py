@@ -70,7 +70,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 
 def train_counted(case: Case, bucket: int) -> int:
     """The peak of this rank's bytes in its third step, when the optimizer has its state."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     with small_buckets(bucket), AllocationPeak() as counter:
         engine, loader, config, _, _ = build_engine(case)
@@ -83,7 +83,7 @@ def train_counted(case: Case, bucket: int) -> int:
 
 def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
     """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of bucket."""
-    from training.engine.pipeline_engine import train_step
+    from training.engine.steps import train_step
 
     trained = []
     for size in sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
 from training.planner.hardware import complete_hardware
 from training.planner.plan import Plan
-from training.planner.prediction import find_fits
+from training.planner.prediction import count_run_costs, find_fits
 from training.planner.report import render_rows, render_seconds
 from training.planner.run import build_plan, check_world_size, count_steps, load_architecture, plan_run
 
@@ -106,12 +107,12 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     architecture = load_architecture(tight)
     layers = build_layers(architecture)
     layout = build_layout(tight, 8, len(layers), has_accelerator=True)
-    fits = find_fits(tight, architecture, layout, "NVIDIA A100-SXM4-80GB", local_size=8)
-    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [s.chunks[0].first_layer for s in plan.stages]
-    assert (
-        find_fits(tight, architecture, layout, "cpu", local_size=8) is None
-    )  # a host's memory is not measured by what it has in all
-    assert find_fits(tight, architecture, layout, "Some other card", local_size=8) is None
+    costs = count_run_costs(tight, architecture, layout)
+    find = partial(find_fits, tight, costs, architecture.vocab_size, layout, local_size=8)
+    fits = find("NVIDIA A100-SXM4-80GB")
+    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
+    assert find("cpu") is None  # a host's memory is not measured by what it has in all
+    assert find("Some other card") is None
 
     hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
     assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds

@@ -1,0 +1,3 @@
+"""Fixtures of whole runs, for every test of training."""
+
+from support.runs import root, run  # noqa: F401

@@ -1,0 +1,100 @@
+"""The one assembly: from the facts of a setup to this rank's stage, its engine and its loaders.
+
+Runs, evaluations, tests and benchmarks all come here, with all options, so what is proven is what runs. Nothing else constructs a
+`StageModule` or starts an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from training.config.precision import DTYPES
+from training.config.schema import RunConfig
+from training.distributed.ranks import Ranks
+from training.engine.engine import Engine
+from training.engine.pipeline_engine import start_engine
+from training.inputs import loaders
+from training.inputs.step_budget import EvalSize, StepBudget
+from training.objectives.reference_logprobs import prepare_reference
+from training.objectives.user_loss import build_run_loss
+from training.pipeline.module import StageModule, join_tensor_parallel
+from training.setup import RunSetup
+
+Datasets = Mapping[str, Path]  # key of the files -> tokenized folder
+
+
+def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> StageModule:
+    """This rank's stage, its weights loaded. All ranks call it, in a process group.
+
+    trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
+    """
+    parallel = join_tensor_parallel(setup.layout, ranks.rank)
+    return StageModule(
+        setup.layers,
+        setup.bounds,
+        setup.source,
+        DTYPES[config.precision],
+        config.activation_checkpoint_interval if trains else 0,
+        setup.adapter,
+        config.freeze if trains else (),
+        loss=build_run_loss(config, setup.source.config, parallel),
+        checkpoint_mode=config.activation_checkpoint_mode,
+        compiles=config.compile,
+        parallel=parallel,
+        num_chunks=setup.layout.num_chunks,
+    )
+
+
+def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:
+    """The engine around this rank's stage; see `build_stage`."""
+    return start_engine(build_stage(config, setup, ranks, trains), config, setup.layout, trains)
+
+
+def build_loaders(
+    config: RunConfig,
+    setup: RunSetup,
+    engine: Engine,
+    *,
+    datasets: Datasets,
+    budget: StepBudget,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+) -> tuple[Any, Any | None]:
+    """The training and evaluation loaders of this rank's stage. All ranks call it: what a loader needs of the reference model is computed
+    by the engine, where it is not there yet.
+    """
+    reference = _prepare_reference(config, setup, engine, datasets, tokenizer, ranks, "train_file")
+    return loaders.build_loaders(
+        config, setup.layout, dict(datasets), budget, engine.module, tokenizer, ranks, reference
+    )
+
+
+def build_eval_loader(
+    config: RunConfig,
+    setup: RunSetup,
+    engine: Engine,
+    *,
+    datasets: Datasets,
+    size: EvalSize,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+) -> Any:
+    """The loader of an evaluation alone; see `build_loaders`."""
+    reference = _prepare_reference(config, setup, engine, datasets, tokenizer, ranks, "eval_file")
+    return loaders.build_eval_loader(
+        config, setup.layout, dict(datasets), size, engine.module, tokenizer, ranks, reference
+    )
+
+
+def _prepare_reference(
+    config: RunConfig, setup: RunSetup, engine: Engine, datasets: Datasets, tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks, key: str,
+) -> dict[str, Path]:  # fmt: skip
+    if setup.reference is None:
+        return {}
+    options = loaders.build_options(config, setup.layout, engine.module, tokenizer, ranks, key)
+    return prepare_reference(engine, config, dict(datasets), options, setup.reference, setup.source, ranks)

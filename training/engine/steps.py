@@ -1,0 +1,48 @@
+"""What a run does with an engine: one optimizer step of its schedule, and one evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from console import progress
+from training.config.schema import RunConfig
+from training.engine.engine import Engine
+from training.engine.lr_schedule import learning_rate_at
+
+
+def train_step(
+    engine: Engine, micro_batches: Iterator[Any], config: RunConfig, step: int, total_steps: int
+) -> tuple[torch.Tensor, float]:
+    """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning rate.
+
+    Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
+    """
+    learning_rate = learning_rate_at(step, total_steps, config)
+    # The ranks that share layers drop the same places of what all of them hold.
+    seed = hash((config.seed, step, engine.rank // config.tensor_parallel_size)) % 2**63
+    return engine.train_step(micro_batches, learning_rate, seed), learning_rate
+
+
+def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:
+    """Whether the step that has just ended had a loss or a gradient that is not finite; another rank may know more."""
+    return engine.has_skipped_step() or not loss.isfinite().all().item()
+
+
+def evaluate(engine: Engine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_terms: int) -> float:
+    """Mean loss a target token, or a pair, over the evaluation set; the same on every rank.
+
+    micro_batches: of this rank's loader, whose loss is a sum; None on a rank that reads nothing.
+    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    with progress("evaluating", num_micro_batches, "micro-batches", shown=engine.rank == 0) as bar:
+        followed = None if micro_batches is None else bar.follow(micro_batches)
+        for output in engine.forward_only(followed, num_micro_batches):
+            if engine.module.reports_loss:
+                total += output.double()
+    dist.all_reduce(total)
+    return total.item() / num_terms

@@ -1,0 +1,48 @@
+"""Who hears of a run: its own file, its loggers and the bar. Main rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from training.checkpoint.run_folder import RunFolder
+from training.config.schema import RunConfig
+from training.inputs.step_budget import StepBudget
+from training.observability.environment import describe_environment
+from training.observability.loggers import build_loggers
+from training.observability.metrics import MetricsFile, ProgressBar, Reporter
+from training.planner.prediction import Prediction
+from training.planner.report import list_figures, render_plan
+
+
+def open_reporters(
+    config: RunConfig,
+    prediction: Prediction,
+    folder: RunFolder,
+    budget: StepBudget,
+    first_step: int,
+    hosts: Sequence[str],
+) -> list[Reporter]:
+    """Of a run that trains; the loggers get its plan too. hosts: that of each rank."""
+    known = describe_run(config, hosts)
+    if prediction.peak_flops is not None:  # else the plan's times are another machine's
+        text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
+        folder.plan.write_text(text + "\n")
+        known |= {"plan": list_figures(prediction.plan), "plan_table": text}
+    loggers = build_loggers(config.logger, folder.path, known, first_step)
+    return [MetricsFile(folder.metrics, first_step), *loggers, ProgressBar(first_step, budget.last_step)]
+
+
+def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:
+    """Of a run that only evaluates."""
+    return build_loggers(config.logger, folder.path, describe_run(config, hosts), first_step=None)
+
+
+def describe_run(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
+    """For a logger, and whoever looks at the run later."""
+    return {
+        "config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
+        "environment": describe_environment(hosts),
+    }
