@@ -18,6 +18,7 @@ from models.weights.source import WeightSource
 from models.weights.sources import open_weights, parse_config
 from training.checkpoint.resume import Resumable, find_resume
 from training.checkpoint.run_folder import RunFolder
+from training.config.incompatible import Run, check_together
 from training.config.schema import AdapterName, AttnImplementation, Init, RunConfig, Task, get_task
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.distributed.process import describe_device, has_accelerator
@@ -29,7 +30,10 @@ from training.pipeline.partition import compute_bounds
 from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
 from training.planner.prediction import find_fits
 
-_FLASH = (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3)
+_PACKAGES = {
+    AttnImplementation.flash_attention_2: "flash_attn",
+    AttnImplementation.flash_attention_3: "flash_attn_interface",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     build_run_loss(config, source.config)
     build_collator(config.data)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
-    check_packed_attention(config, layout.micro_batch_size)
+    check_together(Run(config, has_accelerator(), layout.micro_batch_size))
     fits = (
         None if config.evaluate_only else find_fits(config, source.config, layout, describe_device(), ranks.local_size)
     )
@@ -137,23 +141,10 @@ def check_compiler(has_accelerator: bool) -> None:
         )
 
 
-def check_packed_attention(config: RunConfig, micro_batch_size: int) -> None:
-    """Raises UserError where samples of a packed row would see each other: transformers tells the flash kernels where one begins only if
-    there is one row (`_is_packed_sequence`, modeling_flash_attention_utils.py, 5.23)."""
-    if config.attn_implementation in _FLASH and config.data.packing and micro_batch_size > 1:
-        raise UserError(
-            f"attn_implementation={config.attn_implementation.value} keeps packed samples apart in micro-batches of one row only, not "
-            f"{micro_batch_size}; give micro_batch_size=1, or attn_implementation=sdpa"
-        )
-
-
 def check_attention(implementation: AttnImplementation) -> None:
-    """Raises UserError for a kernel that this machine cannot run."""
-    if implementation in _FLASH:
-        package = "flash_attn" if implementation is AttnImplementation.flash_attention_2 else "flash_attn_interface"
-        if not has_accelerator() or find_spec(package) is None:
-            raise UserError(
-                f"attn_implementation={implementation.value} needs a GPU and the package {package}; use sdpa"
-            )
-    if implementation is AttnImplementation.flex_attention and not has_accelerator():
-        raise UserError("attn_implementation=flex_attention has no backward pass on a CPU; use sdpa")
+    """Raises UserError for a kernel whose package is missing."""
+    package = _PACKAGES.get(implementation)
+    if package is not None and find_spec(package) is None:
+        raise UserError(
+            f"attn_implementation={implementation.value} needs the package {package}; install it, or use sdpa"
+        )

@@ -119,10 +119,6 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
 
 
 def _check_interleaved(stages: int, num_chunks: int, micro_batches: int, num_layers: int) -> None:
-    if stages == 1:
-        raise UserError(
-            "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b"
-        )
     if stages * num_chunks > num_layers:
         raise UserError(
             f"num_stages={stages} x virtual_stages_per_rank={num_chunks} is {stages * num_chunks} chunks, and the model has {num_layers} layers; "

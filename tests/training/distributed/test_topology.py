@@ -119,7 +119,6 @@ MISTAKES = {
     "stages do not divide, with GPUs": (
         ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
     ),
-    "nothing to interleave": (("schedule=interleaved", *TWO), {}, "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none"),
     "more chunks than layers": (
         ("num_stages=4", "schedule=interleaved", "virtual_stages_per_rank=3", *TWO), {"world_size": 4},
         "num_stages=4 x virtual_stages_per_rank=3 is 12 chunks, and the model has 8 layers; lower one of them, or set schedule=1f1b",
