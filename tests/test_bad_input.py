@@ -95,11 +95,11 @@ KEYS = {
     ),
     "fp16 without a GPU": (
         ("precision=fp16",),
-        "precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32",
+        "precision=fp16 does not go together with a machine without a GPU: DeepSpeed refuses it on a CPU; use precision=bf16",
     ),
     "flash attention without a GPU": (
         ("attn_implementation=flash_attention_2",),
-        "needs a GPU and the package flash_attn; use sdpa",
+        "attn_implementation=flash_attention_2 does not go together with a machine without a GPU: its kernels are CUDA's; use",
     ),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (
@@ -132,7 +132,7 @@ KEYS = {
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (
         ("data=pretrain", "data.packing=false"),
-        "data=pretrain lays documents end to end and cuts them; leave data.packing",
+        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave data.packing as it is",
     ),
     "no such kind": (
         ("data=dialogue",),
@@ -148,11 +148,11 @@ KEYS = {
     ),
     "packed preferences": (
         ("data=preference", "data.packing=true"),
-        "data.packing=true: the two answers of a preference are rows of one micro-batch",
+        "data=preference does not go together with data.packing=true: the two answers of a preference are rows of one",
     ),
     "preferences in pieces": (
         ("data=preference", "data.length_policy=split"),
-        "data.length_policy=split: an answer cut in pieces cannot be preferred",
+        "data=preference does not go together with data.length_policy=split: an answer cut in pieces cannot be preferred",
     ),
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
     "no preference left": (
@@ -161,7 +161,7 @@ KEYS = {
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),
-        "has no meaning with dpo.loss_type=ipo",
+        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it smooths the sigmoid loss; give dpo.label",
     ),
     "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
     "a weight below zero": (

@@ -75,11 +75,16 @@ def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> No
 
 
 def test_every_link_on_the_page_leads_somewhere() -> None:
-    page = PAGE.read_text()
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
-    links = set(re.findall(r"\]\(([^)]+)\)", page))
-    assert {link[1:] for link in links if link.startswith("#")} <= headings
-    assert all((PAGE.parent / link).is_file() for link in links if not link.startswith("#"))
+    for link in set(re.findall(r"\]\(([^)]+)\)", PAGE.read_text())):
+        name, _, heading = link.partition("#")
+        page = PAGE.parent / name if name else PAGE
+        assert page.is_file(), link
+        assert not heading or heading in list_headings(page.read_text()), link
+
+
+def list_headings(page: str) -> list[str]:
+    """As links name them."""
+    return [heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)]
 
 
 MADE_UP = """

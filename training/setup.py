@@ -22,6 +22,7 @@ from models.weights.source import WeightSource
 from models.weights.sources import open_weights, parse_config
 from training.checkpoint.resume import Resumable, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
+from training.config.incompatible import Run, check_together
 from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig, Task, get_task
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.distributed.process import describe_device, has_accelerator
@@ -36,7 +37,10 @@ from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
 from training.planner.prediction import Prediction, count_run_costs, find_fits, find_machine, predict
 
-_FLASH = (AttnImplementation.flash_attention_2, AttnImplementation.flash_attention_3)
+_PACKAGES = {
+    AttnImplementation.flash_attention_2: "flash_attn",
+    AttnImplementation.flash_attention_3: "flash_attn_interface",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,6 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if not config.evaluate_only:
         check_same_adapter(config, setup.adapter, resume_from)
     build_collator(config.data)
-    check_packed_attention(config, setup.layout.micro_batch_size)
     reference = open_reference(config, source, setup.layers, resume_from)
     return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
 
@@ -99,6 +102,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     adapter = None if config.evaluate_only else build_adapter(config, layers)
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
+    check_together(Run(config, has_accelerator(), layout.micro_batch_size))
     layout = schedule_layout(layout, config, len(layers))
     costs = fits = None
     if plans and (ranks.is_main or has_accelerator()):  # on a CPU only the main rank has a use for them
@@ -106,9 +110,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
         fits = find_fits(
             config, costs, source.config.vocab_size, layout, describe_device(), local_size=ranks.local_size
         )
-    bounds = compute_bounds(
-        layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks
-    )
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     reference = source if get_task(config) is Task.dpo else None
     return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference)
 
@@ -199,23 +201,10 @@ def check_compiler(has_accelerator: bool) -> None:
         )
 
 
-def check_packed_attention(config: RunConfig, micro_batch_size: int) -> None:
-    """Raises UserError where samples of a packed row would see each other: transformers tells the flash kernels where one begins only if
-    there is one row (`_is_packed_sequence`, modeling_flash_attention_utils.py, 5.23)."""
-    if config.attn_implementation in _FLASH and config.data.packing and micro_batch_size > 1:
-        raise UserError(
-            f"attn_implementation={config.attn_implementation.value} keeps packed samples apart in micro-batches of one row only, not "
-            f"{micro_batch_size}; give micro_batch_size=1, or attn_implementation=sdpa"
-        )
-
-
 def check_attention(implementation: AttnImplementation) -> None:
-    """Raises UserError for a kernel that this machine cannot run."""
-    if implementation in _FLASH:
-        package = "flash_attn" if implementation is AttnImplementation.flash_attention_2 else "flash_attn_interface"
-        if not has_accelerator() or find_spec(package) is None:
-            raise UserError(
-                f"attn_implementation={implementation.value} needs a GPU and the package {package}; use sdpa"
-            )
-    if implementation is AttnImplementation.flex_attention and not has_accelerator():
-        raise UserError("attn_implementation=flex_attention has no backward pass on a CPU; use sdpa")
+    """Raises UserError for a kernel whose package is missing."""
+    package = _PACKAGES.get(implementation)
+    if package is not None and find_spec(package) is None:
+        raise UserError(
+            f"attn_implementation={implementation.value} needs the package {package}; install it, or use sdpa"
+        )

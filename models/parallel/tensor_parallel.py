@@ -197,7 +197,9 @@ def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
 
 def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
     """The tensors of a layer's module that are cut, by name."""
-    parts = ((f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs"))
+    parts = (
+        (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs")
+    )
     return {
         prefix + of: cut
         for prefix, part in parts

@@ -10,9 +10,11 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from errors import UserError
-from training.config.schema import AdapterName, CheckpointMode, DPOLossType, Init, Precision, RunConfig, Task, get_task
+from training.config.incompatible import Run, check_together
+from training.config.schema import RunConfig, Task, get_task
 
-# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed); tests/training/parity/test_parity.py guards the newer ones.
+# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed);
+# tests/training/parity/test_parity.py guards the newer ones.
 MIN_DEEPSPEED = "0.19.4"
 
 
@@ -29,19 +31,6 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
     _check_ranges(config)
-    if config.keep_best is not None and (config.keep_last is None or config.eval_file is None):
-        raise UserError(
-            f"keep_best={config.keep_best} adds to keep_last by eval_loss; give keep_last and eval_file too, or set keep_best to null"
-        )
-    mode = config.activation_checkpoint_mode
-    if mode is not CheckpointMode.grouped and not config.activation_checkpoint_interval:
-        raise UserError(
-            f"activation_checkpoint_mode={mode.value} recomputes nothing with activation_checkpoint_interval=0; give 1 or more"
-        )
-    if mode is CheckpointMode.selective and config.compile:
-        raise UserError(
-            "activation_checkpoint_mode=selective cannot look into compiled layers; set compile=false, or another mode"
-        )
     for key in ("train_file", "eval_file"):
         files = getattr(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
@@ -50,22 +39,9 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
         ):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
     _check_task(config)
-    if config.precision is Precision.fp16 and not has_accelerator:
-        raise UserError("precision=fp16 needs a GPU (DeepSpeed refuses it on a CPU); use precision=bf16 or fp32")
-    if config.tensor_parallel_size > 1:
-        _check_tensor_parallel(config)
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
-    if config.init is Init.random:
-        check_from_scratch(config)
-    if config.evaluate_only and config.eval_file is None:
-        raise UserError("evaluate_only=true needs eval_file")
-    if config.evaluate_only and config.overwrite_output_dir:
-        raise UserError(
-            "evaluate_only=true writes no checkpoint, and overwrite_output_dir=true would delete those there are; give one"
-        )
-    if config.resume is not None and config.overwrite_output_dir:
-        raise UserError("resume and overwrite_output_dir=true contradict each other; give one")
+    check_together(Run(config, has_accelerator))
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -98,7 +74,8 @@ def _check_ranges(config: RunConfig) -> None:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")
     if config.virtual_stages_per_rank < 2:
         raise UserError(
-            f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; with one chunk of layers a rank it is schedule=1f1b"
+            f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; "
+            "with one chunk of layers per rank it is schedule=1f1b"
         )
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
@@ -107,23 +84,6 @@ def _check_ranges(config: RunConfig) -> None:
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
     if not eps > 0:
         raise UserError(f"optimizer.eps={eps}: more than 0")
-
-
-def _check_tensor_parallel(config: RunConfig) -> None:
-    """Raises UserError for what tensor parallelism does not carry."""
-    refused = {
-        "precision=fp16": config.precision is Precision.fp16,
-        "compile=true": config.compile,
-        "loss={_target_: ...}": config.loss is not None,
-        "adapter.lora_dropout": config.adapter.lora_dropout > 0,
-        "adapter.use_dora=true": config.adapter.use_dora,
-        "adapter.load_in_4bit=true": config.adapter.load_in_4bit,
-    }
-    for key, is_given in refused.items():
-        if is_given:
-            raise UserError(
-                f"tensor_parallel_size={config.tensor_parallel_size} does not go together with {key}; give tensor_parallel_size=1"
-            )
 
 
 def _check_task(config: RunConfig) -> None:
@@ -136,42 +96,11 @@ def _check_task(config: RunConfig) -> None:
         )
     if task is not Task.dpo:
         return
-    if config.data.packing:
-        raise UserError(
-            "data.packing=true: the two answers of a preference are rows of one micro-batch, and are not packed; leave it false"
-        )
-    if config.data.length_policy.value == "split":
-        raise UserError("data.length_policy=split: an answer cut in pieces cannot be preferred; use truncate or drop")
     if not 0 < config.dpo.beta < math.inf:
         raise UserError(f"dpo.beta={config.dpo.beta}: more than 0")
     if not 0 <= config.dpo.label_smoothing < 0.5:
         raise UserError(
             f"dpo.label_smoothing={config.dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left"
-        )
-    if config.dpo.label_smoothing and config.dpo.loss_type is DPOLossType.ipo:
-        raise UserError(
-            f"dpo.label_smoothing={config.dpo.label_smoothing} has no meaning with dpo.loss_type=ipo; leave one of them out"
-        )
-
-
-def check_from_scratch(config: RunConfig) -> None:
-    """Raises UserError where a model of random weights makes no sense, or nothing says what it is."""
-    if not config.model:
-        raise UserError(
-            "init=random: model=from_checkpoint states no architecture; choose one of conf/model, such as model=llama_7b"
-        )
-    if config.tokenizer_name_or_path is None:
-        raise UserError("init=random needs tokenizer_name_or_path: there is no model's folder to find the tokenizer in")
-    if config.adapter.name is AdapterName.lora or get_task(config) is Task.dpo or config.evaluate_only:
-        other = (
-            "adapter=lora"
-            if config.adapter.name is AdapterName.lora
-            else "task=dpo"
-            if get_task(config) is Task.dpo
-            else "evaluate_only=true"
-        )
-        raise UserError(
-            f"init=random and {other} contradict each other: that needs a model which has learned something"
         )
 
 

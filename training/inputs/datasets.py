@@ -23,7 +23,6 @@ from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights.source import WeightSource
 from training.config.schema import DataConfig, DataKind, RunConfig, rows_per_sample
-from training.config.schema import LengthPolicy as LengthPolicyKey
 from training.config.sources import TrainFiles, parse_files
 from training.inputs.custom import build_user_encoder
 
@@ -112,14 +111,10 @@ def build_encoder(data: DataConfig) -> Encoder:
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
-    """How the samples of `train_file` or `eval_file` become rows. Raises UserError for keys that contradict each other."""
+    """How the samples of `train_file` or `eval_file` become rows."""
     data = config.data
     packing = Packing.BEST_FIT if data.packing else Packing.NONE
     if data.name is DataKind.pretrain:
-        if not data.packing or data.length_policy is not LengthPolicyKey.split:
-            raise UserError(
-                "data=pretrain lays documents end to end and cuts them; leave data.packing and data.length_policy as they are"
-            )
         packing = Packing.CONCATENATE
     return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
 

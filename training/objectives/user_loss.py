@@ -5,10 +5,9 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from data.components import build_checked_component
-from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import ALONE, TensorParallel
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
 from training.objectives.dpo import build_dpo_loss
 
 
@@ -19,8 +18,6 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     """
     if config.loss is None:
         return build_dpo_loss(config, model_config, parallel)
-    if get_task(config) is Task.dpo:
-        raise UserError("loss and task=dpo: each is a loss; give one of them")
     return build_checked_component(
         config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)"
     )

@@ -179,10 +179,5 @@ def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layou
     """The layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
     scheduled = replace(layout, schedule=name, num_chunks=find_schedule(name).count_chunks(config))
-    schedule = build_schedule(scheduled)
-    if layout.num_stages == 1 and not schedule.runs_on_deepspeed:
-        raise UserError(
-            f"schedule={name} fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b"
-        )
-    schedule.check(num_layers)
+    build_schedule(scheduled).check(num_layers)
     return scheduled

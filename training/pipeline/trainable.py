@@ -107,13 +107,7 @@ def choose_trained(
 
 
 def check_freeze(config: RunConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a pattern that is none, matches nothing, leaves nothing to train, or stands beside an
-    adapter."""
-    if config.freeze and config.adapter.name is not AdapterName.none:
-        raise UserError(
-            "freeze and adapter=lora contradict each other: an adapter freezes all else; choose with "
-            "adapter.target_modules"
-        )
+    """Raises UserError for a pattern that is none, matches nothing, or leaves nothing to train."""
     names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
     frozen: set[str] = set()
     for pattern in config.freeze:

@@ -118,10 +118,6 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
-        if layout.tensor_parallel_size > 1:
-            raise UserError(
-                f"hardware={config.hardware.name} times whole layers; with tensor_parallel_size={layout.tensor_parallel_size} choose another hardware"
-            )
         costs, hardware = profile_layers(config, architecture, layout, costs, hardware)
     return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
 

@@ -62,11 +62,6 @@ TWO = ("micro_batch_size=2", "global_batch_size=8")
 FOUR_STAGES = ("num_stages=4", "schedule=interleaved")
 MISTAKES = {
     "no such schedule": (("schedule=gpipe", *TWO), 1, "schedule=gpipe: must be one of 1f1b, interleaved"),
-    "nothing to interleave": (
-        ("schedule=interleaved", *TWO),
-        1,
-        "schedule=interleaved fills the bubble of a pipeline, and num_stages=1 has none; leave schedule=1f1b",
-    ),
     "more chunks than layers": (
         (*FOUR_STAGES, "virtual_stages_per_rank=3", *TWO),
         4,

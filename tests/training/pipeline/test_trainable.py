@@ -53,7 +53,6 @@ def test_an_adapter_that_cannot_be(overrides: tuple[str, ...], expected: str) ->
         (('freeze=["layer5"]',), "freeze: 'layer5' matches no weight; they are named like 'lm_head.weight'"),
         (('freeze=["("]',), "freeze: '(' is not a valid regular expression"),
         (('freeze=["."]',), "leaves nothing to train"),
-        (("freeze=[norm]", "adapter=lora"), "freeze and adapter=lora contradict each other"),
     ],
 )
 def test_weights_that_cannot_be_frozen(overrides: tuple[str, ...], expected: str) -> None:

@@ -110,7 +110,9 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     costs = count_run_costs(tight, architecture, layout)
     find = partial(find_fits, tight, costs, architecture.vocab_size, layout, local_size=8)
     fits = find("NVIDIA A100-SXM4-80GB")
-    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
+    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [
+        stage.chunks[0].first_layer for stage in plan.stages
+    ]
     assert find("cpu") is None  # a host's memory is not measured by what it has in all
     assert find("Some other card") is None
 

@@ -1,0 +1,135 @@
+"""What does not go together: each pair is refused by both names, with its reason and the way out; a page shows all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.configs import build_config, set_keys
+
+from errors import UserError
+from training.config.incompatible import INCOMPATIBLE, Pair, Run, check_together, list_conflicts, render_table
+from training.config.schema import RunConfig
+from training.config.validate import check_config
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "configure.md"
+TWO_RANKS, SCRATCH = "tensor_parallel_size=2", "init=random"
+# A start of the message -> what to write to get it, of each pair of the table in turn.
+EXAMPLES = {
+    "precision=fp16 does not go together with a machine without a GPU: ": ("precision=fp16",),
+    "attn_implementation=flash_attention_3 does not go together with a machine": (
+        "attn_implementation=flash_attention_3",
+    ),
+    "attn_implementation=flex_attention does not go together with a machine": ("attn_implementation=flex_attention",),
+    "attn_implementation=flash_attention_2 does not go together with data.packing=true with several rows": (
+        "attn_implementation=flash_attention_2",
+        "data.packing=true",
+    ),
+    "activation_checkpoint_mode=selective does not go together with compile=true: ": (
+        "activation_checkpoint_mode=selective",
+        "compile=true",
+    ),
+    "activation_checkpoint_mode=every does not go together with activation_checkpoint_interval=0: ": (
+        "activation_checkpoint_mode=every",
+        "activation_checkpoint_interval=0",
+    ),
+    "schedule=interleaved does not go together with num_stages=1: ": ("schedule=interleaved",),
+    "tensor_parallel_size=2 does not go together with precision=fp16: ": (TWO_RANKS, "precision=fp16"),
+    "tensor_parallel_size=2 does not go together with compile=true: ": (TWO_RANKS, "compile=true"),
+    "tensor_parallel_size=2 does not go together with loss={_target_: ...}: ": (TWO_RANKS, "loss={_target_: my.Loss}"),
+    "tensor_parallel_size=2 does not go together with adapter.lora_dropout=0.1: ": (
+        TWO_RANKS,
+        "adapter=lora",
+        "adapter.lora_dropout=0.1",
+    ),
+    "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (TWO_RANKS, "adapter.use_dora=true"),
+    "tensor_parallel_size=2 does not go together with adapter.load_in_4bit=true: ": (
+        TWO_RANKS,
+        "adapter.load_in_4bit=true",
+    ),
+    "tensor_parallel_size=2 does not go together with plan=true with hardware=here: ": (
+        TWO_RANKS,
+        "plan=true",
+        "hardware=here",
+        "hardware.peak_flops=null",
+    ),
+    "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
+    "data=pretrain does not go together with data.packing=false: ": (
+        "data=pretrain",
+        "data.packing=false",
+        "data.length_policy=split",
+    ),
+    "data=pretrain does not go together with data.length_policy=truncate: ": ("data=pretrain", "data.packing=true"),
+    "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),
+    "data=preference does not go together with data.length_policy=split: ": (
+        "data=preference",
+        "data.length_policy=split",
+    ),
+    "data=preference does not go together with loss={_target_: ...}: ": ("data=preference", "loss={_target_: my.Loss}"),
+    "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
+        "data=preference",
+        "dpo.label_smoothing=0.1",
+        "dpo.loss_type=ipo",
+    ),
+    "init=random does not go together with model=from_checkpoint: ": (SCRATCH, "tokenizer_name_or_path=t"),
+    "init=random does not go together with tokenizer_name_or_path=null: ": (SCRATCH, "model={model_type: llama}"),
+    **{
+        f"init=random does not go together with {other}: ": (
+            SCRATCH,
+            "model={model_type: llama}",
+            "tokenizer_name_or_path=t",
+            "eval_file=a.jsonl",
+            other,
+        )
+        for other in ("adapter=lora", "data=preference", "evaluate_only=true")
+    },
+    "evaluate_only=true does not go together with eval_file=null: ": ("evaluate_only=true",),
+    "evaluate_only=true does not go together with overwrite_output_dir=true: ": (
+        "evaluate_only=true",
+        "eval_file=a.jsonl",
+        "overwrite_output_dir=true",
+    ),
+    "resume does not go together with overwrite_output_dir=true: ": ("resume=latest", "overwrite_output_dir=true"),
+    "keep_best does not go together with keep_last=null: ": ("keep_best=1", "eval_file=a.jsonl"),
+    "keep_best does not go together with eval_file=null: ": ("keep_best=1", "keep_last=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    return build_config()
+
+
+@pytest.mark.parametrize(
+    ("pair", "message", "overrides"),
+    [(pair, *example) for pair, example in zip(INCOMPATIBLE, EXAMPLES.items(), strict=True)],
+    ids=[f"{pair.first.words} + {pair.second.words}" for pair in INCOMPATIBLE],
+)
+def test_a_pair(base: RunConfig, pair: Pair, message: str, overrides: tuple[str, ...]) -> None:
+    run = Run(set_keys(base, *overrides), has_accelerator="a machine" not in pair.second.words, micro_batch_size=2)
+    assert list_conflicts(run) == [pair]
+    with pytest.raises(UserError) as caught:
+        check_together(run)
+    text = str(caught.value)
+    assert text.startswith(message) and text.endswith(f": {pair.reason}; {pair.instead}")
+
+
+def test_the_checks_of_a_run_read_the_table(base: RunConfig) -> None:
+    check_config(base, has_accelerator=False)
+    check_config(set_keys(base, "precision=fp16"), has_accelerator=True)
+    with pytest.raises(UserError, match="precision=fp16 does not go together with a machine without a GPU"):
+        check_config(set_keys(base, "precision=fp16"), has_accelerator=False)
+
+
+def test_one_feature_alone_is_not_refused(base: RunConfig) -> None:
+    flash = set_keys(base, "attn_implementation=flash_attention_2", "data.packing=true")
+    check_together(Run(flash, micro_batch_size=1))
+    check_together(Run(flash))  # before the layout is known
+    for overrides in ((TWO_RANKS,), ("num_stages=2", "schedule=interleaved"), ("plan=search", "schedule=interleaved")):
+        check_together(Run(set_keys(base, *overrides), has_accelerator=False, micro_batch_size=2))
+
+
+def test_the_page_shows_the_table() -> None:
+    assert render_table() in PAGE.read_text(), (
+        "write it there: python -c 'from training.config.incompatible import render_table; print(render_table())'"
+    )

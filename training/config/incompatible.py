@@ -1,0 +1,263 @@
+"""What does not go together: one table of pairs of features, each with its reason and what to write instead.
+
+The checks of a run read it (`check_together`), docs/configure.md shows it, and tests/training/test_combinations.py runs
+what it does not refuse. A pair is decided by the config, the machine and the batch. What a family cannot do stands in
+its own file in `models/` (`ATTENTION_IMPLEMENTATIONS`, `tensor_parallel_plan`), and arithmetic (a batch that does not
+divide) where it is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from errors import UserError
+from training.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a feature is read from. has_accelerator: true for a plan. micro_batch_size: None until it is known."""
+
+    config: RunConfig
+    has_accelerator: bool = True
+    micro_batch_size: int | None = None
+
+    def read(self, key: str) -> Any:
+        return functools.reduce(getattr, key.split("."), self.config)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a run may have.
+
+    words: as the table names it. key: whose value a message shows; empty where the words say it all.
+    """
+
+    words: str
+    holds: Callable[[Run], bool]
+    key: str = ""
+
+    def show(self, run: Run) -> str:
+        return f"{self.key.removesuffix('.name')}={write_value(run.read(self.key))}" if self.key else self.words
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two features of which a run can have one. reason: behind a colon; instead: what to write, or to leave."""
+
+    first: Feature
+    second: Feature
+    reason: str
+    instead: str
+
+
+def write_value(value: Any) -> str:
+    """A typed value as the command line has it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, list):
+        return f"[{','.join(map(write_value, value))}]"
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def _is(key: str, *values: str) -> Feature:
+    """The key has one of these values."""
+    words = f"{key.removesuffix('.name')}={' or '.join(values)}"
+    return Feature(words, lambda run: write_value(run.read(key)) in values, key)
+
+
+def _positive(key: str) -> Feature:
+    return Feature(f"{key} > 0", lambda run: run.read(key) > 0, key)
+
+
+def _given(key: str, words: str) -> Feature:
+    """A key that is empty or null by default."""
+    return Feature(words, lambda run: bool(run.read(key)))
+
+
+_NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator)
+_TENSOR_PARALLEL = Feature(
+    "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
+)
+_ONE_STAGE = Feature(  # a search tries other numbers of stages
+    "num_stages=1", lambda run: run.config.num_stages == 1 and run.config.plan != "search", "num_stages"
+)
+_PACKED_TOGETHER = Feature(
+    "data.packing=true with several rows in a micro-batch",
+    lambda run: run.config.data.packing and (run.micro_batch_size or 1) > 1,
+)
+_TIMED_HERE = Feature(
+    "plan=true with hardware=here", lambda run: run.config.plan is True and run.config.hardware.peak_flops is None
+)
+_DPO = _is("data.name", "preference")
+_LORA = _is("adapter.name", "lora")
+_FROM_SCRATCH = _is("init", "random")
+_EVALUATION = _is("evaluate_only", "true")
+_PRETRAIN = _is("data.name", "pretrain")
+_PACKED = _is("data.packing", "true")
+_COMPILED = _is("compile", "true")
+_FP16 = _is("precision", "fp16")
+_FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
+_OWN_LOSS = _given("loss", "loss={_target_: ...}")
+_KEEP_BEST = _given("keep_best", "keep_best")
+_OVERWRITE = _is("overwrite_output_dir", "true")
+_NEEDS_A_MODEL = "it needs a model that has learned something"
+
+INCOMPATIBLE = (
+    Pair(_FP16, _NO_GPU, "DeepSpeed refuses it on a CPU", "use precision=bf16 or fp32"),
+    Pair(_FLASH, _NO_GPU, "its kernels are CUDA's", "use attn_implementation=sdpa"),
+    Pair(
+        _is("attn_implementation", "flex_attention"),
+        _NO_GPU,
+        "it has no backward pass on a CPU",
+        "use attn_implementation=sdpa",
+    ),
+    Pair(
+        _FLASH,
+        _PACKED_TOGETHER,
+        # `_is_packed_sequence` (modeling_flash_attention_utils.py, 5.23) looks at micro-batches of one row alone
+        "transformers keeps packed samples apart in micro-batches of one row only",
+        "give micro_batch_size=1, or attn_implementation=sdpa",
+    ),
+    Pair(
+        _is("activation_checkpoint_mode", "selective"),
+        _COMPILED,
+        "a compiled layer no longer has the single operations that it picks",
+        "set compile=false, or another mode",
+    ),
+    Pair(
+        _is("activation_checkpoint_mode", "every", "selective"),
+        _is("activation_checkpoint_interval", "0"),
+        "nothing is recomputed then",
+        "give activation_checkpoint_interval=1 or more, or activation_checkpoint_mode=grouped",
+    ),
+    Pair(
+        Feature("a schedule other than 1f1b", lambda run: run.config.schedule != "1f1b", "schedule"),
+        _ONE_STAGE,
+        "it fills the bubble of a pipeline, and one stage has none",
+        "give num_stages=2 or more, or schedule=1f1b",
+    ),
+    Pair(_TENSOR_PARALLEL, _FP16, "loss scaling is not proven on cut layers", "give tensor_parallel_size=1"),
+    Pair(
+        _TENSOR_PARALLEL,
+        _COMPILED,
+        "the sums between ranks inside a layer are not compiled",
+        "give tensor_parallel_size=1",
+    ),
+    Pair(_TENSOR_PARALLEL, _OWN_LOSS, "it would see a part of the vocabulary", "give tensor_parallel_size=1"),
+    Pair(
+        _TENSOR_PARALLEL,
+        _positive("adapter.lora_dropout"),
+        "the ranks of a layer would drop different inputs",
+        "give adapter.lora_dropout=0, or tensor_parallel_size=1",
+    ),
+    Pair(
+        _TENSOR_PARALLEL,
+        _is("adapter.use_dora", "true"),
+        "its magnitudes are norms of whole rows of a weight",
+        "give tensor_parallel_size=1",
+    ),
+    Pair(
+        _TENSOR_PARALLEL,
+        _is("adapter.load_in_4bit", "true"),
+        "quantized projections are not cut",
+        "give tensor_parallel_size=1",
+    ),
+    Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
+    Pair(
+        _given("freeze", "freeze"),
+        _LORA,
+        "an adapter freezes everything else",
+        "choose what is trained with adapter.target_modules",
+    ),
+    Pair(
+        _PRETRAIN,
+        _is("data.packing", "false"),
+        "documents are laid end to end",
+        "leave data.packing as it is, or use data=sft",
+    ),
+    Pair(
+        _PRETRAIN,
+        _is("data.length_policy", "truncate", "drop"),
+        "documents are cut where a row is full",
+        "leave data.length_policy as it is, or use data=sft",
+    ),
+    Pair(_DPO, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
+    Pair(
+        _DPO,
+        _is("data.length_policy", "split"),
+        "an answer cut in pieces cannot be preferred",
+        "give data.length_policy=truncate or drop",
+    ),
+    Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
+    Pair(
+        _positive("dpo.label_smoothing"),
+        _is("dpo.loss_type", "ipo"),
+        "it smooths the sigmoid loss",
+        "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid",
+    ),
+    Pair(
+        _FROM_SCRATCH,
+        Feature("model=from_checkpoint", lambda run: not run.config.model),
+        "nothing states the architecture",
+        "choose one of conf/model, such as model=llama_7b",
+    ),
+    Pair(
+        _FROM_SCRATCH,
+        _is("tokenizer_name_or_path", "null"),
+        "there is no model's folder to find the tokenizer in",
+        "give tokenizer_name_or_path",
+    ),
+    Pair(_FROM_SCRATCH, _LORA, _NEEDS_A_MODEL, "give one of them"),
+    Pair(_FROM_SCRATCH, _DPO, _NEEDS_A_MODEL, "give one of them"),
+    Pair(_FROM_SCRATCH, _EVALUATION, _NEEDS_A_MODEL, "give one of them"),
+    Pair(_EVALUATION, _is("eval_file", "null"), "there is nothing to evaluate", "give eval_file"),
+    Pair(
+        _EVALUATION,
+        _OVERWRITE,
+        "it writes no checkpoint, and those that are there would be deleted",
+        "give one of them",
+    ),
+    Pair(_given("resume", "resume"), _OVERWRITE, "one continues a run, the other starts it again", "give one of them"),
+    Pair(
+        _KEEP_BEST,
+        _is("keep_last", "null"),
+        "all checkpoints are kept then",
+        "give keep_last too, or keep_best=null",
+    ),
+    Pair(
+        _KEEP_BEST,
+        _is("eval_file", "null"),
+        "there is no eval_loss to choose by",
+        "give eval_file too, or keep_best=null",
+    ),
+)
+
+
+def list_conflicts(run: Run) -> list[Pair]:
+    """The pairs of the table that this run has both features of."""
+    return [pair for pair in INCOMPATIBLE if pair.first.holds(run) and pair.second.holds(run)]
+
+
+def check_together(run: Run) -> None:
+    """Raises UserError for the first pair of features that do not go together."""
+    for pair in list_conflicts(run):
+        raise UserError(
+            f"{pair.first.show(run)} does not go together with {pair.second.show(run)}: {pair.reason}; {pair.instead}"
+        )
+
+
+def render_table() -> str:
+    """The table in Markdown, as docs/configure.md shows it."""
+    rows = [
+        f"| `{pair.first.words}` | {_mark(pair.second)} | {pair.reason} | {pair.instead} |" for pair in INCOMPATIBLE
+    ]
+    return "\n".join(["| this | and this | why not | instead |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _mark(feature: Feature) -> str:
+    return feature.words if feature is _NO_GPU else f"`{feature.words}`"
