@@ -11,6 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support.environment import clean_this_process  # noqa: E402
+
+clean_this_process()  # before torch and huggingface_hub are imported, which read theirs once
+
 from support.workers import WorkerGroup  # noqa: E402
 
 

@@ -1,0 +1,53 @@
+"""One environment for the whole suite, whoever's shell it is started from: on the CPU, online, in UTF-8.
+
+Cleaned before anything is imported that reads it (torch, huggingface_hub). Workers and launches inherit it.
+"""
+
+from __future__ import annotations
+
+import locale
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+# Who and where one is, how programs and libraries are found, and what pytest and its plugins tell their processes.
+_KEPT = {
+    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR",
+    "CI", "SSL_CERT_FILE", "TORCH_EXTENSIONS_DIR", "MAX_JOBS",
+}  # fmt: skip
+_KEPT_BEGINNINGS = ("PYTEST_", "COV_", "COVERAGE_")
+_SET = {
+    "LC_ALL": "C.UTF-8",
+    "CUDA_VISIBLE_DEVICES": "",  # workers speak gloo
+}
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a shell has set, without what would change how a test goes."""
+    kept = {key: text for key, text in environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
+    return kept | _SET
+
+
+def clean_this_process() -> None:
+    cleaned = clean(os.environ)
+    if not os.access(cleaned.get("HOME", ""), os.W_OK):
+        cleaned["HOME"] = tempfile.mkdtemp(prefix="home-of-tests-")  # libraries keep caches there
+    os.environ.clear()
+    os.environ.update(cleaned)
+    os.umask(0o022)
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")  # what files are read and written in
+
+
+def hostile_environment(folder: Path) -> dict[str, str]:
+    """What a shell may have set for other work, each of which has changed, or would change, how some test goes."""
+    return {
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/proc/none",
+        "TRANSFORMERS_VERBOSITY": "debug", "TOKENIZERS_PARALLELISM": "maybe", "WANDB_MODE": "disabled",
+        "WANDB_DIR": "/proc/none", "WANDB_RUN_GROUP": "mine", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "7",
+        "DS_ACCELERATOR": "cuda", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "4",
+        "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
+        "GLOO_SOCKET_IFNAME": "none0", "TORCH_LOGS": "all", "CXX": "no-compiler", "MPLBACKEND": "none",
+        "COLUMNS": "20", "NO_COLOR": "1", "TERM": "dumb", "HYDRA_FULL_ERROR": "1", "http_proxy": "http://127.0.0.1:9",
+        "LC_ALL": "POSIX", "LANG": "de_DE.ISO-8859-1", "HOME": str(folder / "no-home"), "MAKEFLAGS": "-n",
+    }  # fmt: skip
