@@ -22,9 +22,9 @@ class ScaledEmbedding(Embedding):
     """Token embedding times sqrt(D), the factor rounded to the training dtype as Google's own code does."""
 
     def forward(self, inputs: Activations) -> Activations:
-        hidden_states, *integers = super().forward(inputs)
+        hidden_states, position_ids, segment_ids = super().forward(inputs)
         scale = torch.tensor(self.embedding_dim**0.5).to(hidden_states.dtype).item()
-        return hidden_states * scale, *integers
+        return hidden_states * scale, position_ids, segment_ids
 
 
 class DecoderLayer(PipelineDecoderLayer, Gemma2DecoderLayer):

@@ -91,8 +91,9 @@ def search_plans(
 
 
 def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Iterator[Layout]:
-    """The layout under 1F1B and under the schedule that the config asks for, where that can run it."""
-    for name in dict.fromkeys(("1f1b", config.schedule)):
+    """The layout under 1F1B and under the schedule that the config asks for, where that can run it; one stage has no
+    bubble to fill."""
+    for name in dict.fromkeys(("1f1b", config.schedule if layout.num_stages > 1 else "1f1b")):
         with suppress(UserError):
             yield schedule_layout(layout, replace(config, schedule=name), num_layers)
 
