@@ -153,7 +153,8 @@ def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chun
         virtual = f" x virtual_stages_per_rank={num_chunks}" if num_chunks > 1 else ""
         raise UserError(
             f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give "
-            f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, at least one each"
+            f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, "
+            "at least one each"
         )
     bounds = [0]
     for size in sizes:

@@ -17,6 +17,7 @@ from training.distributed.topology import Layout
 from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import MemoryPeak, RankTimes, Span
 from training.observability.telemetry import combine
+from training.pipeline.schedule import OneForwardOneBackward
 from training.planner.timeline import Work
 
 PAUSE = 0.1  # seconds added to each forward pass of stage 1: many times what the pass itself takes
@@ -76,7 +77,7 @@ def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case)
     busy = [times.forward + times.backward for times in results[0][1]]
     assert measured.imbalance == pytest.approx(max(busy) / (sum(busy) / 2) - 1) and measured.imbalance > 0.2
     assert 0 < measured.bubble < 1 and min(measured.peak_memory) > 0
-    spans = measured_timeline([spans for spans, *_ in results]).spans
+    spans = measured_timeline([spans for spans, *_ in results], OneForwardOneBackward(2, MICRO_BATCHES)).spans
     assert (
         sum(span.work is Work.communication and span.stop - span.start > PAUSE / 2 for span in spans) == 0
     )  # what a stage waits is drawn idle
