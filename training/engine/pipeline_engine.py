@@ -1,4 +1,4 @@
-"""The `Engine` over DeepSpeed: its `PipelineEngine`, or the interleaved one of `training/engine/executor.py`."""
+"""The `Engine` over DeepSpeed: its `PipelineEngine` for 1F1B, that of `executor.py` for other schedules."""
 
 from __future__ import annotations
 
