@@ -21,7 +21,6 @@ the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,19 +30,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.collator import Collator, PadRight, pad_segments
+from data.options import PadTo
 from data.order import GlobalOrder, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
 
 Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
-
-
-class PadTo(StrEnum):
-    """`longest`: the longest row of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
-
-    LONGEST = "longest"
-    MAX_SEQ_LENGTH = "max_seq_length"
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class LoaderOptions:
     micro_batch_size: int
     row_plan: RowPlan
     pad_token_id: int
-    pad_to: PadTo = PadTo.LONGEST
+    pad_to: PadTo = PadTo.longest
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
@@ -77,7 +70,7 @@ class LoaderOptions:
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        if PadTo(self.pad_to) is PadTo.MAX_SEQ_LENGTH:
+        if PadTo(self.pad_to) is PadTo.max_seq_length:
             return self.max_seq_length
         rounded = -(-int(lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
         return min(rounded, self.max_seq_length)

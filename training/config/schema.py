@@ -16,7 +16,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
 from errors import UserError
+from models.losses.options import DPOLossType
 
 Schema = TypeVar("Schema")
 NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
@@ -54,11 +56,6 @@ class AttnImplementation(Enum):
     flex_attention = "flex_attention"
 
 
-class PadTo(Enum):
-    longest = "longest"
-    max_seq_length = "max_seq_length"
-
-
 class Init(Enum):
     pretrained = "pretrained"
     random = "random"
@@ -80,27 +77,6 @@ class Task(Enum):
     sft = "sft"
     pretrain = "pretrain"
     dpo = "dpo"
-
-
-class DPOLossType(Enum):
-    sigmoid = "sigmoid"
-    ipo = "ipo"
-
-
-class LengthPolicy(Enum):
-    truncate = "truncate"
-    drop = "drop"
-    split = "split"
-
-
-class MixtureUnit(Enum):
-    samples = "samples"
-    tokens = "tokens"
-
-
-class OnBadRecord(Enum):
-    stop = "stop"
-    skip = "skip"
 
 
 class OnNonfinite(Enum):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.components import TARGET, find_component
-from data.sources.mixture import Mixture, MixtureUnit, ShareKind
+from data.options import MixtureUnit
+from data.sources.mixture import Mixture, ShareKind
 from data.sources.records import name_component_source
 from errors import UserError
 

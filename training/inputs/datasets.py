@@ -9,14 +9,13 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.encoders.chat import ChatEncoder
-from data.encoders.encoding import Encoding, OnBadRecord
-from data.encoders.length import LengthPolicy
+from data.encoders.encoding import Encoding
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sample import Encoder
 from data.encoders.sft import SFTEncoder
+from data.options import LengthPolicy
 from data.order import VERSION as ORDER_VERSION
-from data.sources.mixture import MixtureUnit
 from data.storage.rows import Packing, RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
@@ -68,8 +67,8 @@ def prepare_file(
         encoder=build_encoder(data),
         tokenizer=tokenizer,
         max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
-        length_policy=LengthPolicy(data.length_policy.value),
-        on_bad_record=OnBadRecord(data.on_bad_record.value),
+        length_policy=data.length_policy,
+        on_bad_record=data.on_bad_record,
         samples_per_record=plan.group_size,
     )
     path = prepare_dataset(
@@ -125,4 +124,4 @@ def list_entries(config: RunConfig, key: str) -> list[str]:
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:
-    return parse_files(getattr(config, key), key, MixtureUnit(config.data.mixture_by.value))
+    return parse_files(getattr(config, key), key, config.data.mixture_by)

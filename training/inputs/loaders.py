@@ -38,7 +38,7 @@ def build_options(
         dp_size=layout.dp_size,
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        pad_to=loaders.PadTo(config.data.pad_to.value),
+        pad_to=config.data.pad_to,
         row_plan=build_row_plan(config, key),
         num_workers=config.num_workers,
         collator=build_collator(config.data),

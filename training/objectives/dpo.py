@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from models.losses.dpo import METRICS, DPOLoss, LossType
+from models.losses.dpo import METRICS, DPOLoss
 from models.parallel.shard import TensorParallel
 from training.config.schema import RunConfig, Task, get_task
 
@@ -16,7 +16,7 @@ def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     if get_task(config) is not Task.dpo:
         return None
     return DPOLoss(
-        model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value), parallel
+        model_config, config.dpo.beta, config.dpo.label_smoothing, config.dpo.loss_type, parallel
     )
 
 

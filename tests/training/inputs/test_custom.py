@@ -20,7 +20,7 @@ from support.workers import WorkerGroup
 from torch.nn import functional as F
 
 from data.collator import Checked, PadRight
-from data.sources.mixture import MixtureUnit
+from data.options import MixtureUnit
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from training.config.sources import parse_files
@@ -54,7 +54,7 @@ def test_own_records_and_encoder(
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
 def test_mixtures_are_read(override: str) -> None:
-    files = parse_files(build_config(override).train_file, "train_file", MixtureUnit.SAMPLES)
+    files = parse_files(build_config(override).train_file, "train_file", MixtureUnit.samples)
     assert len(files.entries) == 2 and files.mixture is not None and files.mixture.shares in ((3, 1), (2, 0.5))
 
 
