@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.collator import Collator, PadRight, pad_segments
-from data.options import PadTo
+from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 
@@ -51,6 +51,7 @@ class LoaderOptions:
     row_plan: RowPlan
     pad_token_id: int
     pad_to: PadTo = PadTo.longest
+    mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
@@ -80,7 +81,7 @@ class LoaderOptions:
 class StepInfo:
     """A step's global batch in numbers; tokens are counted without padding, targets after the shift.
 
-    num_terms: what the loss is a mean over, target tokens or pairs.
+    num_terms: what the loss is a mean over, target tokens or samples (`LoaderOptions.mean_over`).
     """
 
     num_tokens: int
@@ -118,7 +119,7 @@ class TrainLoader:
         return StepInfo(
             num_tokens=int(lengths.sum(dtype=np.int64)),
             num_targets=num_targets,
-            num_terms=num_targets if self._options.group_size == 1 else len(ids),
+            num_terms=len(ids) if self._options.mean_over is MeanOver.samples else num_targets,
             seq_length=self._options.compute_seq_length(lengths),
         )
 
@@ -280,7 +281,7 @@ def _collate(
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         targets = (
             (labels, denominator)
-            if options.group_size == 1
+            if options.reference_file is None
             else (labels, _pad_reference(rows, ids, shape[0]), denominator)
         )
     return inputs, targets

@@ -1,9 +1,9 @@
-"""The closed choices of how data is read and laid into batches. Member names are what a command line says.
+"""The closed choices of how data is read and laid into batches. Those that are keys name their members as a command line does.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """
 
-from enum import Enum
+from enum import Enum, StrEnum
 
 
 class LengthPolicy(Enum):
@@ -25,6 +25,14 @@ class OnBadRecord(Enum):
     skip = "skip"
 
 
+class Packing(StrEnum):
+    """`none`: one sample a row. `best_fit`: whole samples share a row. `concatenate`: end to end, cut where a row is full."""
+
+    NONE = "none"
+    BEST_FIT = "best_fit"
+    CONCATENATE = "concatenate"
+
+
 class MixtureUnit(Enum):
     """What the shares of a mixture are shares of."""
 
@@ -37,3 +45,10 @@ class PadTo(Enum):
 
     longest = "longest"
     max_seq_length = "max_seq_length"
+
+
+class MeanOver(Enum):
+    """What the loss of a global batch is a mean over. A sample is what `micro_batch_size` counts: a pair is one, a packed row too."""
+
+    targets = "targets"
+    samples = "samples"

@@ -15,6 +15,7 @@ from training.cli.command_line import check_command_line
 from training.config.schema import RunConfig
 from training.config.validate import check_config
 from training.distributed.topology import build_layout
+from training.objectives.registry import check_objective
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -38,6 +39,7 @@ def test_a_primary_config_composes_and_passes_the_checks(name: str) -> None:
     config = OmegaConf.to_object(compose_config(name, *overrides_of(name)))
     assert isinstance(config, RunConfig)
     check_config(config, has_accelerator=True)
+    check_objective(config)
 
 
 @pytest.mark.parametrize("name", PRIMARY)

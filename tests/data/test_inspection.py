@@ -9,8 +9,8 @@ import pytest
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
-from data.options import LengthPolicy, OnBadRecord
-from data.storage.rows import Packing, RowPlan, Rows, prepare_rows
+from data.options import LengthPolicy, OnBadRecord, Packing
+from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}

@@ -66,19 +66,6 @@ class AdapterName(Enum):
     lora = "lora"
 
 
-class DataKind(Enum):
-    sft = "sft"
-    chat = "chat"
-    pretrain = "pretrain"
-    preference = "preference"
-
-
-class Task(Enum):
-    sft = "sft"
-    pretrain = "pretrain"
-    dpo = "dpo"
-
-
 class OnNonfinite(Enum):
     stop = "stop"
     skip = "skip"
@@ -107,7 +94,7 @@ class Device(Enum):
 
 @dataclass
 class DataConfig:
-    name: DataKind = MISSING
+    name: str = MISSING
     encoder: Any = MISSING
     collator: Any = MISSING
     prompt_field: str | None = MISSING
@@ -209,7 +196,7 @@ class RunConfig:
 
     freeze: list[str] = MISSING
 
-    task: Task | None = MISSING
+    task: str | None = MISSING
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     num_stages: int = MISSING
@@ -257,24 +244,6 @@ class RunConfig:
 
     plan: Any = MISSING
     world_size: int | None = MISSING
-
-
-_TASK_OF_DATA = {
-    DataKind.sft: Task.sft,
-    DataKind.chat: Task.sft,
-    DataKind.pretrain: Task.pretrain,
-    DataKind.preference: Task.dpo,
-}
-
-
-def get_task(config: RunConfig) -> Task:
-    """What the data is for; `task` may say it again, and `training/config/validate.py` sees that it says the same."""
-    return _TASK_OF_DATA[config.data.name]
-
-
-def rows_per_sample(config: RunConfig) -> int:
-    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
-    return 2 if get_task(config) is Task.dpo else 1
 
 
 def register_schema() -> None:

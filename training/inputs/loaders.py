@@ -19,6 +19,7 @@ from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
 from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import EvalSize, StepBudget
+from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 
 
@@ -40,6 +41,7 @@ def build_options(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=config.data.pad_to,
         row_plan=build_row_plan(config, key),
+        mean_over=get_objective(config).mean_over,
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import console
+from data.options import MeanOver
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import load_summary
@@ -13,10 +14,10 @@ from errors import UserError
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, read_state
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.inputs.datasets import build_row_plan, describe_data
-from training.objectives.dpo import describe_loss
+from training.objectives.registry import describe_objective, get_objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,23 @@ def compute_step_budget(
     config: RunConfig, layout: Layout, datasets: dict[str, Path], resume_from: Path | None
 ) -> tuple[StepBudget, TrainerState]:
     num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
-    unit = "packed rows" if config.data.packing else "pairs" if get_task(config) is Task.dpo else "samples"
+    unit = "packed rows" if config.data.packing else get_objective(config).unit
     steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
-        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
-        config.precision.value, config.optimizer.name.value,
-        describe_data(config, datasets["train_file"]) | describe_loss(config),
-    )  # fmt: skip
+        step=0,
+        num_tokens=0,
+        num_stages=layout.num_stages,
+        dp_size=layout.dp_size,
+        global_batch_size=layout.global_batch_size,
+        micro_batch_size=layout.micro_batch_size,
+        num_samples=num_samples,
+        total_steps=total_steps,
+        seed=config.seed,
+        precision=config.precision.value,
+        optimizer=config.optimizer.name.value,
+        data=describe_data(config, datasets["train_file"]) | describe_objective(config),
+    )
     if resume_from is not None:
         saved = read_state(resume_from)
         for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
@@ -78,4 +88,5 @@ def compute_step_budget(
 def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
     """path: of the tokenized `eval_file`."""
     rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
-    return EvalSize(rows, targets, terms=rows if get_task(config) is Task.dpo else targets)
+    by_samples = get_objective(config).mean_over is MeanOver.samples
+    return EvalSize(rows, targets, terms=rows if by_samples else targets)

@@ -12,7 +12,7 @@ from test_sft import read_runs
 from data.encoders.encoding import Encoding
 from data.encoders.preference import PreferenceEncoder
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
-from data.options import LengthPolicy, OnBadRecord
+from data.options import LengthPolicy, MeanOver, OnBadRecord
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture
 from data.storage.reference import is_whole, reference_path, save_reference
@@ -184,7 +184,7 @@ def build_options(
 ) -> LoaderOptions:
     return LoaderOptions(
         reads_inputs=True, reads_labels=True, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, row_plan=plan, pad_token_id=0,
-        reference_file=reference_of(path), **options,
+        mean_over=MeanOver.samples, reference_file=reference_of(path), **options,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
-from data.options import MixtureUnit
+from data.options import MixtureUnit, Packing
 from data.sources.mixture import Mixture, ShareKind
-from data.storage.rows import Packing, RowPlan, Rows, count_rows, prepare_rows
+from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
