@@ -1,4 +1,4 @@
-"""The closed choices of how data is read and laid into batches. Those that are keys name their members as a command line does.
+"""The closed choices of how data is read and laid into batches; those that are keys name their members as a user does.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """
@@ -9,8 +9,8 @@ from enum import Enum, StrEnum
 class LengthPolicy(Enum):
     """What becomes of a sample of more than T tokens, T being `max_seq_length`.
 
-    `truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of its own that
-    starts with the last token of the piece before.
+    `truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of
+    its own that starts with the last token of the piece before.
     """
 
     truncate = "truncate"
@@ -26,7 +26,7 @@ class OnBadRecord(Enum):
 
 
 class Packing(StrEnum):
-    """`none`: one sample a row. `best_fit`: whole samples share a row. `concatenate`: end to end, cut where a row is full."""
+    """`none`: one sample per row. `best_fit`: whole samples share a row. `concatenate`: cut where a row is full."""
 
     NONE = "none"
     BEST_FIT = "best_fit"
@@ -48,7 +48,10 @@ class PadTo(Enum):
 
 
 class MeanOver(Enum):
-    """What the loss of a global batch is a mean over. A sample is what `micro_batch_size` counts: a pair is one, a packed row too."""
+    """What the loss of a global batch is a mean over.
+
+    A sample is what `micro_batch_size` counts: a pair is one, a packed row too.
+    """
 
     targets = "targets"
     samples = "samples"

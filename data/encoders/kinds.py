@@ -1,4 +1,4 @@
-"""The kinds of data. A new one is an encoder in a file of this folder, a line in `KINDS`, and its keys in `conf/data/NAME.yaml`."""
+"""The kinds of data. A new one is an encoder in this folder, a line in `KINDS`, and keys in `conf/data/NAME.yaml`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

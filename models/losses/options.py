@@ -1,4 +1,4 @@
-"""The closed choices of the losses. Member names are what a command line says.
+"""The closed choices of the losses; members are named as a user does.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """

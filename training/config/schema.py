@@ -1,7 +1,7 @@
 """The schema of a run. Hydra fills it from `conf/`, and from here on only typed objects travel.
 
-Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what differs
-between its options. Every key is described once, in `conf/base.yaml`.
+Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what
+differs between its options. Every key is described once, in `conf/base.yaml`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from errors import UserError
 from models.losses.options import DPOLossType
 
 Schema = TypeVar("Schema")
-NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
+NOT_GIVEN = "(not given)"  # the value of a key without a default in a run that does not read it
 
 
 class Precision(Enum):
@@ -267,7 +267,7 @@ def _to_object(node: Any, schema: type[Schema]) -> Schema:
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
-    """Typed objects, once. A key of `unread` that is left open becomes NOT_GIVEN.
+    """Typed objects, once. A key of `unread` without a value becomes NOT_GIVEN.
 
     Raises UserError for another key without a value, and for one added with `+` that nothing reads.
     """
@@ -279,6 +279,7 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(
-                f"{error.full_key} is not given; write {error.full_key}=... on the command line, or in a config that -cn NAME picks"
+                f"{error.full_key} is not given; write {error.full_key}=... on the command line, "
+                "or in a config that -cn NAME picks"
             ) from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None

@@ -1,4 +1,4 @@
-"""From the data keys of a run to its tokenizer and its tokenized rows: what `conf/data/` says, in the words of `data/`."""
+"""From the data keys of a run to its tokenizer and its tokenized rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 def tokenize(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None
 ) -> dict[str, Path]:
-    """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
+    """Key of the files -> folder of the tokenized samples, which the first process that asks for it makes."""
     return {
         key: prepare_file(config, key, tokenizer, log)
         for key in ("train_file", "eval_file")
@@ -54,10 +54,9 @@ def tokenize(
 def prepare_file(
     config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None
 ) -> Path:
-    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; made by whoever comes first.
+    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; the first to ask makes it.
 
-    log: None on a rank that keeps quiet.
-    Raises UserError for whatever is wrong with the files or a record.
+    log: None on a rank that prints nothing. Raises UserError for whatever is wrong with the files or a record.
     """
     data = config.data
     plan = build_row_plan(config, key)
@@ -78,7 +77,10 @@ def prepare_file(
 
 
 def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
-    """What decides the samples of a row of `train_file`, tokenized in `path`: by the tokens themselves, so a file may move or be copied."""
+    """What decides the samples of a row of `train_file`: name -> value. The tokens, so a file may move or be copied.
+
+    path: its tokenized folder.
+    """
     plan = build_row_plan(config, "train_file")
     described = {
         "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
@@ -93,7 +95,10 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
 
 
 def build_encoder(data: DataConfig) -> Encoder:
-    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or the user's. Raises UserError for what is not an encoder."""
+    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or the user's.
+
+    Raises UserError for what is not an encoder.
+    """
     if data.encoder is not None:
         return build_user_encoder(data)
     encoder: Any = find_kind(data.name).encoder

@@ -54,7 +54,7 @@ class DPO(Objective):
 
 
 class Rewards:
-    """Means over pairs, of whole global batches: every rank that holds the loss adds its own, and every rank gets the sum."""
+    """Means over the pairs of whole global batches: ranks that hold the loss add their own, every rank gets the sum."""
 
     def __init__(self, loss: DPOLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device

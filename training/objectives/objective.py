@@ -1,7 +1,7 @@
-"""What a run optimizes: which columns and rows a sample has, the loss and what it is a mean over, and what is reported beside it.
+"""What a run optimizes: the columns and rows of a sample, the loss and what it is a mean over, what is reported.
 
-An objective is one file in this folder and one line in the table of `registry.py`. Checks, loaders, the planner, the loop and the
-evaluation ask it; none of them asks for its name.
+An objective is one file in this folder and one line in the table of `registry.py`. Checks, loaders, the planner, the
+loop and the evaluation ask it; none of them asks for its name.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Objective:
     unit: what messages call its samples.
     rows_per_sample: rows of a micro-batch that a sample fills; they stay together.
     mean_over: what the loss of a global batch is a mean over, and so the denominator that travels with the targets.
-    needs_reference: a model that is not trained has to score each row before training; its log-probability travels with the
-        targets as one more column (`reference_logprobs.py`).
-    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they are made.
+    needs_reference: a model that is not trained has to score each row before training; its log-probability travels
+        with the targets as one more column (`reference_logprobs.py`).
+    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
+        are made.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Pretraining: next-token cross entropy of all tokens of documents, which fill their rows (`data/encoders/kinds.py`)."""
+"""Pretraining: next-token cross entropy of all tokens of documents, which fill their rows
+(`data/encoders/kinds.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loss of a run's last stage: its objective's, or the user's own (`loss: {_target_: ...}`, docs/add_your_data.md)."""
+"""The loss of a run's last stage: its objective's, or the user's own (`loss: {_target_: ...}`,
+docs/add_your_data.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from training.objectives.registry import get_objective
 
 
 def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss | None:
-    """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the head.
+    """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the
+    head.
 
     Raises UserError for a user's loss beside one that the objective has, and for what is not a loss.
     """

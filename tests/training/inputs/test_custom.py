@@ -69,7 +69,8 @@ def train_there(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def test_own_collator_and_loss(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
-    """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens hidden."""
+    """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens
+    hidden."""
     (tmp_path / "my_losses.py").write_text(blocks("python")[1])
     (tmp_path / "data.jsonl").write_text(save_records(tmp_path / "records.jsonl", 8).read_text())
     overrides = [argument for argument in shlex.split(blocks("bash")[2]) if "_target_" in argument]

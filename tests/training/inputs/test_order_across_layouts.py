@@ -1,4 +1,5 @@
-"""Which samples each global batch holds, read off the batches that real ranks take in: the same at every layout, and after a resume at another."""
+"""Which samples each global batch holds, read off the batches that real ranks take in: the same at every layout, and
+after a resume at another."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., list
 
 
 def hash_global_batches(root: Path, ranks: list[tuple[int, Received]], dp_size: int) -> list[str]:
-    """Samples are known by their tokens. Micro-batches go round the replicas; inputs and labels must be of the same samples."""
+    """Samples are known by their tokens. Micro-batches go round the replicas; inputs and labels must be of the same
+    samples."""
     data = TokenizedDataset(next(path for path in (root / "cache").iterdir() if path.is_dir()), True, True)
     ids_of = ({tuple(read(i).tolist()): i for i in range(len(data))} for read in (data.input_ids, data.labels))
     inputs, labels = (find_ids(half, known, ranks, dp_size) for half, known in enumerate(ids_of))
@@ -133,7 +135,8 @@ def test_and_after_a_resume_in_the_middle_of_an_epoch_at_another_layout(
 def test_a_resume_on_other_data_names_what_changed(
     whole: list[str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes` it goes on."""
+    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes`
+    it goes on."""
     step_dir = root / "pp1" / "checkpoints" / f"global_step{STEPS}"
 
     def resume(*overrides: str) -> int:

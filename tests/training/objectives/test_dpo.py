@@ -1,4 +1,5 @@
-"""Preference optimization through real pipeline stages against the paper's formulas on the plain Hugging Face model in one process."""
+"""Preference optimization through real pipeline stages against the paper's formulas on the plain Hugging Face model in
+one process."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def compute_pair(
     smoothing: float,
     ipo: bool,
 ) -> tuple[torch.Tensor, float, float]:
-    """Loss and both rewards of one pair, by 2305.18290 (equation 7) and 2310.12036 (equation 17, of mean log-probabilities)."""
+    """Loss and both rewards of one pair, by 2305.18290 (equation 7) and 2310.12036 (equation 17, of mean
+    log-probabilities)."""
     ratios = []
     for sample in (2 * pair, 2 * pair + 1):
         log_p, length = compute_log_probability(policy, dataset, sample)
@@ -259,7 +261,8 @@ def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset
     ],
 )
 def test_a_run_learns_and_goes_on_at_another_layout(run, root: Path, tmp_path: Path, saved: str, resumed: str) -> None:
-    """Also without the reference's log-probabilities, which are then computed again by the model that the run has started from."""
+    """Also without the reference's log-probabilities, which are then computed again by the model that the run has
+    started from."""
     whole = run("whole", saved)
     (file,) = find_references(tmp_path)
     reference, written = np.load(file), file.stat().st_mtime_ns

@@ -1,4 +1,5 @@
-"""The table of objectives: which one a run has, what is refused, and that a new one is a class and a line in the table."""
+"""The table of objectives: which one a run has, what is refused, and that a new one is a class and a line in the
+table."""
 
 from __future__ import annotations
 
