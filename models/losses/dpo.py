@@ -32,6 +32,7 @@ class DPOLoss:
         self,
         config: PretrainedConfig,
         beta: float,
+        *,
         label_smoothing: float = 0.0,
         loss_type: DPOLossType = DPOLossType.sigmoid,
         parallel: TensorParallel = ALONE,

@@ -46,7 +46,13 @@ class DPO(Objective):
 
     def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
         dpo = config.dpo
-        return DPOLoss(model_config, dpo.beta, dpo.label_smoothing, dpo.loss_type, parallel)
+        return DPOLoss(
+            model_config,
+            dpo.beta,
+            label_smoothing=dpo.label_smoothing,
+            loss_type=dpo.loss_type,
+            parallel=parallel,
+        )
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, DPOLoss)

@@ -66,7 +66,7 @@ def test_loss_gradient_and_rewards(
         ).sum() / 2
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight))
 
-    loss_function = DPOLoss(config, BETA, smoothing, DPOLossType(loss_type))
+    loss_function = DPOLoss(config, BETA, label_smoothing=smoothing, loss_type=DPOLossType(loss_type))
     loss = loss_function((hidden_states, weight), (labels, reference, torch.tensor(2.0)))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
