@@ -47,9 +47,12 @@ def test_own_records_and_encoder(
     assert len(overrides) == 5
     config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
     inspect_data(config, Ranks(0, 1, 0, 1))
-    told = capsys.readouterr().out
-    assert "Question: Legs of a spider? A:[[ eight</s>]]" in told and "Question: Legs of a bee? A:[[ six</s>]]" in told
-    assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in told
+    printed = capsys.readouterr().out
+    assert (
+        "Question: Legs of a spider? A:[[ eight</s>]]" in printed
+        and "Question: Legs of a bee? A:[[ six</s>]]" in printed
+    )
+    assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in printed
 
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
@@ -119,11 +122,12 @@ class Careless(PadRight):
         ("dtype", "data.collator my.Careless: labels must be a tensor torch.int64 [2, 4], not torch.float32 [2, 4]"),
         (
             "targets",
-            "data.collator my.Careless: 0 targets in a micro-batch that had 2; which tokens carry loss is for the encoder to say",
+            "data.collator my.Careless: 0 targets in a micro-batch that had 2; "
+            "which tokens carry loss is for the encoder to say",
         ),
     ],
 )
-def test_a_careless_collator_is_told(what: str, message: str) -> None:
+def test_a_careless_collator_is_refused(what: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         Checked(Careless(what), "data.collator my.Careless").collate_labels(
             [np.array([-100, 5, 6]), np.array([7])], (2, 4)
