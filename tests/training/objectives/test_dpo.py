@@ -102,6 +102,7 @@ def compute_pair(
     reference: torch.nn.Module,
     dataset: TokenizedDataset,
     pair: int,
+    *,
     beta: float,
     smoothing: float,
     ipo: bool,
@@ -142,7 +143,13 @@ def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module
         ids, loss, rewards = order.sample_ids(step).tolist(), 0.0, []
         for pair in ids:
             of_pair, *both = compute_pair(
-                policy, reference, dataset, pair, config.dpo.beta, config.dpo.label_smoothing, IPO in case.overrides
+                policy,
+                reference,
+                dataset,
+                pair,
+                beta=config.dpo.beta,
+                smoothing=config.dpo.label_smoothing,
+                ipo=IPO in case.overrides,
             )
             (of_pair / len(ids)).backward()
             loss += of_pair.item() / len(ids)
@@ -253,7 +260,10 @@ def find_references(tmp_path: Path) -> list[Path]:
 
 def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset: TokenizedDataset) -> dict[str, float]:
     with torch.no_grad():
-        pairs = [compute_pair(policy, reference, dataset, pair, 0.3, 0, False) for pair in range(NUM_PAIRS)]
+        pairs = [
+            compute_pair(policy, reference, dataset, pair, beta=0.3, smoothing=0, ipo=False)
+            for pair in range(NUM_PAIRS)
+        ]
     means = summarize([both for _, *both in pairs])
     return {
         "eval_loss": np.mean([loss.item() for loss, *_ in pairs]),
