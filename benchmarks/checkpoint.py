@@ -48,7 +48,19 @@ COMPARED = (
     ("save", "cp", "`cp`, synced", "-"),
     ("resume", "cp", "`cp`, synced", "2"),
 )
-STATE = TrainerState(1, 0, 1, 1, 1, 1, 1, 1, 0, "bf16", "adamw")
+STATE = TrainerState(
+    step=1,
+    num_tokens=0,
+    num_stages=1,
+    dp_size=1,
+    global_batch_size=1,
+    micro_batch_size=1,
+    num_samples=1,
+    total_steps=1,
+    seed=0,
+    precision="bf16",
+    optimizer="adamw",
+)
 
 
 class RandomWeights:

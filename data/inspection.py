@@ -10,8 +10,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.sample import IGNORE_INDEX
+from data.options import Packing
 from data.storage.packing import pack_best_fit
-from data.storage.rows import Packing, RowPlan, Rows, compute_fill
+from data.storage.rows import RowPlan, Rows, compute_fill
 from data.storage.tokenized import TokenizedDataset, load_summary
 
 MAX_TOKENS_SHOWN = 600

@@ -21,7 +21,6 @@ the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,19 +30,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.collator import Collator, PadRight, pad_segments
+from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, micro_batch_ids
 from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
 
 Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
-
-
-class PadTo(StrEnum):
-    """`longest`: the longest row of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
-
-    LONGEST = "longest"
-    MAX_SEQ_LENGTH = "max_seq_length"
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,8 @@ class LoaderOptions:
     micro_batch_size: int
     row_plan: RowPlan
     pad_token_id: int
-    pad_to: PadTo = PadTo.LONGEST
+    pad_to: PadTo = PadTo.longest
+    mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
@@ -77,7 +71,7 @@ class LoaderOptions:
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        if PadTo(self.pad_to) is PadTo.MAX_SEQ_LENGTH:
+        if PadTo(self.pad_to) is PadTo.max_seq_length:
             return self.max_seq_length
         rounded = -(-int(lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
         return min(rounded, self.max_seq_length)
@@ -87,7 +81,7 @@ class LoaderOptions:
 class StepInfo:
     """A step's global batch in numbers; tokens are counted without padding, targets after the shift.
 
-    num_terms: what the loss is a mean over, target tokens or pairs.
+    num_terms: what the loss is a mean over, target tokens or samples (`LoaderOptions.mean_over`).
     """
 
     num_tokens: int
@@ -125,7 +119,7 @@ class TrainLoader:
         return StepInfo(
             num_tokens=int(lengths.sum(dtype=np.int64)),
             num_targets=num_targets,
-            num_terms=num_targets if self._options.group_size == 1 else len(ids),
+            num_terms=len(ids) if self._options.mean_over is MeanOver.samples else num_targets,
             seq_length=self._options.compute_seq_length(lengths),
         )
 
@@ -287,7 +281,7 @@ def _collate(
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         targets = (
             (labels, denominator)
-            if options.group_size == 1
+            if options.reference_file is None
             else (labels, _pad_reference(rows, ids, shape[0]), denominator)
         )
     return inputs, targets

@@ -138,6 +138,7 @@ KEYS = {
         ("data=dialogue",),
         "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft",
     ),
+    "no such task": (("task=ppo",), "task=ppo: must be one of dpo, pretrain, sft"),
     "preferences without pairs": (
         ("task=dpo",),
         "task=dpo and data=sft do not go together; give data=preference, or task=sft",

@@ -35,6 +35,7 @@ from training.cli.command_line import asks_for_sweep, check_command_line, clean_
 from training.cli.sweep import plan_sweep
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
+from training.objectives.registry import check_objective
 from training.planner.run import check_world_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +193,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
     }
     config = to_typed(composed, unread=[key for key in unread if composed.plan or unread[key]])
     check_config(config, has_accelerator=True)
+    check_objective(config)
     if config.plan:
         check_world_size(config)
     return config.output_dir

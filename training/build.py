@@ -67,9 +67,18 @@ def build_loaders(
     """The training and evaluation loaders of this rank's stage. All ranks call it: what a loader needs of the reference model is computed
     by the engine, where it is not there yet.
     """
-    reference = _prepare_reference(config, setup, engine, datasets, tokenizer, ranks, "train_file")
+    reference = _prepare_reference(
+        config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks, key="train_file"
+    )
     return loaders.build_loaders(
-        config, setup.layout, dict(datasets), budget, engine.module, tokenizer, ranks, reference
+        config,
+        setup.layout,
+        engine.module,
+        datasets=datasets,
+        budget=budget,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        reference=reference,
     )
 
 
@@ -84,17 +93,34 @@ def build_eval_loader(
     ranks: Ranks,
 ) -> Any:
     """The loader of an evaluation alone; see `build_loaders`."""
-    reference = _prepare_reference(config, setup, engine, datasets, tokenizer, ranks, "eval_file")
+    reference = _prepare_reference(
+        config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks, key="eval_file"
+    )
     return loaders.build_eval_loader(
-        config, setup.layout, dict(datasets), size, engine.module, tokenizer, ranks, reference
+        config,
+        setup.layout,
+        engine.module,
+        datasets=datasets,
+        size=size,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        reference=reference,
     )
 
 
 def _prepare_reference(
-    config: RunConfig, setup: RunSetup, engine: Engine, datasets: Datasets, tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks, key: str,
-) -> dict[str, Path]:  # fmt: skip
+    config: RunConfig,
+    setup: RunSetup,
+    engine: Engine,
+    *,
+    datasets: Datasets,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    key: str,
+) -> dict[str, Path]:
     if setup.reference is None:
         return {}
-    options = loaders.build_options(config, setup.layout, engine.module, tokenizer, ranks, key)
-    return prepare_reference(engine, config, dict(datasets), options, setup.reference, setup.source, ranks)
+    options = loaders.build_options(config, setup.layout, engine.module, tokenizer=tokenizer, ranks=ranks, key=key)
+    return prepare_reference(
+        engine, config, datasets, options=options, reference=setup.reference, own=setup.source, ranks=ranks
+    )

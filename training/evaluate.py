@@ -10,12 +10,12 @@ from typing import Any
 from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import step_of
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.steps import evaluate
 from training.inputs.step_budget import EvalSize
-from training.objectives.dpo import Rewards
+from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter, describe_evaluation
 
 
@@ -36,9 +36,9 @@ def evaluate_checkpoint(
     source, resume_from: where the weights come from; the training checkpoint that it is, if it is one.
     reporters: get them too, as of the checkpoint's step; none on all ranks but the main one.
     """
-    rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
+    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
     result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms)}
-    result |= rewards.finish_evaluation() if rewards is not None else {}
+    result |= metrics.finish_evaluation() if metrics is not None else {}
     result["eval_tokens"] = size.targets
     ranks.say(f"{source} on {config.eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:

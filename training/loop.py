@@ -15,13 +15,13 @@ from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
-from training.config.schema import OnNonfinite, OptimizerName, RunConfig, Task, get_task
+from training.config.schema import OnNonfinite, OptimizerName, RunConfig
 from training.distributed.interrupts import Interrupts
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
 from training.inputs.step_budget import StepBudget
-from training.objectives.dpo import Rewards
+from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
 from training.observability.telemetry import Telemetry
@@ -60,7 +60,7 @@ class TrainingLoop:
         self._interrupts = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
-        self._rewards = Rewards(engine.module.loss_fn, engine.device) if get_task(config) is Task.dpo else None
+        self._metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
 
     def run(self) -> TrainerState:
         """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
@@ -120,8 +120,8 @@ class TrainingLoop:
             self._report_nonfinite(step, loss)
         self._probe.reset()
         num_tokens = self.state.num_tokens
-        if self._rewards is not None:
-            self._rewards.add_step(counts=not nonfinite)
+        if self._metrics is not None:
+            self._metrics.add_step(counts=not nonfinite)
         if self.reporters:
             info = self.train_loader.step_info(step)
             if not nonfinite:
@@ -161,7 +161,7 @@ class TrainingLoop:
 
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # of all ranks, by all ranks
-        rewards = self._rewards.finish_interval() if self._rewards is not None else {}
+        metrics = self._metrics.finish_interval() if self._metrics is not None else {}
         if not self.reporters or self._interval.is_empty or measured is None:
             return
         loss, tokens_per_second, step_time = self._interval.finish()
@@ -169,7 +169,7 @@ class TrainingLoop:
             {
                 "step": self.state.step,
                 "loss": loss,
-                **rewards,
+                **metrics,
                 "grad_norm": float(self._grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,
@@ -183,8 +183,8 @@ class TrainingLoop:
         loader, size = self.eval_loader, self.budget.evaluation
         assert loader is not None and size is not None
         loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms)
-        rewards = self._rewards.finish_evaluation() if self._rewards is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **rewards, "eval_tokens": size.targets}
+        metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
+        self.last_eval = {"step": self.state.step, "eval_loss": loss, **metrics, "eval_tokens": size.targets}
         self._report(self.last_eval)
 
     def _save(self) -> None:

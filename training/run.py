@@ -24,6 +24,7 @@ from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.step_budget import compute_step_budget, measure_evaluation
 from training.loop import TrainingLoop
+from training.objectives.registry import check_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
@@ -69,6 +70,7 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
     if not ranks.is_main:
         return
     check_config(config, has_accelerator=True)
+    check_objective(config)
     tokenizer = load_tokenizer(config, open_source(config, None))
     print_inspection(config, tokenize(config, tokenizer, ranks.say), tokenizer)
 

@@ -23,12 +23,13 @@ from models.weights.sources import open_weights, parse_config
 from training.checkpoint.resume import Resumable, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
-from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig, Task, get_task
+from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.distributed.process import describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.inputs.custom import build_collator
+from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
@@ -48,7 +49,7 @@ class RunSetup:
     """What the checks have found out on the way.
 
     costs: of the layers, for the plan; None on a rank that makes none. resumable: what `resume_from` is chosen from.
-    reference: of preference optimization: what the run has started from, or will.
+    reference: of an objective that needs one: what the run has started from, or will.
     """
 
     source: WeightSource
@@ -70,6 +71,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     check_deepspeed_version()
     check_config(config, has_accelerator())
     find_schedule(config.schedule)
+    check_objective(config)
     check_attention(config.attn_implementation)
     if config.compile:
         check_compiler(has_accelerator())
@@ -111,7 +113,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
             config, costs, source.config.vocab_size, layout, describe_device(), local_size=ranks.local_size
         )
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
-    reference = source if get_task(config) is Task.dpo else None
+    reference = source if get_objective(config).needs_reference else None
     return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference)
 
 
@@ -125,9 +127,11 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 def open_reference(
     config: RunConfig, source: WeightSource, layers: list[Layer], resume_from: Path | None
 ) -> WeightSource | None:
-    """The model at `model_name_or_path`, which preference optimization that continues from a checkpoint needs beside it; None for
-    another task. Raises UserError when it is gone."""
-    if get_task(config) is not Task.dpo:
+    """The model at `model_name_or_path`, for an objective that needs it beside what a run trains; None for another.
+
+    Raises UserError when it is gone.
+    """
+    if not get_objective(config).needs_reference:
         return None
     if _source_path(config, resume_from) == weights_path(config):
         return source

@@ -3,27 +3,20 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.encoders.length import LengthPolicy, fit_pair, fit_sample
+from data.encoders.length import fit_pair, fit_sample
 from data.encoders.sample import Encoder, Pair, Sample, count_targets
 from data.encoders.segments import PieceEncoder, tokenize_pieces
+from data.options import LengthPolicy, OnBadRecord
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
 from data.storage.cache import compute_cache_key
 from data.storage.summary import BatchCounts
 from errors import UserError
-
-
-class OnBadRecord(StrEnum):
-    """`stop` ends the run with the record's place and problem; `skip` leaves it out and counts it."""
-
-    STOP = "stop"
-    SKIP = "skip"
 
 
 @dataclass(frozen=True)
@@ -36,15 +29,15 @@ class Encoding:
     encoder: Encoder
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int | None
-    length_policy: LengthPolicy = LengthPolicy.TRUNCATE
-    on_bad_record: OnBadRecord = OnBadRecord.STOP
+    length_policy: LengthPolicy = LengthPolicy.truncate
+    on_bad_record: OnBadRecord = OnBadRecord.stop
     samples_per_record: int = 1
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
         options = {
             "max_seq_length": self.max_seq_length,
-            "length_policy": str(self.length_policy),
-            "on_bad_record": str(self.on_bad_record),
+            "length_policy": self.length_policy.value,
+            "on_bad_record": self.on_bad_record.value,
             "samples_per_record": self.samples_per_record,
         }
         return compute_cache_key(sources, self.encoder, self.tokenizer, options)
@@ -118,6 +111,6 @@ def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> Sequ
 
 
 def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:
-    if encoding.on_bad_record is OnBadRecord.STOP:
+    if encoding.on_bad_record is OnBadRecord.stop:
         raise error
     counts.add_skipped(str(error))

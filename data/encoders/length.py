@@ -2,19 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from data.encoders.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
+from data.options import LengthPolicy
 from errors import UserError
-
-
-class LengthPolicy(StrEnum):
-    """`truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of its
-    own that starts with the last token of the piece before."""
-
-    TRUNCATE = "truncate"
-    DROP = "drop"
-    SPLIT = "split"
 
 
 @dataclass
@@ -65,9 +56,9 @@ def fit_sample(
     if max_seq_length is None or length <= max_seq_length:
         return [_cut(sample, 0, length)], LengthCounts()
     starts = {
-        LengthPolicy.DROP: [],
-        LengthPolicy.TRUNCATE: [0],
-        LengthPolicy.SPLIT: _list_starts(length, max_seq_length),
+        LengthPolicy.drop: [],
+        LengthPolicy.truncate: [0],
+        LengthPolicy.split: _list_starts(length, max_seq_length),
     }[policy]
     kept: list[Sample] = []
     num_kept_tokens = end = 0
@@ -79,12 +70,12 @@ def fit_sample(
         stop = start + len(piece["input_ids"])
         num_kept_tokens += stop - max(start, end)  # a token that two pieces share counts once
         end = stop
-    if not kept and policy is LengthPolicy.TRUNCATE:
+    if not kept and policy is LengthPolicy.truncate:
         raise UserError(_describe_lost(sample, location, max_seq_length))
     return kept, LengthCounts(
-        num_truncated=int(policy is LengthPolicy.TRUNCATE),
-        num_dropped=int(policy is LengthPolicy.DROP),
-        num_split=int(policy is LengthPolicy.SPLIT),
+        num_truncated=int(policy is LengthPolicy.truncate),
+        num_dropped=int(policy is LengthPolicy.drop),
+        num_split=int(policy is LengthPolicy.split),
         num_lost_tokens=length - num_kept_tokens,
         num_lost_targets=num_targets - sum(count_targets(piece["labels"]) for piece in kept),
     )

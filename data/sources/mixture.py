@@ -13,14 +13,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from data.options import MixtureUnit
 from errors import UserError
-
-
-class MixtureUnit(StrEnum):
-    """What the shares are shares of."""
-
-    SAMPLES = "samples"
-    TOKENS = "tokens"
 
 
 class ShareKind(StrEnum):
@@ -34,10 +28,10 @@ class Mixture:
 
     shares: tuple[float, ...]
     kind: ShareKind = ShareKind.WEIGHT
-    unit: MixtureUnit = MixtureUnit.SAMPLES
+    unit: MixtureUnit = MixtureUnit.samples
 
     def __str__(self) -> str:
-        return f"{self.kind} {', '.join(f'{share:g}' for share in self.shares)} by {self.unit}"
+        return f"{self.kind} {', '.join(f'{share:g}' for share in self.shares)} by {self.unit.value}"
 
     def choose_samples(self, sources: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The sample ids of an epoch, int64 [P], grouped by source. sources, lengths: of each sample, [N].
@@ -61,13 +55,13 @@ class Mixture:
         seen = _sum_by_source(sources[sample_ids], amounts[sample_ids], count)
         epochs = seen / _sum_by_source(sources, amounts, count)
         parts = [
-            f"{name} {share:.1%} ({int(amount):,} {self.unit}, {times:.2f} times)"
+            f"{name} {share:.1%} ({int(amount):,} {self.unit.value}, {times:.2f} times)"
             for name, share, amount, times in zip(names, seen / seen.sum(), seen, epochs, strict=True)
         ]
-        return f"an epoch of the mixture, by {self.unit}: {', '.join(parts)}"
+        return f"an epoch of the mixture, by {self.unit.value}: {', '.join(parts)}"
 
     def _amounts(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths.astype(np.float64) if self.unit is MixtureUnit.TOKENS else np.ones(len(lengths))
+        return lengths.astype(np.float64) if self.unit is MixtureUnit.tokens else np.ones(len(lengths))
 
     def _compute_epochs(self, totals: np.ndarray) -> np.ndarray:
         """How many times each source comes, [S]. totals: its samples or tokens, [S]."""

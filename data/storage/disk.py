@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from data.encoders.encoding import Encoding, OnBadRecord, encode_batch
+from data.encoders.encoding import Encoding, encode_batch
+from data.options import OnBadRecord
 from data.sources.records import estimate_num_records, read_records
 from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN
 from errors import UserError
@@ -24,7 +25,7 @@ class SizeEstimate:
 
 def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeEstimate | None:
     """sources: the files of each entry. None where nothing tells how many records there are, or how large they get."""
-    skipping = replace(encoding, on_bad_record=OnBadRecord.SKIP)
+    skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     num_records = num_bytes = 0.0
     for group in sources:
         first = list(islice(read_records(group[0]), SAMPLE_RECORDS))

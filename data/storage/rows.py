@@ -13,12 +13,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
 from data.encoders.sample import IGNORE_INDEX
+from data.options import Packing
 from data.sources.mixture import Mixture
 from data.storage.cache import lock_folder
 from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit
@@ -33,14 +33,6 @@ WINDOW = (
     2**18
 )  # samples that are laid into rows at a time: memory does not grow with the data, and the rows at an end cost nothing
 INDEX_VERSION = 2  # raise it when the same plan begins to give other rows
-
-
-class Packing(StrEnum):
-    """`none`: one sample a row. `best_fit`: whole samples share a row. `concatenate`: end to end, cut where a row is full."""
-
-    NONE = "none"
-    BEST_FIT = "best_fit"
-    CONCATENATE = "concatenate"
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,15 @@ Rewards are beta (log p - log r), of the same sums or means. B pairs in a micro-
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import get_softcap, sequence_log_probabilities, shard_vocabulary
+from models.losses.options import DPOLossType
 from models.parallel.shard import ALONE, TensorParallel
 
 METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
-
-
-class LossType(StrEnum):
-    SIGMOID = "sigmoid"
-    IPO = "ipo"
 
 
 class DPOLoss:
@@ -38,8 +32,9 @@ class DPOLoss:
         self,
         config: PretrainedConfig,
         beta: float,
+        *,
         label_smoothing: float = 0.0,
-        loss_type: LossType = LossType.SIGMOID,
+        loss_type: DPOLossType = DPOLossType.sigmoid,
         parallel: TensorParallel = ALONE,
     ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
@@ -56,10 +51,10 @@ class DPOLoss:
         policy, num_targets = sequence_log_probabilities(outputs, labels, self._softcap, self._sharing)  # [2 B]
         is_pair = num_targets[::2] > 0  # [B]
         log_ratios = policy - reference
-        if self._loss_type is LossType.IPO:
+        if self._loss_type is DPOLossType.ipo:
             log_ratios = log_ratios / num_targets.clamp(min=1)
         h = log_ratios[::2] - log_ratios[1::2]  # [B]
-        if self._loss_type is LossType.IPO:
+        if self._loss_type is DPOLossType.ipo:
             losses = (h - 1 / (2 * self._beta)).square()
         else:
             smoothing = self._label_smoothing

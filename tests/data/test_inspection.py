@@ -6,11 +6,11 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from data.encoders.encoding import Encoding, OnBadRecord
-from data.encoders.length import LengthPolicy
+from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
-from data.storage.rows import Packing, RowPlan, Rows, prepare_rows
+from data.options import LengthPolicy, OnBadRecord, Packing
+from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 
 PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
@@ -26,7 +26,7 @@ def path(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     records.append({"prompt": "a", "completion": "legs " * 99})
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    encoding = Encoding(SFTEncoder(), tokenizer, 64, LengthPolicy.DROP, OnBadRecord.SKIP)
+    encoding = Encoding(SFTEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.skip)
     path = prepare_dataset([str(folder / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=folder)
     prepare_rows(path, PLANS[Packing.BEST_FIT], "train_file")
     return path

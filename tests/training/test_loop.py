@@ -103,7 +103,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides),
             Engine(),
         )
-        state = TrainerState(start, sum(TOKENS[:start]), 1, 1, 8, 2, 40, 5, 42)
+        state = TrainerState(
+            step=start,
+            num_tokens=sum(TOKENS[:start]),
+            num_stages=1,
+            dp_size=1,
+            global_batch_size=8,
+            micro_batch_size=2,
+            num_samples=40,
+            total_steps=5,
+            seed=42,
+        )
         eval_loader = Loader() if evaluates else None
         budget = StepBudget(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
         telemetry = SimpleNamespace(

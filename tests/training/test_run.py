@@ -89,7 +89,7 @@ def test_a_run_that_died_in_its_export_is_finished(run) -> None:
     run("run", 2, 2, "resume=latest")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(output_dir).items())
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 4 and read_metrics(output_dir) == steps
-    with pytest.raises(WorkerError, match="stands at step 4 of 4, there is nothing left; raise max_steps"):
+    with pytest.raises(WorkerError, match="is at step 4 of 4, there is nothing left; raise max_steps"):
         run("run", 2, 2, "resume=latest")
 
 

@@ -31,7 +31,7 @@ TEMPORARY_PREFIX = "tmp-"
 FORMAT = 1  # raise it when an older project could not read what this one writes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """Where a run is, and what it must keep to continue from there."""
 

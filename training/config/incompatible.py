@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from data.encoders.kinds import find_kind
 from errors import UserError
 from training.config.schema import RunConfig
 
@@ -94,10 +95,11 @@ _TIMED_HERE = Feature(
     "plan=true with hardware=here", lambda run: run.config.plan is True and run.config.hardware.peak_flops is None
 )
 _DPO = _is("data.name", "preference")
+_PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
 _EVALUATION = _is("evaluate_only", "true")
-_PRETRAIN = _is("data.name", "pretrain")
+_DOCUMENTS = Feature("data=pretrain", lambda run: find_kind(run.config.data.name).concatenates, "data.name")
 _PACKED = _is("data.packing", "true")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
@@ -175,20 +177,20 @@ INCOMPATIBLE = (
         "choose what is trained with adapter.target_modules",
     ),
     Pair(
-        _PRETRAIN,
+        _DOCUMENTS,
         _is("data.packing", "false"),
         "documents are laid end to end",
         "leave data.packing as it is, or use data=sft",
     ),
     Pair(
-        _PRETRAIN,
+        _DOCUMENTS,
         _is("data.length_policy", "truncate", "drop"),
         "documents are cut where a row is full",
         "leave data.length_policy as it is, or use data=sft",
     ),
-    Pair(_DPO, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
+    Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(
-        _DPO,
+        _PAIRS,
         _is("data.length_policy", "split"),
         "an answer cut in pieces cannot be preferred",
         "give data.length_policy=truncate or drop",

@@ -1,7 +1,7 @@
 """The schema of a run. Hydra fills it from `conf/`, and from here on only typed objects travel.
 
-Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what differs
-between its options. Every key is described once, in `conf/base.yaml`.
+Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what
+differs between its options. Every key is described once, in `conf/base.yaml`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
 from errors import UserError
+from models.losses.options import DPOLossType
 
 Schema = TypeVar("Schema")
-NOT_GIVEN = "(not given)"  # stands for an open key in what does not read it
+NOT_GIVEN = "(not given)"  # the value of a key without a default in a run that does not read it
 
 
 class Precision(Enum):
@@ -54,11 +56,6 @@ class AttnImplementation(Enum):
     flex_attention = "flex_attention"
 
 
-class PadTo(Enum):
-    longest = "longest"
-    max_seq_length = "max_seq_length"
-
-
 class Init(Enum):
     pretrained = "pretrained"
     random = "random"
@@ -67,40 +64,6 @@ class Init(Enum):
 class AdapterName(Enum):
     none = "none"
     lora = "lora"
-
-
-class DataKind(Enum):
-    sft = "sft"
-    chat = "chat"
-    pretrain = "pretrain"
-    preference = "preference"
-
-
-class Task(Enum):
-    sft = "sft"
-    pretrain = "pretrain"
-    dpo = "dpo"
-
-
-class DPOLossType(Enum):
-    sigmoid = "sigmoid"
-    ipo = "ipo"
-
-
-class LengthPolicy(Enum):
-    truncate = "truncate"
-    drop = "drop"
-    split = "split"
-
-
-class MixtureUnit(Enum):
-    samples = "samples"
-    tokens = "tokens"
-
-
-class OnBadRecord(Enum):
-    stop = "stop"
-    skip = "skip"
 
 
 class OnNonfinite(Enum):
@@ -131,7 +94,7 @@ class Device(Enum):
 
 @dataclass
 class DataConfig:
-    name: DataKind = MISSING
+    name: str = MISSING
     encoder: Any = MISSING
     collator: Any = MISSING
     prompt_field: str | None = MISSING
@@ -233,7 +196,7 @@ class RunConfig:
 
     freeze: list[str] = MISSING
 
-    task: Task | None = MISSING
+    task: str | None = MISSING
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     num_stages: int = MISSING
@@ -283,24 +246,6 @@ class RunConfig:
     world_size: int | None = MISSING
 
 
-_TASK_OF_DATA = {
-    DataKind.sft: Task.sft,
-    DataKind.chat: Task.sft,
-    DataKind.pretrain: Task.pretrain,
-    DataKind.preference: Task.dpo,
-}
-
-
-def get_task(config: RunConfig) -> Task:
-    """What the data is for; `task` may say it again, and `training/config/validate.py` sees that it says the same."""
-    return _TASK_OF_DATA[config.data.name]
-
-
-def rows_per_sample(config: RunConfig) -> int:
-    """Rows of a micro-batch that one sample fills: both answers of a preference are one."""
-    return 2 if get_task(config) is Task.dpo else 1
-
-
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
@@ -322,7 +267,7 @@ def _to_object(node: Any, schema: type[Schema]) -> Schema:
 
 
 def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
-    """Typed objects, once. A key of `unread` that is left open becomes NOT_GIVEN.
+    """Typed objects, once. A key of `unread` without a value becomes NOT_GIVEN.
 
     Raises UserError for another key without a value, and for one added with `+` that nothing reads.
     """
@@ -334,6 +279,7 @@ def to_typed(composed: DictConfig, unread: Sequence[str] = ()) -> RunConfig:
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise UserError(
-                f"{error.full_key} is not given; write {error.full_key}=... on the command line, or in a config that -cn NAME picks"
+                f"{error.full_key} is not given; write {error.full_key}=... on the command line, "
+                "or in a config that -cn NAME picks"
             ) from None
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]} (conf/base.yaml lists the keys)") from None

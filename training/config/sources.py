@@ -1,4 +1,4 @@
-"""What `train_file` and `eval_file` may be: a path, one's own function, or a list of these, with shares (a mixture) or without."""
+"""What `train_file` and `eval_file` may be: a path, a user's function, or a list of these, which may have shares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.components import TARGET, find_component
-from data.sources.mixture import Mixture, MixtureUnit, ShareKind
+from data.options import MixtureUnit
+from data.sources.mixture import Mixture, ShareKind
 from data.sources.records import name_component_source
 from errors import UserError
 
@@ -24,9 +25,9 @@ class TrainFiles:
 
 
 def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
-    """The value of `train_file` or `eval_file`. Entries of share 0 are left out.
+    """The value of `train_file` or `eval_file`. Entries of share 0 are omitted.
 
-    Raises UserError for a mapping that is no source, for shares that are none, and for a mixture to evaluate on.
+    Raises UserError for a mapping that is not a source, for shares that are not numbers, and for shares in `eval_file`.
     """
     listed = value if isinstance(value, list) else [value]
     if not any(isinstance(entry, dict) for entry in listed):

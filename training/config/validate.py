@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from training.config.incompatible import Run, check_together
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
 
 # Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed);
 # tests/training/parity/test_parity.py guards the newer ones.
@@ -38,7 +38,6 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
             not is_function and not isinstance(files, (str, list, type(None)))
         ):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
-    _check_task(config)
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
     check_together(Run(config, has_accelerator))
@@ -84,24 +83,6 @@ def _check_ranges(config: RunConfig) -> None:
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
     if not eps > 0:
         raise UserError(f"optimizer.eps={eps}: more than 0")
-
-
-def _check_task(config: RunConfig) -> None:
-    """Raises UserError for a task and data that do not belong together, or a value out of range in `dpo`."""
-    task, kind = get_task(config), config.data.name.value
-    if config.task not in (None, task):
-        fitting = {Task.sft: "sft or data=chat", Task.pretrain: "pretrain", Task.dpo: "preference"}[config.task]
-        raise UserError(
-            f"task={config.task.value} and data={kind} do not go together; give data={fitting}, or task={task.value}"
-        )
-    if task is not Task.dpo:
-        return
-    if not 0 < config.dpo.beta < math.inf:
-        raise UserError(f"dpo.beta={config.dpo.beta}: more than 0")
-    if not 0 <= config.dpo.label_smoothing < 0.5:
-        raise UserError(
-            f"dpo.label_smoothing={config.dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left"
-        )
 
 
 def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:

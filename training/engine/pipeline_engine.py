@@ -11,8 +11,9 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from data.options import PadTo
 from models.losses.cross_entropy import Loss
-from training.config.schema import PadTo, RunConfig
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver

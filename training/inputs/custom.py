@@ -1,4 +1,7 @@
-"""User-defined components of the data: what `_target_` names in `data.encoder` and `data.collator` (docs/add_your_data.md)."""
+"""User-defined components of the data: what `_target_` names in `data.encoder` and `data.collator`.
+
+docs/add_your_data.md shows how to write one.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,14 @@ COLLATOR_METHODS = ("collate_inputs", "collate_labels")
 
 
 def build_user_encoder(data: DataConfig) -> Encoder:
-    """Raises UserError for what is no encoder."""
+    """Raises UserError for what is not an encoder."""
     fits = lambda encoder: callable(getattr(encoder, "encode", None)) and is_dataclass(encoder)  # noqa: E731
-    return build_checked_component(
-        data.encoder, "data.encoder", "my_data.MyEncoder", fits,
-        "a dataclass with a method encode(record, location, tokenizer); its fields are part of the cache's key",
-    )  # fmt: skip
+    need = "a dataclass with a method encode(record, location, tokenizer); its fields are part of the cache's key"
+    return build_checked_component(data.encoder, "data.encoder", "my_data.MyEncoder", fits, need)
 
 
 def build_collator(data: DataConfig) -> Collator:
-    """What makes tensors of rows: right padding, or one's own. Raises UserError for what is no collator."""
+    """What makes tensors of rows: right padding, or the user's. Raises UserError for what is not a collator."""
     if data.collator is None:
         return PadRight()
     fits = lambda collator: all(callable(getattr(collator, name, None)) for name in COLLATOR_METHODS)  # noqa: E731

@@ -1,30 +1,28 @@
-"""From the data keys of a run to its tokenizer and its tokenized rows: what `conf/data/` says, in the words of `data/`."""
+"""From the data keys of a run to its tokenizer and its tokenized rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.encoders.chat import ChatEncoder
-from data.encoders.encoding import Encoding, OnBadRecord
-from data.encoders.length import LengthPolicy
-from data.encoders.preference import PreferenceEncoder
-from data.encoders.pretrain import PretrainEncoder
+from data.encoders.encoding import Encoding
+from data.encoders.kinds import find_kind
 from data.encoders.sample import Encoder
-from data.encoders.sft import SFTEncoder
+from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
-from data.sources.mixture import MixtureUnit
-from data.storage.rows import Packing, RowPlan, prepare_rows
+from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights.source import WeightSource
-from training.config.schema import DataConfig, DataKind, RunConfig, rows_per_sample
+from training.config.schema import DataConfig, RunConfig
 from training.config.sources import TrainFiles, parse_files
 from training.inputs.custom import build_user_encoder
+from training.objectives.registry import get_objective
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
@@ -45,7 +43,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 def tokenize(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None
 ) -> dict[str, Path]:
-    """Key of the files -> folder of the tokenized samples, which whoever comes first makes."""
+    """Key of the files -> folder of the tokenized samples, which the first process that asks for it makes."""
     return {
         key: prepare_file(config, key, tokenizer, log)
         for key in ("train_file", "eval_file")
@@ -56,10 +54,9 @@ def tokenize(
 def prepare_file(
     config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None
 ) -> Path:
-    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; made by whoever comes first.
+    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; the first to ask makes it.
 
-    log: None on a rank that keeps quiet.
-    Raises UserError for whatever is wrong with the files or a record.
+    log: None on a rank that prints nothing. Raises UserError for whatever is wrong with the files or a record.
     """
     data = config.data
     plan = build_row_plan(config, key)
@@ -68,9 +65,9 @@ def prepare_file(
         encoder=build_encoder(data),
         tokenizer=tokenizer,
         max_seq_length=None if plan.packing is Packing.CONCATENATE else config.max_seq_length,
-        length_policy=LengthPolicy(data.length_policy.value),
-        on_bad_record=OnBadRecord(data.on_bad_record.value),
-        samples_per_record=plan.group_size,
+        length_policy=data.length_policy,
+        on_bad_record=data.on_bad_record,
+        samples_per_record=find_kind(data.name).samples_per_record,
     )
     path = prepare_dataset(
         files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log
@@ -80,7 +77,10 @@ def prepare_file(
 
 
 def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
-    """What decides the samples of a row of `train_file`, tokenized in `path`: by the tokens themselves, so a file may move or be copied."""
+    """What decides the samples of a row of `train_file`: name -> value. The tokens, so a file may move or be copied.
+
+    path: its tokenized folder.
+    """
     plan = build_row_plan(config, "train_file")
     described = {
         "packing": "none" if plan.packing is Packing.NONE else f"{plan.packing} in rows of {plan.max_seq_length}",
@@ -94,29 +94,26 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
     }
 
 
-_ENCODERS: dict[DataKind, type[SFTEncoder | ChatEncoder | PretrainEncoder | PreferenceEncoder]] = {
-    DataKind.sft: SFTEncoder,
-    DataKind.chat: ChatEncoder,
-    DataKind.pretrain: PretrainEncoder,
-    DataKind.preference: PreferenceEncoder,
-}  # their fields are keys of `data`
-
-
 def build_encoder(data: DataConfig) -> Encoder:
-    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or one's own. Raises UserError for no encoder."""
+    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or the user's.
+
+    Raises UserError for what is not an encoder.
+    """
     if data.encoder is not None:
         return build_user_encoder(data)
-    encoder = _ENCODERS[data.name]
+    encoder: Any = find_kind(data.name).encoder
     return encoder(**{field.name: getattr(data, field.name) for field in fields(encoder)})
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
     """How the samples of `train_file` or `eval_file` become rows."""
     data = config.data
-    packing = Packing.BEST_FIT if data.packing else Packing.NONE
-    if data.name is DataKind.pretrain:
-        packing = Packing.CONCATENATE
-    return RowPlan(config.max_seq_length, packing, _parse_files(config, key).mixture, rows_per_sample(config))
+    return RowPlan(
+        max_seq_length=config.max_seq_length,
+        packing=find_kind(data.name).choose_packing(data.packing),
+        mixture=_parse_files(config, key).mixture,
+        group_size=get_objective(config).rows_per_sample,
+    )
 
 
 def list_entries(config: RunConfig, key: str) -> list[str]:
@@ -125,4 +122,4 @@ def list_entries(config: RunConfig, key: str) -> list[str]:
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:
-    return parse_files(getattr(config, key), key, MixtureUnit(config.data.mixture_by.value))
+    return parse_files(getattr(config, key), key, config.data.mixture_by)

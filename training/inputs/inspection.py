@@ -19,7 +19,7 @@ ROWS_SHOWN = 3
 def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
     """For `train_file` and `eval_file`: counts, a histogram in `output_dir`, and a few rows with their masks."""
     in_colour = sys.stdout.isatty()
-    print("trained parts are green, masked ones faint" if in_colour else "trained parts stand in [[double brackets]]")
+    print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     for key, path in datasets.items():
         plan = build_row_plan(config, key)
         rows = Rows(path, plan, True, True)

@@ -1,4 +1,4 @@
-"""The loaders of this rank's stage, from a run's config: `data/loader.py` in the words of `training/`."""
+"""The loaders of this rank's stage, from the config of a run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
 from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import EvalSize, StepBudget
+from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 
 
@@ -26,6 +27,7 @@ def build_options(
     config: RunConfig,
     layout: Layout,
     module: StageModule,
+    *,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     key: str = "train_file",
@@ -38,8 +40,9 @@ def build_options(
         dp_size=layout.dp_size,
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        pad_to=loaders.PadTo(config.data.pad_to.value),
+        pad_to=config.data.pad_to,
         row_plan=build_row_plan(config, key),
+        mean_over=get_objective(config).mean_over,
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",
@@ -47,31 +50,52 @@ def build_options(
 
 
 def build_loaders(
-    config: RunConfig, layout: Layout, datasets: dict[str, Path], horizon: StepBudget, module: StageModule,
-    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
-) -> tuple[Any, Any]:  # fmt: skip
+    config: RunConfig,
+    layout: Layout,
+    module: StageModule,
+    *,
+    datasets: Mapping[str, Path],
+    budget: StepBudget,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    reference: Mapping[str, Path] = MappingProxyType({}),
+) -> tuple[Any, Any]:
     """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    reference: key of the files -> the reference's log-probabilities of their preferences.
+    datasets: key of the files -> tokenized folder. reference: key of the files -> the reference's log-probabilities.
     """
-    options = build_options(config, layout, module, tokenizer, ranks)
+    options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks)
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
-    order = GlobalOrder(horizon.num_samples, layout.global_batch_size, config.seed)
+    order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
     train_loader = loaders.build_train_loader(
         datasets["train_file"], options, order, layout.gradient_accumulation_steps
     )
-    if horizon.evaluation is None:
+    if budget.evaluation is None:
         return train_loader, None
     return train_loader, build_eval_loader(
-        config, layout, datasets, horizon.evaluation, module, tokenizer, ranks, reference
+        config,
+        layout,
+        module,
+        datasets=datasets,
+        size=budget.evaluation,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        reference=reference,
     )
 
 
 def build_eval_loader(
-    config: RunConfig, layout: Layout, datasets: dict[str, Path], size: EvalSize, module: StageModule,
-    tokenizer: PreTrainedTokenizerBase, ranks: Ranks, reference: Mapping[str, Path] = MappingProxyType({}),
-) -> Any:  # fmt: skip
+    config: RunConfig,
+    layout: Layout,
+    module: StageModule,
+    *,
+    datasets: Mapping[str, Path],
+    size: EvalSize,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    reference: Mapping[str, Path] = MappingProxyType({}),
+) -> Any:
     """The evaluation loader alone; see `build_loaders`."""
-    options = build_options(config, layout, module, tokenizer, ranks, "eval_file")
+    options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks, key="eval_file")
     options = dataclasses.replace(options, reference_file=reference.get("eval_file"))
     return loaders.build_eval_loader(datasets["eval_file"], options, size.rows)

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import console
+from data.options import MeanOver
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import load_summary
@@ -13,69 +14,94 @@ from errors import UserError
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, read_state
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.inputs.datasets import build_row_plan, describe_data
-from training.objectives.dpo import describe_loss
+from training.objectives.registry import describe_objective, get_objective
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSize:
-    """Of `eval_file`."""
+    """Of `eval_file`. rows: as `micro_batch_size` counts them. terms: what eval_loss is a mean over."""
 
     rows: int
     targets: int
-    terms: int  # what eval_loss is a mean over: target tokens, or pairs
+    terms: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBudget:
-    """Rank 0 computes it from the data; the others are told."""
+    """Rank 0 computes it from the data; the others receive it.
+
+    total_steps: the length of the learning rate's schedule. last_step: where this run ends, which `stop_after_steps`
+        may bring forward.
+    """
 
     num_samples: int
-    total_steps: int  # the schedule's length
-    last_step: int  # where this run ends: total_steps, or earlier with stop_after_steps
+    total_steps: int
+    last_step: int
     evaluation: EvalSize | None = None
 
 
 def compute_step_budget(
     config: RunConfig, layout: Layout, datasets: dict[str, Path], resume_from: Path | None
 ) -> tuple[StepBudget, TrainerState]:
+    """The budget, and the state that the run starts from. datasets: key of the files -> tokenized folder.
+
+    Raises UserError for a checkpoint of a run that meant something else, and where no step is left.
+    """
     num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
-    unit = "packed rows" if config.data.packing else "pairs" if get_task(config) is Task.dpo else "samples"
+    unit = "packed rows" if config.data.packing else get_objective(config).unit
     steps_per_epoch = GlobalOrder(num_samples, layout.global_batch_size, config.seed, unit).steps_per_epoch
     total_steps = config.max_steps or max(1, round(config.num_train_epochs * steps_per_epoch))
     start = TrainerState(
-        0, 0, layout.num_stages, layout.dp_size, layout.global_batch_size, layout.micro_batch_size, num_samples, total_steps, config.seed,
-        config.precision.value, config.optimizer.name.value,
-        describe_data(config, datasets["train_file"]) | describe_loss(config),
-    )  # fmt: skip
-    if resume_from is not None:
-        saved = read_state(resume_from)
-        for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
-            console.say(f"resume: {difference}")
-        start = dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
-    last_step = (
-        total_steps if config.stop_after_steps is None else min(total_steps, start.step + config.stop_after_steps)
+        step=0,
+        num_tokens=0,
+        num_stages=layout.num_stages,
+        dp_size=layout.dp_size,
+        global_batch_size=layout.global_batch_size,
+        micro_batch_size=layout.micro_batch_size,
+        num_samples=num_samples,
+        total_steps=total_steps,
+        seed=config.seed,
+        precision=config.precision.value,
+        optimizer=config.optimizer.name.value,
+        data=describe_data(config, datasets["train_file"]) | describe_objective(config),
     )
-    unfinished = not RunFolder(
-        config.output_dir
-    ).export.exists()  # the run died between its last save and the end of the export
+    if resume_from is not None:
+        start = _resume(start, resume_from, config)
+    last_step = total_steps
+    if config.stop_after_steps is not None:
+        last_step = min(total_steps, start.step + config.stop_after_steps)
+    _check_steps_left(config, start, last_step, resume_from)
+    evaluation = measure_evaluation(config, datasets["eval_file"]) if "eval_file" in datasets else None
+    return StepBudget(num_samples, total_steps, last_step, evaluation), start
+
+
+def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> TrainerState:
+    """`start`, at the step of the checkpoint."""
+    saved = read_state(resume_from)
+    for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
+        console.say(f"resume: {difference}")
+    return dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
+
+
+def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, resume_from: Path | None) -> None:
+    # A run that died between its last save and the end of its export has only that left to do.
+    unfinished = not RunFolder(config.output_dir).export.exists()
     if start.step > last_step or (start.step == last_step and not unfinished):
         raise UserError(
-            f"resume: {resume_from} stands at step {start.step} of {total_steps}, there is nothing left; raise max_steps"
+            f"resume: {resume_from} is at step {start.step} of {start.total_steps}, there is nothing left; "
+            "raise max_steps"
         )
-    if config.profile_step is not None and config.profile_step > total_steps:
+    if config.profile_step is not None and config.profile_step > start.total_steps:
         raise UserError(
-            f"profile_step={config.profile_step}: the run has {total_steps} steps; give one of them, or null"
+            f"profile_step={config.profile_step}: the run has {start.total_steps} steps; give one of them, or null"
         )
-    horizon = StepBudget(num_samples, total_steps, last_step)
-    if "eval_file" in datasets:
-        horizon = dataclasses.replace(horizon, evaluation=measure_evaluation(config, datasets["eval_file"]))
-    return horizon, start
 
 
 def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
     """path: of the tokenized `eval_file`."""
     rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
-    return EvalSize(rows, targets, terms=rows if get_task(config) is Task.dpo else targets)
+    by_samples = get_objective(config).mean_over is MeanOver.samples
+    return EvalSize(rows, targets, terms=rows if by_samples else targets)

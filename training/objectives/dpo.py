@@ -1,46 +1,73 @@
-"""Preference optimization in a run: its loss, and the rewards that it reports."""
+"""Direct preference optimization (2305.18290): pairs of answers, against what the model thought of them before."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from models.losses.dpo import METRICS, DPOLoss, LossType
+from data.options import MeanOver
+from errors import UserError
+from models.losses.cross_entropy import Loss
+from models.losses.dpo import METRICS, DPOLoss
 from models.parallel.shard import TensorParallel
-from training.config.schema import RunConfig, Task, get_task
+from training.config.schema import RunConfig
+from training.objectives.objective import Metrics, Objective
 
 
-def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> DPOLoss | None:
-    """None for another task."""
-    if get_task(config) is not Task.dpo:
-        return None
-    return DPOLoss(
-        model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value), parallel
-    )
+class DPO(Objective):
+    """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
 
+    name = "dpo"
+    unit = "pairs"
+    rows_per_sample = 2
+    mean_over = MeanOver.samples
+    needs_reference = True
+    remakes_logits = True
 
-def describe_loss(config: RunConfig) -> dict[str, str]:
-    """What a run must keep to go on with the same loss; nothing for another task."""
-    if get_task(config) is not Task.dpo:
-        return {}
-    dpo = config.dpo
-    return {
-        "dpo.beta": f"{dpo.beta:g}",
-        "dpo.label_smoothing": f"{dpo.label_smoothing:g}",
-        "dpo.loss_type": dpo.loss_type.value,
-    }
+    def check(self, config: RunConfig) -> None:
+        dpo = config.dpo
+        if not 0 < dpo.beta < math.inf:
+            raise UserError(f"dpo.beta={dpo.beta}: more than 0")
+        if not 0 <= dpo.label_smoothing < 0.5:
+            raise UserError(
+                f"dpo.label_smoothing={dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left"
+            )
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        dpo = config.dpo
+        return {
+            "dpo.beta": f"{dpo.beta:g}",
+            "dpo.label_smoothing": f"{dpo.label_smoothing:g}",
+            "dpo.loss_type": dpo.loss_type.value,
+        }
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+        dpo = config.dpo
+        return DPOLoss(
+            model_config,
+            dpo.beta,
+            label_smoothing=dpo.label_smoothing,
+            loss_type=dpo.loss_type,
+            parallel=parallel,
+        )
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
+        assert isinstance(loss, DPOLoss)
+        return Rewards(loss, device)
 
 
 class Rewards:
-    """Means over pairs, of whole global batches: every rank that holds the loss adds its own, and all ranks are told."""
+    """Means over the pairs of whole global batches: ranks that hold the loss add their own, every rank gets the sum."""
 
     def __init__(self, loss: DPOLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
         self._interval = self._zeros()
 
     def add_step(self, counts: bool) -> None:
-        """Takes the last step's pairs into the interval, or forgets them."""
+        """Takes the last step's pairs into the interval, or discards them."""
         totals = self._loss.take_totals()
         if counts and totals is not None:
             self._interval += totals

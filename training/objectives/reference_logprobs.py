@@ -1,15 +1,17 @@
-"""The reference model of preference optimization: what it thinks of each answer, computed once by the pipeline itself, before training.
+"""The reference model of preference optimization: the log-probability that it gives each answer, computed once by the
+pipeline itself, before training.
 
-The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run with its adapter
-switched off. A run that goes on from a checkpoint finds the file of the run that began; where that is gone, or was computed by other
-weights, it takes the reference's weights for as long as it computes, and then its own again. So no rank ever holds two models.
+The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run
+with its adapter switched off. A run that resumes finds the file of the run that it continues; where that is missing, or
+was computed by other weights, it loads the reference's weights to compute it, and then its own again. So no rank ever
+holds two models.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +35,8 @@ from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
 from training.pipeline.module import StageModule
 
-_VERSION = 1  # raise it when the same model begins to give other log-probabilities
-_CHUNK = 16  # micro-batches a stage: enough that filling and draining the pipeline does not count
+_VERSION = 1  # raise it when the same model starts to give other log-probabilities
+_CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline does not count
 
 
 def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
@@ -48,14 +50,16 @@ def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
 def prepare_reference(
     engine: Engine,
     config: RunConfig,
-    datasets: dict[str, Path],
+    datasets: Mapping[str, Path],
+    *,
     options: LoaderOptions,
     reference: WeightSource,
     own: WeightSource,
     ranks: Ranks,
 ) -> dict[str, Path]:
-    """Key of the files -> the reference's log-probabilities, there on every rank that holds the loss. All ranks call it.
+    """Key of the files -> the file of the reference's log-probabilities, which every rank that holds the loss can read.
 
+    All ranks call it. datasets: key of the files -> tokenized folder.
     options: of the training loader. own: where the module's weights come from, which may be the reference too.
     Raises UserError where one of them is not finite.
     """
@@ -67,17 +71,15 @@ def prepare_reference(
         found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
         missing += torch.tensor(found, device=engine.device).logical_not()
     dist.all_reduce(missing)
-    to_compute = {
-        files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing
-    }  # both keys may name the same data
+    # By file: both keys may name the same data.
+    to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}
     if not to_compute:
         ranks.say(f"reference log-probabilities: found beside the tokens ({model_id})")
         return files
     with _as_reference(module, reference, own):
         for file, key in to_compute.items():
-            log_probabilities = _score(
-                engine, datasets[key], options, reference, f"reference log-probabilities of {key}", ranks
-            )
+            what = f"reference log-probabilities of {key}"
+            log_probabilities = _score(engine, datasets[key], options, reference, what=what, ranks=ranks)
             if module.has_loss:
                 save_reference(file, log_probabilities, ranks.rank)
     dist.barrier()
@@ -86,7 +88,7 @@ def prepare_reference(
 
 @contextmanager
 def _as_reference(module: StageModule, reference: WeightSource, own: WeightSource) -> Iterator[None]:
-    """The stage computes as that of the reference model."""
+    """The stage computes as the reference model does."""
     if module.adapter is not None:
         with adapter_off(module):
             yield
@@ -99,7 +101,7 @@ def _as_reference(module: StageModule, reference: WeightSource, own: WeightSourc
 
 
 def _score(
-    engine: Engine, path: Path, options: LoaderOptions, reference: WeightSource, what: str, ranks: Ranks
+    engine: Engine, path: Path, options: LoaderOptions, reference: WeightSource, *, what: str, ranks: Ranks
 ) -> np.ndarray:
     """The log-probability of each sample's targets, float64 [N], on every rank."""
     per_sample = replace(
@@ -131,6 +133,7 @@ def _check_finite(log_probabilities: torch.Tensor, what: str) -> None:
         pair, answer = divmod(int(wrong[0]), 2)
         named = ("chosen", "rejected")[answer]
         error = UserError(
-            f"{what}: that of the {named} answer of pair {pair} (counted from 0) is {log_probabilities[wrong[0]].item()}; look at the weights"
+            f"{what}: that of the {named} answer of pair {pair} (counted from 0) is "
+            f"{log_probabilities[wrong[0]].item()}; look at the weights"
         )
     raise_together(error)

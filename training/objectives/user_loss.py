@@ -1,23 +1,30 @@
-"""The loss of a run's last stage: that of its task, or the user's own (`loss: {_target_: ...}`, docs/add_your_data.md)."""
+"""The loss of a run's last stage: its objective's, or the user's own (`loss: {_target_: ...}`,
+docs/add_your_data.md)."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig
 
 from data.components import build_checked_component
+from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import ALONE, TensorParallel
 from training.config.schema import RunConfig
-from training.objectives.dpo import build_dpo_loss
+from training.objectives.registry import get_objective
 
 
 def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss | None:
-    """The loss of the run's last stage: one's own, or that of its task; None for the model's own cross entropy. parallel: who shares the head.
+    """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the
+    head.
 
-    Raises UserError for what is no loss.
+    Raises UserError for a user's loss beside one that the objective has, and for what is not a loss.
     """
+    objective = get_objective(config)
+    loss = objective.build_loss(config, model_config, parallel)
     if config.loss is None:
-        return build_dpo_loss(config, model_config, parallel)
+        return loss
+    if loss is not None:
+        raise UserError(f"loss and task={objective.name}: each is a loss; give one of them")
     return build_checked_component(
         config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)"
     )

@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 
 from models.layer import Layer
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig, Task, get_task, rows_per_sample
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
+from training.objectives.registry import get_objective
 from training.pipeline.activation_checkpoint import build_activation_checkpointing
 from training.pipeline.partition import Fits, list_chunks
 from training.pipeline.schedule import Schedule, build_schedule
@@ -146,7 +147,7 @@ def count_costs(
 ) -> list[LayerCost]:
     """What `compute_plan` takes. layers: as `shard_layers` makes them for the layout. Moves what the layers share to the meta device."""
     return count_layers(
-        layers, architecture, layout.micro_batch_size * rows_per_sample(config), config.max_seq_length, DTYPES[config.precision],
+        layers, architecture, layout.micro_batch_size * get_objective(config).rows_per_sample, config.max_seq_length, DTYPES[config.precision],
         build_adapter(config, layers), config.freeze, layout.tensor_parallel_size,
     )  # fmt: skip
 
@@ -160,7 +161,7 @@ def compute_plan(
     hardware: Machine,
 ) -> Plan:
     """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
-    tokens_per_sample = rows_per_sample(config) * config.max_seq_length
+    tokens_per_sample = get_objective(config).rows_per_sample * config.max_seq_length
     tokens = layout.micro_batch_size * tokens_per_sample
     chunks = [_plan_chunk(costs, start, stop, layout, tokens, config, hardware) for start, stop in pairwise(bounds)]
     held = [
@@ -224,7 +225,7 @@ def _plan_chunk(
         [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
     )
     again = [i for group in groups for i in range(group.start, min(group.stop, in_loss))]
-    again += range(in_loss, len(layers)) if get_task(config) is Task.dpo else []
+    again += range(in_loss, len(layers)) if get_objective(config).remakes_logits else []
     backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layers[i].forward_flops for i in again)
     timed = [layer.pass_seconds for layer in layers if layer.pass_seconds is not None]
     if len(timed) == len(layers):
@@ -261,7 +262,7 @@ def _compute_stage_memory(
         _distinct(chunks, "num_parameters"), _distinct(chunks, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device, largest=max(layer.largest_trainable for layers in chunks for layer in layers),
     )  # fmt: skip
-    tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length
+    tokens = layout.micro_batch_size * get_objective(config).rows_per_sample * config.max_seq_length
     return compute_memory(
         chunks, stage_id, build_schedule(layout), build_activation_checkpointing(config), tokens,
         -(-vocab_size // layout.tensor_parallel_size), state, config.precision,

@@ -10,8 +10,9 @@ from transformers import PretrainedConfig
 
 from models.architecture import build_layers
 from models.parallel.tensor_parallel import shard_layers
-from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware, rows_per_sample
+from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware
 from training.distributed.topology import Layout
+from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine, complete_hardware
@@ -78,7 +79,7 @@ def predict(
         peak_memory=[stage.memory.peak + host for stage, host in zip(plan.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs,
-        rows_per_step=layout.global_batch_size * rows_per_sample(config),
+        rows_per_step=layout.global_batch_size * get_objective(config).rows_per_sample,
         hardware=assumed,
     )
 

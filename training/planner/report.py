@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from training.config.schema import CheckpointMode, Offload, RunConfig, rows_per_sample
+from training.config.schema import CheckpointMode, Offload, RunConfig
+from training.objectives.registry import get_objective
 from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
 
@@ -22,7 +23,7 @@ def render_plan(
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
-            f"{rows_per_sample(config) * config.max_seq_length} tokens a sample",
+            f"{get_objective(config).rows_per_sample * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, {config.precision.value}, "
             f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
             f"({config.activation_checkpoint_mode.value})",

@@ -20,6 +20,7 @@ from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.validate import check_config, check_model_fields
 from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import build_layout
+from training.objectives.registry import check_objective
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
@@ -43,6 +44,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises UserError."""
     check_config(config, has_accelerator=True)
     find_schedule(config.schedule)
+    check_objective(config)
     world_size = check_world_size(config)
     architecture = load_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from data.encoders.length import LengthCounts, LengthPolicy, fit_sample
+from data.encoders.length import LengthCounts, fit_sample
 from data.encoders.sample import Sample
+from data.options import LengthPolicy
 from errors import UserError
 
 TRUNCATE, DROP, SPLIT = LengthPolicy

@@ -18,7 +18,8 @@ from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sample import Encoder
 from data.encoders.sft import SFTEncoder
 from data.loader import LoaderOptions, build_eval_loader
-from data.storage.rows import Packing, RowPlan, count_rows, prepare_rows
+from data.options import Packing
+from data.storage.rows import RowPlan, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 

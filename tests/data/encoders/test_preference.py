@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from test_sft import read_runs
 
-from data.encoders.encoding import Encoding, OnBadRecord
-from data.encoders.length import LengthPolicy
+from data.encoders.encoding import Encoding
 from data.encoders.preference import PreferenceEncoder
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.options import LengthPolicy, MeanOver, OnBadRecord
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture
 from data.storage.reference import is_whole, reference_path, save_reference
@@ -139,11 +139,11 @@ def pairs(tmp_path: Path, tokenizer) -> Path:
 
 def test_both_answers_are_kept_or_none(tmp_path: Path, tokenizer) -> None:
     long = {**RECORD, "rejected": "spider " * 40}
-    path = tokenize(tmp_path, tokenizer, [RECORD, long, RECORD], max_seq_length=40, length_policy=LengthPolicy.DROP)
+    path = tokenize(tmp_path, tokenizer, [RECORD, long, RECORD], max_seq_length=40, length_policy=LengthPolicy.drop)
     rows = Rows(path, RowPlan(40, group_size=2), True, True)
     assert count_rows(path, RowPlan(40, group_size=2)) == 2 and len(rows) == 4
     assert [tokenizer.decode(rows.input_ids(row)[-2:]).endswith("</s>") for row in range(4)] == [True] * 4
-    path = tokenize(tmp_path, tokenizer, [RECORD, long], max_seq_length=40, length_policy=LengthPolicy.TRUNCATE)
+    path = tokenize(tmp_path, tokenizer, [RECORD, long], max_seq_length=40, length_policy=LengthPolicy.truncate)
     assert Rows(path, RowPlan(40, group_size=2), True, True).lengths[3] == 40
 
 
@@ -153,7 +153,7 @@ def test_answers_that_part_too_late(tmp_path: Path, tokenizer) -> None:
         UserError, match="pairs.jsonl:2: the two answers are the same up to max_seq_length=40 tokens; raise it"
     ):
         tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40)
-    path = tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40, on_bad_record=OnBadRecord.SKIP)
+    path = tokenize(tmp_path, tokenizer, [RECORD, late], max_seq_length=40, on_bad_record=OnBadRecord.skip)
     assert count_rows(path, RowPlan(40, group_size=2)) == 1
 
 
@@ -184,7 +184,7 @@ def build_options(
 ) -> LoaderOptions:
     return LoaderOptions(
         reads_inputs=True, reads_labels=True, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, row_plan=plan, pad_token_id=0,
-        reference_file=reference_of(path), **options,
+        mean_over=MeanOver.samples, reference_file=reference_of(path), **options,
     )  # fmt: skip
 
 

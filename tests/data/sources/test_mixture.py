@@ -8,8 +8,9 @@ import pytest
 
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
-from data.sources.mixture import Mixture, MixtureUnit, ShareKind
-from data.storage.rows import Packing, RowPlan, Rows, count_rows, prepare_rows
+from data.options import MixtureUnit, Packing
+from data.sources.mixture import Mixture, ShareKind
+from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
@@ -27,7 +28,7 @@ def shares_of(sample_ids: np.ndarray, amounts: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("unit", MixtureUnit)
 def test_weights_are_shares_and_every_sample_is_seen(unit: MixtureUnit, weights: tuple[float, ...]) -> None:
     chosen = Mixture(weights, ShareKind.WEIGHT, unit).choose_samples(SOURCES, LENGTHS)
-    amounts = LENGTHS if unit is MixtureUnit.TOKENS else np.ones_like(LENGTHS)
+    amounts = LENGTHS if unit is MixtureUnit.tokens else np.ones_like(LENGTHS)
     assert shares_of(chosen, amounts) == pytest.approx(np.array(weights) / sum(weights), abs=0.004)
     times = np.bincount(chosen, minlength=len(SOURCES))
     for source in range(3):

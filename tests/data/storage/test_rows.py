@@ -10,9 +10,10 @@ import pytest
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.options import Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
-from data.storage.rows import Packing, RowPlan, Rows, compute_fill, count_rows, prepare_rows
+from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

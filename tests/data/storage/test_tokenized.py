@@ -21,9 +21,9 @@ import pytest
 from pyarrow import parquet
 from support.tiny import save_tokenizer
 
-from data.encoders.encoding import Encoding, OnBadRecord
-from data.encoders.length import LengthPolicy
+from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
+from data.options import LengthPolicy, OnBadRecord
 from data.storage.disk import estimate_size
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
@@ -234,7 +234,7 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
     bad = [b'{"prompt": "a"}', b'{"prompt": "a"', b'{"prompt": "\xff"}', b"[]"]
     good = train_file.read_bytes().splitlines()
     train_file.write_bytes(b"\n".join([good[0], *bad, *good[1:]]))
-    path, lines = prepare(on_bad_record=OnBadRecord.SKIP, num_proc=num_proc)
+    path, lines = prepare(on_bad_record=OnBadRecord.skip, num_proc=num_proc)
     assert len(TokenizedDataset(path, True, True)) == 12
     line = lines[1]
     assert line.startswith("train_file: 12 samples, ") and "; 4 of 16 records skipped as bad, such as " in line
@@ -246,18 +246,18 @@ def test_bad_records_are_skipped_and_counted(prepare, train_file: Path, num_proc
 def test_nothing_left_of_the_records(prepare, train_file: Path) -> None:
     train_file.write_text('{"prompt": "a"}\n' * 3)
     with pytest.raises(UserError) as caught:
-        prepare(on_bad_record=OnBadRecord.SKIP)
+        prepare(on_bad_record=OnBadRecord.skip)
     expected = "train_file: none of its 3 records is left: 3 skipped as bad, 0 dropped as too long; the first: "
     assert str(caught.value).startswith(f"{expected}{train_file}:1: no field 'completion'")
     assert list_cache(train_file) == []
     train_file.write_text(json.dumps({"prompt": "legs " * 99, "completion": "b"}))
     with pytest.raises(UserError, match="0 skipped as bad, 1 dropped as too long; mend the data, data.length_policy"):
-        prepare(length_policy=LengthPolicy.DROP)
+        prepare(length_policy=LengthPolicy.drop)
 
 
 def test_lengths_are_fitted_as_the_policy_says(prepare) -> None:
-    dropped, lines = prepare(length_policy=LengthPolicy.DROP, max_seq_length=15)
-    split, more = prepare(length_policy=LengthPolicy.SPLIT, max_seq_length=15)
+    dropped, lines = prepare(length_policy=LengthPolicy.drop, max_seq_length=15)
+    split, more = prepare(length_policy=LengthPolicy.split, max_seq_length=15)
     whole, rest = prepare(max_seq_length=None)
     count = [len(TokenizedDataset(path, False, False)) for path in (dropped, whole, split)]
     assert 0 < count[0] < count[1] == 12 < count[2]

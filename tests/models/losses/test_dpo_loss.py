@@ -11,7 +11,8 @@ from transformers import Gemma2Config, LlamaConfig
 
 import models.losses.cross_entropy
 from benchmarks.allocation import AllocationPeak
-from models.losses.dpo import METRICS, DPOLoss, LossType, RowScore
+from models.losses.dpo import METRICS, DPOLoss, RowScore
+from models.losses.options import DPOLossType
 
 R, T, D, V = 6, 12, 16, 40  # rows: three pairs; sequence, hidden, vocabulary
 BETA = 0.7
@@ -65,7 +66,7 @@ def test_loss_gradient_and_rewards(
         ).sum() / 2
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight))
 
-    loss_function = DPOLoss(config, BETA, smoothing, LossType(loss_type))
+    loss_function = DPOLoss(config, BETA, label_smoothing=smoothing, loss_type=DPOLossType(loss_type))
     loss = loss_function((hidden_states, weight), (labels, reference, torch.tensor(2.0)))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
@@ -85,8 +86,8 @@ def test_loss_gradient_and_rewards(
         hidden_states, weight, labels, getattr(config, "final_logit_softcapping", None)), rtol=1e-12, atol=0)  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_type", LossType)
-def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ...], loss_type: LossType) -> None:
+@pytest.mark.parametrize("loss_type", DPOLossType)
+def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ...], loss_type: DPOLossType) -> None:
     hidden_states, weight, labels, reference = batch
     expected = DPOLoss(CONFIG, BETA, loss_type=loss_type)
     loss = expected((hidden_states[:4], weight), (labels[:4], reference[:4], torch.tensor(1.0)))

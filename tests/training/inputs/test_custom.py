@@ -20,7 +20,7 @@ from support.workers import WorkerGroup
 from torch.nn import functional as F
 
 from data.collator import Checked, PadRight
-from data.sources.mixture import MixtureUnit
+from data.options import MixtureUnit
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from training.config.sources import parse_files
@@ -47,14 +47,17 @@ def test_own_records_and_encoder(
     assert len(overrides) == 5
     config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
     inspect_data(config, Ranks(0, 1, 0, 1))
-    told = capsys.readouterr().out
-    assert "Question: Legs of a spider? A:[[ eight</s>]]" in told and "Question: Legs of a bee? A:[[ six</s>]]" in told
-    assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in told
+    printed = capsys.readouterr().out
+    assert (
+        "Question: Legs of a spider? A:[[ eight</s>]]" in printed
+        and "Question: Legs of a bee? A:[[ six</s>]]" in printed
+    )
+    assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in printed
 
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
 def test_mixtures_are_read(override: str) -> None:
-    files = parse_files(build_config(override).train_file, "train_file", MixtureUnit.SAMPLES)
+    files = parse_files(build_config(override).train_file, "train_file", MixtureUnit.samples)
     assert len(files.entries) == 2 and files.mixture is not None and files.mixture.shares in ((3, 1), (2, 0.5))
 
 
@@ -69,7 +72,8 @@ def train_there(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def test_own_collator_and_loss(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
-    """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens hidden."""
+    """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens
+    hidden."""
     (tmp_path / "my_losses.py").write_text(blocks("python")[1])
     (tmp_path / "data.jsonl").write_text(save_records(tmp_path / "records.jsonl", 8).read_text())
     overrides = [argument for argument in shlex.split(blocks("bash")[2]) if "_target_" in argument]
@@ -118,11 +122,12 @@ class Careless(PadRight):
         ("dtype", "data.collator my.Careless: labels must be a tensor torch.int64 [2, 4], not torch.float32 [2, 4]"),
         (
             "targets",
-            "data.collator my.Careless: 0 targets in a micro-batch that had 2; which tokens carry loss is for the encoder to say",
+            "data.collator my.Careless: 0 targets in a micro-batch that had 2; "
+            "which tokens carry loss is for the encoder to say",
         ),
     ],
 )
-def test_a_careless_collator_is_told(what: str, message: str) -> None:
+def test_a_careless_collator_is_refused(what: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         Checked(Careless(what), "data.collator my.Careless").collate_labels(
             [np.array([-100, 5, 6]), np.array([7])], (2, 4)

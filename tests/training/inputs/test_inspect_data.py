@@ -1,4 +1,5 @@
-"""`inspect_data=true`: one process, whatever the layout; no process group, no engine, nothing but the picture in output_dir."""
+"""`inspect_data=true`: one process, whatever the layout; no process group, no engine, nothing but the picture in
+output_dir."""
 
 from __future__ import annotations
 
@@ -20,14 +21,22 @@ def config(tmp_path: Path):
     records = save_records(tmp_path / "train.jsonl", 20)
     # A layout that one process cannot have, and a precision that this machine cannot have.
     return build_config(
-        f"model_name_or_path={tmp_path}/model", f"train_file={records}", f"eval_file={records}", f"output_dir={tmp_path}/out",
-        f"data.cache_dir={tmp_path}/cache", "max_seq_length=256", "num_stages=8", "precision=fp16", "data.packing=true", "inspect_data=true",
-    )  # fmt: skip
+        f"model_name_or_path={tmp_path}/model",
+        f"train_file={records}",
+        f"eval_file={records}",
+        f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache",
+        "max_seq_length=256",
+        "num_stages=8",
+        "precision=fp16",
+        "data.packing=true",
+        "inspect_data=true",
+    )
 
 
-def test_it_tells_what_the_model_will_see(config, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     inspect_data(config, Ranks(0, 1, 0, 1))
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in (
         "=== train_file ===",
         "=== eval_file ===",
@@ -37,7 +46,7 @@ def test_it_tells_what_the_model_will_see(config, tmp_path: Path, capsys: pytest
         "\n--- row 0: ",
         "</s>]]",
     ):
-        assert part in told, part
+        assert part in printed, part
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "lengths_eval_file.png",
         "lengths_train_file.png",
@@ -54,11 +63,16 @@ def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture
     save_llama(tmp_path / "model", num_hidden_layers=1)
     save_tokenizer(tmp_path / "model")
     config = build_config(
-        f"model_name_or_path={tmp_path}/model", f"train_file={save_pairs(tmp_path / 'pairs.jsonl', 9)}", f"output_dir={tmp_path}/out",
-        f"data.cache_dir={tmp_path}/cache", "max_seq_length=256", "data=preference", "inspect_data=true",
-    )  # fmt: skip
+        f"model_name_or_path={tmp_path}/model",
+        f"train_file={save_pairs(tmp_path / 'pairs.jsonl', 9)}",
+        f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache",
+        "max_seq_length=256",
+        "data=preference",
+        "inspect_data=true",
+    )
     inspect_data(config, Ranks(0, 1, 0, 1))
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in (
         "18 samples, ",
         "in 9 pairs",
@@ -67,4 +81,4 @@ def test_preferences_come_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture
         "\n--- pair 8, rejected: ",
         "</s>]]",
     ):
-        assert part in told, part
+        assert part in printed, part

@@ -1,4 +1,5 @@
-"""Which samples each global batch holds, read off the batches that real ranks take in: the same at every layout, and after a resume at another."""
+"""Which samples each global batch holds, read off the batches that real ranks take in: the same at every layout, and
+after a resume at another."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from training.distributed.ranks import Ranks
 from training.inputs import datasets as preparation
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.step_budget import compute_step_budget
-from training.setup import check_run, load_resumed
+from training.setup import check_run
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
 NUM_SAMPLES, GLOBAL_BATCH, STEPS, STOP = (
@@ -85,7 +86,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., list
 
 
 def hash_global_batches(root: Path, ranks: list[tuple[int, Received]], dp_size: int) -> list[str]:
-    """Samples are known by their tokens. Micro-batches go round the replicas; inputs and labels must be of the same samples."""
+    """Samples are known by their tokens. Micro-batches go round the replicas; inputs and labels must be of the same
+    samples."""
     data = TokenizedDataset(next(path for path in (root / "cache").iterdir() if path.is_dir()), True, True)
     ids_of = ({tuple(read(i).tolist()): i for i in range(len(data))} for read in (data.input_ids, data.labels))
     inputs, labels = (find_ids(half, known, ranks, dp_size) for half, known in enumerate(ids_of))
@@ -133,7 +135,8 @@ def test_and_after_a_resume_in_the_middle_of_an_epoch_at_another_layout(
 def test_a_resume_on_other_data_names_what_changed(
     whole: list[str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes` it goes on."""
+    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes`
+    it continues."""
     step_dir = root / "pp1" / "checkpoints" / f"global_step{STEPS}"
 
     def resume(*overrides: str) -> int:
@@ -145,22 +148,23 @@ def test_a_resume_on_other_data_names_what_changed(
             *overrides,
         )
         config = Case(root / "model", root / "a.jsonl", root, steps=STEPS + 1, overrides=given).config()
-        plan = load_resumed(check_run(config, Ranks(0, 1, 0, 1)), step_dir, config)
-        return compute_step_budget(
-            config, plan.layout, tokenize(config, load_tokenizer(config, plan.source)), plan.resume_from
-        )[1].step
+        setup = check_run(config, Ranks(0, 1, 0, 1))
+        datasets = tokenize(config, load_tokenizer(config, setup.source))
+        return compute_step_budget(config, setup.layout, datasets, setup.resume_from)[1].step
 
     other = root / "other.jsonl"
     other.write_text((root / "b.jsonl").read_text().replace("or more", "or less"))
+    first, second = f"path: {root}/a.jsonl", f"path: {root}/b.jsonl"
     changes = {
-        f"train_file=[{{path: {root}/a.jsonl, weight: 3}}, {{path: {root}/b.jsonl, weight: 1}}]": "mixture was none, is weight 3, 1 by samples",
-        f"train_file=[{{path: {root}/a.jsonl, epochs: 2}}, {{path: {root}/b.jsonl, epochs: 1}}]": "mixture was none, is epochs 2, 1 by samples",
-        f"train_file=[{root}/a.jsonl,{other}]": "differs from the one that saved .*: the hash of the tokens of train_file entry 2 was [0-9a-f]+, is [0-9a-f]+. Give",
+        f"[{{{first}, weight: 3}}, {{{second}, weight: 1}}]": "mixture was none, is weight 3, 1 by samples",
+        f"[{{{first}, epochs: 2}}, {{{second}, epochs: 1}}]": "mixture was none, is epochs 2, 1 by samples",
+        f"[{root}/a.jsonl,{other}]": "differs from the one that saved .*: the hash of the tokens of train_file entry 2 "
+        r"was [0-9a-f]+, is [0-9a-f]+\. Give",
     }
-    for override, message in changes.items():
+    for files, message in changes.items():
         with pytest.raises(UserError, match=f"{message}.*resume_allow_changes=true"):
-            resume(override)
-        assert resume(override, "resume_allow_changes=true") == STEPS
+            resume(f"train_file={files}")
+        assert resume(f"train_file={files}", "resume_allow_changes=true") == STEPS
     other.write_text((root / "b.jsonl").read_text())
     same = f"train_file=[{root}/a.jsonl,{other}]"
     assert resume(same) == STEPS

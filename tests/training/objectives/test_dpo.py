@@ -1,4 +1,5 @@
-"""Preference optimization through real pipeline stages against the paper's formulas on the plain Hugging Face model in one process."""
+"""Preference optimization through real pipeline stages against the paper's formulas on the plain Hugging Face model in
+one process."""
 
 from __future__ import annotations
 
@@ -101,11 +102,13 @@ def compute_pair(
     reference: torch.nn.Module,
     dataset: TokenizedDataset,
     pair: int,
+    *,
     beta: float,
     smoothing: float,
     ipo: bool,
 ) -> tuple[torch.Tensor, float, float]:
-    """Loss and both rewards of one pair, by 2305.18290 (equation 7) and 2310.12036 (equation 17, of mean log-probabilities)."""
+    """Loss and both rewards of one pair, by 2305.18290 (equation 7) and 2310.12036 (equation 17, of mean
+    log-probabilities)."""
     ratios = []
     for sample in (2 * pair, 2 * pair + 1):
         log_p, length = compute_log_probability(policy, dataset, sample)
@@ -140,7 +143,13 @@ def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module
         ids, loss, rewards = order.sample_ids(step).tolist(), 0.0, []
         for pair in ids:
             of_pair, *both = compute_pair(
-                policy, reference, dataset, pair, config.dpo.beta, config.dpo.label_smoothing, IPO in case.overrides
+                policy,
+                reference,
+                dataset,
+                pair,
+                beta=config.dpo.beta,
+                smoothing=config.dpo.label_smoothing,
+                ipo=IPO in case.overrides,
             )
             (of_pair / len(ids)).backward()
             loss += of_pair.item() / len(ids)
@@ -179,10 +188,14 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in LAYOUTS
-            for tied, overrides in ((False, ()), (True, (SMOOTHED, CHECKPOINTED, "micro_batch_size=2")), (False, (IPO, CLIPPED, "data.pad_to=max_seq_length")))
+            for tied, overrides in (
+                (False, ()),
+                (True, (SMOOTHED, CHECKPOINTED, "micro_batch_size=2")),
+                (False, (IPO, CLIPPED, "data.pad_to=max_seq_length")),
+            )
         ),
     ],
-)  # fmt: skip
+)
 def test_five_sgd_steps_equal_the_paper(
     workers: Callable[[int], WorkerGroup],
     root: Path,
@@ -224,9 +237,16 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
     def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
         defaults = (
-            f"output_dir={tmp_path / name}", f"eval_file={root}/train.jsonl", "eval_on_start=true", "optimizer=adamw", "learning_rate=1e-3",
-            "max_grad_norm=1.0", "max_steps=6", "logging_steps=1", "micro_batch_size=2",
-        )  # fmt: skip
+            f"output_dir={tmp_path / name}",
+            f"eval_file={root}/train.jsonl",
+            "eval_on_start=true",
+            "optimizer=adamw",
+            "learning_rate=1e-3",
+            "max_grad_norm=1.0",
+            "max_steps=6",
+            "logging_steps=1",
+            "micro_batch_size=2",
+        )
         case = build_case(root, tmp_path, layout, *defaults, *overrides)
         workers(case.world_size).run(train_run, case)
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -240,7 +260,10 @@ def find_references(tmp_path: Path) -> list[Path]:
 
 def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset: TokenizedDataset) -> dict[str, float]:
     with torch.no_grad():
-        pairs = [compute_pair(policy, reference, dataset, pair, 0.3, 0, False) for pair in range(NUM_PAIRS)]
+        pairs = [
+            compute_pair(policy, reference, dataset, pair, beta=0.3, smoothing=0, ipo=False)
+            for pair in range(NUM_PAIRS)
+        ]
     means = summarize([both for _, *both in pairs])
     return {
         "eval_loss": np.mean([loss.item() for loss, *_ in pairs]),
@@ -258,8 +281,11 @@ def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset
         ),
     ],
 )
-def test_a_run_learns_and_goes_on_at_another_layout(run, root: Path, tmp_path: Path, saved: str, resumed: str) -> None:
-    """Also without the reference's log-probabilities, which are then computed again by the model that the run has started from."""
+def test_a_run_learns_and_continues_at_another_layout(
+    run, root: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    """Also without the reference's log-probabilities, which are then computed again by the model that the run has
+    started from."""
     whole = run("whole", saved)
     (file,) = find_references(tmp_path)
     reference, written = np.load(file), file.stat().st_mtime_ns
@@ -272,9 +298,9 @@ def test_a_run_learns_and_goes_on_at_another_layout(run, root: Path, tmp_path: P
     steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (ended, whole)]
     assert [record["step"] for record in steps[0]] == [4, 5, 6]
     for found, expected in zip(*steps, strict=True):
-        assert {name: found[name] for name in ("loss", "grad_norm", *REWARDS)} == pytest.approx(
-            {name: expected[name] for name in ("loss", "grad_norm", *REWARDS)}, rel=1e-4  # Adam divides rounding by itself
-        )  # fmt: skip
+        figures = ("loss", "grad_norm", *REWARDS)
+        near = pytest.approx({name: expected[name] for name in figures}, rel=1e-4)  # Adam divides rounding by itself
+        assert {name: found[name] for name in figures} == near
 
     first, last = whole[0], whole[-1]
     assert first["step"] == 0 and first["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
@@ -306,7 +332,7 @@ def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) ->
     assert len(files) == 3 and len({np.load(file).tobytes() for file in files}) == 3
 
 
-def test_a_reference_that_is_not_finite_is_told(
+def test_a_reference_that_is_not_finite_is_refused(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
 ) -> None:
     model = save_llama(tmp_path / "model")
@@ -316,7 +342,8 @@ def test_a_reference_that_is_not_finite_is_told(
     case = build_case(root, tmp_path, "pp1", f"model_name_or_path={tmp_path}/model")
     with pytest.raises(
         WorkerError,
-        match=r"UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 \(counted from 0\) is nan",
+        match="UserError: reference log-probabilities of train_file: that of the chosen answer of pair 0 "
+        r"\(counted from 0\) is nan",
     ):
         workers(1).run(train_run, case)
     assert find_references(tmp_path) == []

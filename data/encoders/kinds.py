@@ -1,0 +1,53 @@
+"""The kinds of data. A new one is an encoder in this folder, a line in `KINDS`, and keys in `conf/data/NAME.yaml`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data.encoders.chat import ChatEncoder
+from data.encoders.preference import PreferenceEncoder
+from data.encoders.pretrain import PretrainEncoder
+from data.encoders.sample import Encoder
+from data.encoders.sft import SFTEncoder
+from data.options import Packing
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class DataKind:
+    """One kind of data.
+
+    encoder: what makes samples of its records; a dataclass whose fields are keys of `data`.
+    task: what is trained on it, unless a run asks for something else.
+    samples_per_record: 2 where a record becomes a (chosen, rejected).
+    concatenates: its samples are documents that are laid end to end and cut where a row is full.
+    """
+
+    name: str
+    encoder: Callable[..., Encoder]
+    task: str
+    samples_per_record: int = 1
+    concatenates: bool = False
+
+    def choose_packing(self, packs: bool) -> Packing:
+        """How samples share rows. packs: whether they may."""
+        if self.concatenates:
+            return Packing.CONCATENATE
+        return Packing.BEST_FIT if packs else Packing.NONE
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        DataKind("sft", SFTEncoder, task="sft"),
+        DataKind("chat", ChatEncoder, task="sft"),
+        DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
+        DataKind("preference", PreferenceEncoder, task="dpo", samples_per_record=2),
+    )
+}
+
+
+def find_kind(name: str) -> DataKind:
+    """Raises UserError for a name that is not in the table."""
+    if name not in KINDS:
+        raise UserError(f"data.name={name}: must be one of {', '.join(sorted(KINDS))}")
+    return KINDS[name]

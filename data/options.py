@@ -1,0 +1,57 @@
+"""The closed choices of how data is read and laid into batches; those that are keys name their members as a user does.
+
+The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
+"""
+
+from enum import Enum, StrEnum
+
+
+class LengthPolicy(Enum):
+    """What becomes of a sample of more than T tokens, T being `max_seq_length`.
+
+    `truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of
+    its own that starts with the last token of the piece before.
+    """
+
+    truncate = "truncate"
+    drop = "drop"
+    split = "split"
+
+
+class OnBadRecord(Enum):
+    """`stop` ends the run with the record's place and problem; `skip` omits it and counts it."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Packing(StrEnum):
+    """`none`: one sample per row. `best_fit`: whole samples share a row. `concatenate`: cut where a row is full."""
+
+    NONE = "none"
+    BEST_FIT = "best_fit"
+    CONCATENATE = "concatenate"
+
+
+class MixtureUnit(Enum):
+    """What the shares of a mixture are shares of."""
+
+    samples = "samples"
+    tokens = "tokens"
+
+
+class PadTo(Enum):
+    """`longest`: the longest row of the global batch, rounded up to a multiple of 8; or always `max_seq_length`."""
+
+    longest = "longest"
+    max_seq_length = "max_seq_length"
+
+
+class MeanOver(Enum):
+    """What the loss of a global batch is a mean over.
+
+    A sample is what `micro_batch_size` counts: a pair is one, a packed row too.
+    """
+
+    targets = "targets"
+    samples = "samples"

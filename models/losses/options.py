@@ -1,0 +1,13 @@
+"""The closed choices of the losses; members are named as a user does.
+
+The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
+"""
+
+from enum import Enum
+
+
+class DPOLossType(Enum):
+    """See `models/losses/dpo.py`."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"

@@ -1,0 +1,37 @@
+"""The schema of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from support.configs import build_config
+from support.launching import ROOT
+
+from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
+from models.losses.options import DPOLossType
+
+SLOW = {"torch", "transformers", "deepspeed", "datasets"}
+
+
+def test_what_a_command_line_needs_does_not_wait_for_torch() -> None:
+    """`--help` and a mistyped key are answered at once."""
+    code = (
+        "import sys; import training.cli.command_line, training.cli.sweep, training.config.schema; print(*sys.modules)"
+    )
+    imported = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not SLOW & set(imported.split())
+
+
+def test_choices_of_the_data_and_of_a_loss_are_written_as_their_owners_name_them() -> None:
+    config = build_config(
+        "data.length_policy=drop",
+        "data.on_bad_record=skip",
+        "data.mixture_by=tokens",
+        "data.pad_to=max_seq_length",
+        "dpo.loss_type=ipo",
+    )
+    data = config.data
+    assert (data.length_policy, data.on_bad_record) == (LengthPolicy.drop, OnBadRecord.skip)
+    assert (data.mixture_by, data.pad_to) == (MixtureUnit.tokens, PadTo.max_seq_length)
+    assert config.dpo.loss_type is DPOLossType.ipo

@@ -1,0 +1,200 @@
+"""The table of objectives: which one a run has, what is refused, and that a new one is a class and a line in the
+table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases import BOUND, Case, mean_loss, train_oracle, train_run, worst_difference
+from support.configs import build_config, compose_config
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerError, WorkerGroup
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from data.encoders.kinds import KINDS
+from data.storage.tokenized import TokenizedDataset
+from errors import UserError
+from models.architecture import build_layers
+from models.losses.cross_entropy import Loss, build_loss
+from models.parallel.shard import ALONE, TensorParallel
+from training.config.schema import RunConfig, to_typed
+from training.objectives.objective import Objective
+from training.objectives.registry import (
+    OBJECTIVES,
+    check_objective,
+    describe_objective,
+    get_objective,
+    is_trained_on,
+)
+from training.objectives.user_loss import build_run_loss
+from training.planner.hardware import complete_hardware
+from training.planner.plan import Plan
+from training.planner.run import build_plan, load_architecture, plan_run
+
+SCALE = 3.0
+LEARNING_RATE = 0.5
+
+
+class CountedSteps:
+    """Metrics of `ScaledCrossEntropy`: how many steps an interval has had."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def add_step(self, counts: bool) -> None:
+        self._steps += counts
+
+    def finish_interval(self) -> dict[str, float]:
+        steps, self._steps = self._steps, 0
+        return {"steps_counted": steps}
+
+    def finish_evaluation(self) -> dict[str, float]:
+        return {"eval_scale": SCALE}
+
+
+class ScaledCrossEntropy(Objective):
+    """An objective that the project does not have: cross entropy times a constant."""
+
+    name = "scaled"
+    data_kinds = ("sft",)
+    remakes_logits = True  # it does not, but the plan has to ask
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        return {"scale": f"{SCALE:g}"}
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+        loss = build_loss(model_config, parallel)
+        return lambda outputs, targets: SCALE * loss(outputs, targets)
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> CountedSteps:
+        return CountedSteps()
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The table with its one new line."""
+    OBJECTIVES[ScaledCrossEntropy.name] = ScaledCrossEntropy()
+    try:
+        yield
+    finally:
+        del OBJECTIVES[ScaledCrossEntropy.name]
+
+
+@pytest.fixture
+def new_objective() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def train_scaled(case: Case) -> None:
+    """A whole run on this rank, with the new objective."""
+    with registered():
+        train_run(case)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("objectives")
+    save_llama(root / "model")
+    save_tokenizer(root / "model")
+    save_records(root / "train.jsonl", 21)
+    return root
+
+
+def test_a_new_objective_is_trained_evaluated_and_reported_through_pipeline_stages(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    overrides = (f"eval_file={root}/train.jsonl", "logging_steps=1", f"learning_rate={LEARNING_RATE / SCALE}")
+    case = Case(root / "model", root / "train.jsonl", tmp_path, 2, 2, steps=3, overrides=("task=scaled", *overrides))
+    workers(2).run(train_scaled, case)
+    oracle = train_oracle(replace(case, overrides=(f"learning_rate={LEARNING_RATE}",)))
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluation = records[:-1], records[-1]
+    assert [record["loss"] / SCALE for record in steps] == pytest.approx(oracle["losses"], rel=BOUND)
+    assert [record["grad_norm"] / SCALE for record in steps] == pytest.approx(oracle["norms"], rel=BOUND)
+    assert [record["steps_counted"] for record in steps] == [1, 1, 1]
+
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", dtype=torch.float32)
+    assert worst_difference(dict(trained.named_parameters()), oracle["weights"])[0] < BOUND
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    expected, num_targets = mean_loss(trained, TokenizedDataset(folder, True, True))
+    assert (evaluation["eval_tokens"], evaluation["eval_scale"]) == (num_targets, SCALE)
+    assert evaluation["eval_loss"] / SCALE == pytest.approx(expected, rel=BOUND)
+
+    again = replace(case, overrides=(*overrides, f"resume={tmp_path}/out/checkpoints"))
+    with pytest.raises(WorkerError, match="scale was 3, is none; task was scaled, is none. Give the same"):
+        workers(2).run(train_run, again)
+
+
+def test_messages_know_a_new_objective(new_objective: None) -> None:
+    config = build_config("task=scaled")
+    check_objective(config)
+    assert describe_objective(config) == {"scale": "3", "task": "scaled"}
+    with pytest.raises(UserError, match="task=quiz: must be one of dpo, pretrain, scaled, sft"):
+        check_objective(build_config("task=quiz"))
+    with pytest.raises(
+        UserError, match="task=scaled and data=preference do not go together; give data=sft, or task=dpo"
+    ):
+        check_objective(build_config("task=scaled", "data=preference"))
+    with pytest.raises(UserError, match="loss and task=scaled: each is a loss; give one of them"):
+        model_config = PretrainedConfig(vocab_size=8)
+        build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), model_config, ALONE)
+
+
+def build_small_plan(*overrides: str) -> Plan:
+    given = ("model=llama_7b", "plan=true", "world_size=4", "hardware=h100", "global_batch_size=8", *overrides)
+    config = to_typed(compose_config("llama_7b_pp4", *given), ("model_name_or_path", "train_file", "output_dir"))
+    architecture = load_architecture(config)
+    hardware = complete_hardware(config.hardware, config.precision, 4)
+    return build_plan(config, architecture, build_layers(architecture), hardware)
+
+
+def test_the_plan_asks_a_new_objective(new_objective: None) -> None:
+    """Its logits are made again in the backward pass, its rows are those of the usual one."""
+    usual, scaled = build_small_plan(), build_small_plan("task=scaled")
+    assert scaled.stages[-1].backward_flops > usual.stages[-1].backward_flops
+    assert scaled.stages[0].backward_flops == usual.stages[0].backward_flops
+    assert scaled.tokens_per_step == usual.tokens_per_step
+
+
+def test_a_plan_refuses_a_task_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="task=scaled: must be one of dpo, pretrain, sft"):
+        next(plan_run(build_config("task=scaled", "plan=true", "world_size=4")))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=lambda objective: objective.name)
+def test_the_tables_of_objectives_and_of_data_agree(objective: Objective) -> None:
+    kinds = [kind for kind in KINDS.values() if is_trained_on(objective, kind)]
+    assert kinds and set(objective.data_kinds) <= KINDS.keys()
+    assert all(kind.samples_per_record == objective.rows_per_sample for kind in kinds)
+    for kind in kinds:
+        config = build_config(f"data={kind.name}", f"task={objective.name}")
+        check_objective(config)
+        assert get_objective(config) is objective
+        assert objective.check(config) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_says_what_is_trained(kind: str) -> None:
+    config = build_config(f"data={kind}")
+    assert get_objective(config).name == KINDS[kind].task
+    assert "task" not in describe_objective(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("task=foo",), "task=foo: must be one of dpo, pretrain, sft"),
+        (("data.name=foo",), "data.name=foo: must be one of chat, preference, pretrain, sft"),
+        (("task=dpo",), "task=dpo and data=sft do not go together; give data=preference, or task=sft"),
+    ],
+)
+def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_objective(build_config(*overrides))

@@ -1,0 +1,74 @@
+"""What a run optimizes: the columns and rows of a sample, the loss and what it is a mean over, what is reported.
+
+An objective is one file in this folder and one line in the table of `registry.py`. Checks, loaders, the planner, the
+loop and the evaluation ask it; none of them asks for its name.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from data.options import MeanOver
+from models.losses.cross_entropy import Loss
+from models.parallel.shard import TensorParallel
+from training.config.schema import RunConfig
+
+
+class Metrics(Protocol):
+    """What an objective reports beside the loss. It lives on every rank, and means something where the loss is."""
+
+    def add_step(self, counts: bool) -> None:
+        """Takes the last step into the interval, or, where it does not count, discards it."""
+        ...
+
+    def finish_interval(self) -> dict[str, float]:
+        """Name -> value over the steps since the last call; empty when there were none. All ranks call it."""
+        ...
+
+    def finish_evaluation(self) -> dict[str, float]:
+        """Name (`eval_...`) -> value over what was evaluated since the last step. All ranks call it."""
+        ...
+
+
+class Objective:
+    """One objective; its defaults are those of next-token cross entropy.
+
+    name: what `task` calls it.
+    data_kinds: kinds of data that it can be trained on beside those that name it as theirs (`data/encoders/kinds.py`).
+    unit: what messages call its samples.
+    rows_per_sample: rows of a micro-batch that a sample fills; they stay together.
+    mean_over: what the loss of a global batch is a mean over, and so the denominator that travels with the targets.
+    needs_reference: a model that is not trained has to score each row before training; its log-probability travels
+        with the targets as one more column (`reference_logprobs.py`).
+    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
+        are made.
+    """
+
+    name: str
+    data_kinds: tuple[str, ...] = ()
+    unit = "samples"
+    rows_per_sample = 1
+    mean_over = MeanOver.targets
+    needs_reference = False
+    remakes_logits = False
+
+    def check(self, config: RunConfig) -> None:
+        """Raises UserError for keys of its own that are out of range."""
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        """What a run must keep to continue with the same loss: name -> value."""
+        return {}
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss | None:
+        """The loss of the last stage; None for next-token cross entropy, in place of which a run may bring its own.
+
+        parallel: the ranks that share the head.
+        """
+        return None
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
+        """None where the loss is all there is to report. loss: what `build_loss` built."""
+        return None

@@ -1,0 +1,10 @@
+"""Pretraining: next-token cross entropy of all tokens of documents, which fill their rows
+(`data/encoders/kinds.py`)."""
+
+from __future__ import annotations
+
+from training.objectives.objective import Objective
+
+
+class Pretraining(Objective):
+    name = "pretrain"
