@@ -231,7 +231,9 @@ def compute_mfu(job: Job, rate_of_card: float) -> float | None:
         (h.peak_flops["bf16"] for h in load_hardware() if h.peak_flops and re.search(h.device_name, card)), None
     )
     architecture = job.architecture()
-    costs = count_layers(build_layers(architecture), architecture, 1, job.seq_length, torch.bfloat16)
+    costs = count_layers(
+        build_layers(architecture), architecture, micro_batch_size=1, seq_length=job.seq_length, dtype=torch.bfloat16
+    )
     return rate_of_card * compute_model_flops(costs, job.seq_length) / peak if peak else None
 
 

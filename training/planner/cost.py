@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from models.adapters import Adapter
@@ -25,8 +21,8 @@ from models.layer import Layer
 from models.parallel.plan import count_sums
 from models.parallel.shard import TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_module
-from training.pipeline.activation_checkpoint import is_kept
 from training.pipeline.trainable import choose_trained
+from training.planner.saved_activations import SavedBytes, count_saved_bytes
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
@@ -34,7 +30,7 @@ BOUNDARY_BYTES = (
 )  # of the integers that cross a boundary beside hidden_states: position_ids int64, segment_ids int32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has of it.
 
@@ -70,10 +66,16 @@ class LayerCost:
     total_parameters: int = 0
     total_trainable: int = 0
 
+    @property
+    def backward_flops(self) -> float:
+        """Of a token: a gradient of the input and one of the matrix, for each product."""
+        return 2 * self.forward_flops - self.frozen_flops
+
 
 def count_layers(
     layers: Sequence[Layer],
     config: PretrainedConfig,
+    *,
     micro_batch_size: int,
     seq_length: int,
     dtype: torch.dtype,
@@ -90,63 +92,79 @@ def count_layers(
         module = layer.build_on_meta().to(dtype)
         shard_module(module, layer.styles, parallel)
         choose_trained(module, index, layer, adapter, freeze, parallel)
-        kind = (
-            layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config),
-            tuple((p.shape, p.requires_grad) for p in module.parameters()),
-        )  # fmt: skip
+        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
         if kind not in known:
             known[kind] = _count_layer(
-                layer, module, config, micro_batch_size, seq_length, dtype, parallel.size, is_first=index == 0
+                _BuiltLayer(
+                    layer,
+                    module,
+                    config,
+                    micro_batch_size,
+                    seq_length,
+                    dtype,
+                    tensor_parallel_size,
+                    is_first=index == 0,
+                )
             )
         costs.append(known[kind])
     return costs
 
 
-def _count_layer(
-    layer: Layer,
-    module: nn.Module,
-    config: PretrainedConfig,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: torch.dtype,
-    size: int,
-    is_first: bool,
-) -> LayerCost:
-    """size: of the group that shares it."""
+@dataclass(frozen=True)
+class _BuiltLayer:
+    """A layer on the meta device, and the micro-batch that it is counted for. tensor_parallel_size: of the group that shares it."""
+
+    layer: Layer
+    module: nn.Module
+    config: PretrainedConfig
+    micro_batch_size: int
+    seq_length: int
+    dtype: torch.dtype
+    tensor_parallel_size: int
+    is_first: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_length
+
+
+def _count_layer(built: _BuiltLayer) -> LayerCost:
+    layer, module, config = built.layer, built.module, built.config
     parameters = dict(module.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     active = {name: parameter.numel() * _active_share(name, config) for name, parameter in parameters.items()}
-    multiplied = list(_multiplied(layer, module, config))
-    width, shard_specs = _attention_width(module, config), list_shard_specs(module)
-    wholes = {
-        name: shard_specs[name].length / parameter.shape[shard_specs[name].dim]
-        for name, parameter in parameters.items()
-        if name in shard_specs
-    }
+    multiplied = list(_multiplied(layer, module))
+    width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
-    keys = mean_keys(seq_length, _window(module, config))
-    saved, is_estimated = _count_saved(layer, module, config, micro_batch_size, seq_length, dtype, is_first)
+    keys = mean_keys(built.seq_length, _window(module, config))
+    saved, is_estimated = _count_saved(built)
     return LayerCost(
         name=layer.module_class.__name__,
         num_parameters=sum(p.numel() for p in parameters.values()),
-        num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        num_trainable=sum(p.numel() for p in trained.values()),
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
-        largest_trainable=max((p.numel() for p in parameters.values() if p.requires_grad), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / size,
-        frozen_flops=2 * sum(active[name] for name in multiplied if not parameters[name].requires_grad),
+        largest_trainable=max((p.numel() for p in trained.values()), default=0),
+        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.tensor_parallel_size,
+        frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
         remade_bytes=saved.remade,
-        output_bytes=micro_batch_size * seq_length * config.hidden_size * dtype.itemsize,
+        output_bytes=built.tokens * config.hidden_size * built.dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
         total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
-        total_trainable=round(
-            sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items() if p.requires_grad)
-        ),
+        total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in trained.items())),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
     )
+
+
+def _count_shards(module: nn.Module) -> dict[str, float]:
+    """How many times larger than the first rank's shard a sharded parameter is, by name."""
+    specs, parameters = list_shard_specs(module), dict(module.named_parameters())
+    return {name: spec.length / parameters[name].shape[spec.dim] for name, spec in specs.items() if name in parameters}
 
 
 def mean_keys(seq_length: int, window: int | None) -> float:
@@ -155,7 +173,7 @@ def mean_keys(seq_length: int, window: int | None) -> float:
     return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
 
 
-def _multiplied(layer: Layer, module: nn.Module, config: PretrainedConfig) -> Iterator[str]:
+def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
     """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token embedding."""
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(prefix, recurse=False):
@@ -194,120 +212,29 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
-def _count_saved(
-    layer: Layer,
-    module: nn.Module,
-    config: PretrainedConfig,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: torch.dtype,
-    is_first: bool,
-) -> tuple[SavedBytes, bool]:
+def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
     """(what autograd keeps, whether it is only estimated)."""
-    position_ids = torch.zeros(micro_batch_size, seq_length, dtype=torch.long, device="meta")
+    layer, module = built.layer, built.module
+    shape = (built.micro_batch_size, built.seq_length)
+    position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
     hidden_states = torch.empty(
-        micro_batch_size, seq_length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
-    )
-    inputs = (position_ids if is_first else hidden_states, position_ids, position_ids.to(torch.int32))
+        *shape, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
+    )  # [B, T, D]
+    inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
     try:
         return count_saved_bytes(
             lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module
         ), False
     except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
-        return _estimate_saved(layer, module, config, dtype.itemsize, micro_batch_size * seq_length), True
+        return _estimate_saved(built), True
 
 
-def _estimate_saved(
-    layer: Layer, module: nn.Module, config: PretrainedConfig, itemsize: int, tokens: int
-) -> SavedBytes:
+def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
     """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be kept."""
-    names = list(_multiplied(layer, module, config))
-    shapes = {name: parameter.shape[-2:] for name, parameter in module.named_parameters() if name in names}
+    config = built.config
+    names = set(_multiplied(built.layer, built.module))
+    shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
     chosen = {name: config.num_experts_per_tok if _active_share(name, config) < 1 else 1 for name in shapes}
-    both = tokens * round(
-        sum(sum(shape) * itemsize * chosen[name] for name, shape in shapes.items()) + 4 * 4 * config.hidden_size
-    )
+    of_matrices = sum(sum(shape) * built.dtype.itemsize * chosen[name] for name, shape in shapes.items())
+    both = built.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
     return SavedBytes(both, kept=both, remade=both)
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes of distinct storages, without the module's own parameters. saved: by autograd, when nothing is recomputed.
-
-    kept: results of the operators that `selective` keeps. remade: of what is saved, the rest.
-    """
-
-    saved: int
-    kept: int
-    remade: int
-
-
-def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
-    """What the backward pass of `run()`, a forward pass on the meta device, will need."""
-    own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-    saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address taken by another
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage
-        return tensor
-
-    results = _KeptResults()
-    with _WithoutData(), results, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return SavedBytes(
-        saved=sum(storage.nbytes() for storage in saved.values()),
-        kept=sum(storage.nbytes() for storage in results.storages.values()),
-        remade=sum(storage.nbytes() for address, storage in saved.items() if address not in results.storages),
-    )
-
-
-class _KeptResults(TorchDispatchMode):
-    """The storages of the results that `selective` keeps, by address; attention keeps its output and one number a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if is_kept(function) or _FusedAttention.is_running:
-            for tensor in tree_leaves(result):
-                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return result
-
-
-class _WithoutData(TorchFunctionMode):
-    """Lets a forward pass run on the meta device.
-
-    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a question about
-    values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3])
-        if function is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
-        return function(*args, **(kwargs or {}))
-
-
-class _FusedAttention(torch.autograd.Function):
-    """What FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32 number a row."""
-
-    is_running = False
-
-    @staticmethod
-    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        batch, heads, length, _ = query.shape
-        _FusedAttention.is_running = True
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own memory order
-        row_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-        _FusedAttention.is_running = False
-        context.save_for_backward(query, key, value, output, row_sums)
-        return output
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        raise NotImplementedError("only the forward pass is counted")

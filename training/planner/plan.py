@@ -1,6 +1,7 @@
 """The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a machine.
 
-Sources and assumptions: docs/plan.md. P stages, M micro-batches of one replica in a step, B micro-batch, T sequence.
+What a stage holds and takes is the sum over the table of levers (`training/planner/levers/`); here stages become a step. Sources and
+assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica in a step.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from transformers import PretrainedConfig
 
@@ -17,43 +17,49 @@ from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
-from training.pipeline.activation_checkpoint import build_activation_checkpointing
 from training.pipeline.partition import Fits, list_chunks
 from training.pipeline.schedule import Schedule, build_schedule
 from training.pipeline.trainable import build_adapter
-from training.planner.cost import BOUNDARY_BYTES, LayerCost, count_layers
-from training.planner.hardware import GB, GIB, Machine
-from training.planner.memory import Memory, compute_memory, compute_state
+from training.planner.cost import LayerCost, count_layers
+from training.planner.hardware import GB, GIB
+from training.planner.levers import table
+from training.planner.levers.lever import Chunk, PlannedRun, Stage
+from training.planner.memory import Memory
 from training.planner.simulation import Pass, simulate
-from training.planner.time import (
-    compute_optimizer_seconds,
-    compute_reduce_seconds,
-    compute_sum_seconds,
-    find_bandwidth_between,
-)
+from training.planner.time import Axis, compute_sending_seconds, find_bandwidth
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Consecutive layers of a stage. first_layer, last_layer: counted with the embedding, both included. forward_flops: of a token."""
+    """Consecutive layers of a stage. FLOPs of a token; bytes and seconds of a micro-batch.
+
+    first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed. sum_seconds: of the two
+    passes, those in which the ranks that share layers sum activations. boundary_bytes: to the next chunk, forward and backward together;
+    transfer_seconds: either way.
+    """
 
     first_layer: int
     last_layer: int
     forward_flops: float
-    backward_flops: float  # of a token, with what is recomputed
-    forward_seconds: float  # of a micro-batch
+    backward_flops: float
+    forward_seconds: float
     backward_seconds: float
-    sum_seconds: float  # those of them in which the ranks that share layers sum activations
+    sum_seconds: float
+    boundary_bytes: int
+    transfer_seconds: float
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together."""
+    """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together; reduce_seconds and
+    optimizer_seconds are of a step."""
 
     stage_id: int
     chunks: list[ChunkPlan]
     num_parameters: int
     memory: Memory
+    reduce_seconds: float
+    optimizer_seconds: float
 
     @property
     def layers(self) -> str:
@@ -83,11 +89,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, foreseen. Bytes and seconds.
+    """What a run is predicted to need and to do. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1], V chunks a stage. transfer_seconds:
-    either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven stages counted.
-    imbalance: by how much the slowest stage exceeds the mean.
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1]. transfer_seconds: either way
+    [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven
+    stages counted. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as `compute_model_flops` counts
+    them. peak_flops: FLOP/s of all ranks.
     """
 
     layout: Layout
@@ -101,7 +108,8 @@ class Plan:
     reduce_seconds: float
     optimizer_seconds: float
     tokens_per_step: int
-    mfu: float
+    model_flops: float
+    peak_flops: float
     host_bytes: int  # of the fullest node
     memory_limit: float  # bytes of a card that can be used
     host_limit: float
@@ -123,6 +131,10 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops * self.tokens_per_second / self.peak_flops
 
     @property
     def fullest(self) -> StagePlan:
@@ -147,64 +159,44 @@ def count_costs(
 ) -> list[LayerCost]:
     """What `compute_plan` takes. layers: as `shard_layers` makes them for the layout. Moves what the layers share to the meta device."""
     return count_layers(
-        layers, architecture, layout.micro_batch_size * get_objective(config).rows_per_sample, config.max_seq_length, DTYPES[config.precision],
-        build_adapter(config, layers), config.freeze, layout.tensor_parallel_size,
-    )  # fmt: skip
-
-
-def compute_plan(
-    costs: Sequence[LayerCost],
-    bounds: Sequence[int],
-    layout: Layout,
-    vocab_size: int,
-    config: RunConfig,
-    hardware: Machine,
-) -> Plan:
-    """costs: of one micro-batch of `layout.micro_batch_size` samples, `rows_per_sample` x `config.max_seq_length` tokens each."""
-    tokens_per_sample = get_objective(config).rows_per_sample * config.max_seq_length
-    tokens = layout.micro_batch_size * tokens_per_sample
-    chunks = [_plan_chunk(costs, start, stop, layout, tokens, config, hardware) for start, stop in pairwise(bounds)]
-    held = [
-        [costs[chunk.start : chunk.stop] for chunk in list_chunks(bounds, layout.num_stages, stage)]
-        for stage in range(layout.num_stages)
-    ]
-    stages = [
-        StagePlan(
-            stage_id, chunks[stage_id :: layout.num_stages], _distinct(layers, "num_parameters"),
-            _compute_stage_memory(layers, stage_id, layout, vocab_size, config, hardware),
-        )
-        for stage_id, layers in enumerate(held)
-    ]  # fmt: skip
-    boundary_bytes = [2 * costs[stop - 1].output_bytes + BOUNDARY_BYTES * tokens for stop in bounds[1:-1]]
-    transfer = [
-        size / 2 / (find_bandwidth_between(layout, chunk % layout.num_stages, hardware) * GB)
-        for chunk, size in enumerate(boundary_bytes)
-    ]
-    forward, backward = [c.forward_seconds for c in chunks], [c.backward_seconds for c in chunks]
-    passes = simulate(build_schedule(layout), forward, backward, transfer)
-    pipeline_seconds = max(p.stop for p in passes)
-    busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
-    trainable = [_distinct(layers, "num_trainable") for layers in held]
-    reduce_seconds = max(
-        compute_reduce_seconds(n, layout, stage, config, hardware) for stage, n in enumerate(trainable)
+        layers,
+        architecture,
+        micro_batch_size=layout.micro_batch_size * get_objective(config).rows_per_sample,
+        seq_length=config.max_seq_length,
+        dtype=DTYPES[config.precision],
+        adapter=build_adapter(config, layers),
+        freeze=config.freeze,
+        tensor_parallel_size=layout.tensor_parallel_size,
     )
-    optimizer_seconds = max(compute_optimizer_seconds(n, layout, config, hardware) for n in trainable)
-    tokens_per_step = layout.global_batch_size * tokens_per_sample
-    step_seconds = pipeline_seconds + reduce_seconds + optimizer_seconds
-    peak = hardware.peak_flops[config.precision.value] * layout.world_size
+
+
+def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
+    """costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
+    layout, hardware = run.layout, run.hardware
+    stages = [
+        _plan_stage(Stage(run, stage_id, costs, list_chunks(bounds, layout.num_stages, stage_id)))
+        for stage_id in range(layout.num_stages)
+    ]
+    chunks = [stage.chunks[number] for number in range(layout.num_chunks) for stage in stages]  # in the model's order
+    transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
+    forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
+    passes = simulate(build_schedule(layout), forward, backward, transfers)
+    busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
+    pipeline_seconds = max(p.stop for p in passes)
     return Plan(
         layout=layout,
         stages=stages,
-        boundary_bytes=boundary_bytes,
+        boundary_bytes=[chunk.boundary_bytes for chunk in chunks[:-1]],
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,
-        transfer_seconds=transfer,
+        transfer_seconds=transfers,
         pipeline_seconds=pipeline_seconds,
-        reduce_seconds=reduce_seconds,
-        optimizer_seconds=optimizer_seconds,
-        tokens_per_step=tokens_per_step,
-        mfu=compute_model_flops(costs, config.max_seq_length) * tokens_per_step / step_seconds / peak,
+        reduce_seconds=max(stage.reduce_seconds for stage in stages),
+        optimizer_seconds=max(stage.optimizer_seconds for stage in stages),
+        tokens_per_step=layout.global_batch_size * run.tokens_per_sample,
+        model_flops=compute_model_flops(costs, run.config.max_seq_length),
+        peak_flops=hardware.peak_flops[run.config.precision.value] * layout.world_size,
         host_bytes=compute_host_bytes([stage.memory.host for stage in stages], layout, hardware.cards_per_node),
         memory_limit=hardware.usable_bytes,
         host_limit=hardware.host_memory * GIB,
@@ -212,81 +204,48 @@ def compute_plan(
     )
 
 
-def _plan_chunk(
-    costs: Sequence[LayerCost], start: int, stop: int, layout: Layout, tokens: int, config: RunConfig, hardware: Machine
-) -> ChunkPlan:
-    layers = costs[start:stop]
-    recompute = build_activation_checkpointing(config)
-    forward = sum(layer.forward_flops for layer in layers)
-    # Twice the forward pass, less the gradients of what is frozen, and once more what is recomputed; the head's logits are made in the
-    # loss, once, or, where it is no sum over tokens, again in the backward pass.
-    in_loss = len(layers) - 1 if stop == len(costs) else len(layers)
-    groups = (
-        [] if recompute.is_selective else [group for group in recompute.list_groups(len(layers)) if group.is_recomputed]
+def _plan_stage(stage: Stage) -> StagePlan:
+    cost, run = table.sum_step_cost(stage), stage.run
+    sending = compute_sending_seconds(cost.reduce_sent, run.layout, stage.stage_id, run.hardware)
+    return StagePlan(
+        stage_id=stage.stage_id,
+        chunks=[_plan_chunk(chunk) for chunk in stage.chunks],
+        num_parameters=stage.num_parameters,
+        memory=table.sum_memory(stage),
+        reduce_seconds=cost.reduce_seconds + sending,
+        optimizer_seconds=cost.optimizer_seconds,
     )
-    again = [i for group in groups for i in range(group.start, min(group.stop, in_loss))]
-    again += range(in_loss, len(layers)) if get_objective(config).remakes_logits else []
-    backward = 2 * forward - sum(layer.frozen_flops for layer in layers) + sum(layers[i].forward_flops for i in again)
-    timed = [layer.pass_seconds for layer in layers if layer.pass_seconds is not None]
-    if len(timed) == len(layers):
-        seconds = sum(there for there, _ in timed), sum(back for _, back in timed) + sum(timed[i][0] for i in again)
-    else:
-        rate = hardware.peak_flops[config.precision.value] * hardware.efficiency
-        seconds = forward / rate, backward / rate
-    one_sum = compute_sum_seconds(layers[0].output_bytes, layout, hardware)
-    remade = sum(
-        layers[i].forward_sums
-        for g in recompute.list_groups(len(layers))
-        if g.is_recomputed
-        for i in range(g.start, min(g.stop, in_loss))
+
+
+def _plan_chunk(chunk: Chunk) -> ChunkPlan:
+    cost = table.sum_pass_cost(chunk)
+    layout, hardware = chunk.run.layout, chunk.run.hardware
+    forward_sending, backward_sending = (
+        compute_sending_seconds(sent, layout, chunk.stage_id, hardware)
+        for sent in (cost.forward_sent, cost.backward_sent)
     )
-    sums = (
-        one_sum * sum(layer.forward_sums for layer in layers),
-        one_sum * (sum(layer.backward_sums for layer in layers) + remade),
-    )
+    link = find_bandwidth(Axis.pipe, layout, chunk.stage_id, hardware) * GB
     return ChunkPlan(
-        start, stop - 1, forward, backward,
-        forward_seconds=seconds[0] * tokens + sums[0], backward_seconds=seconds[1] * tokens + sums[1], sum_seconds=sum(sums),
-    )  # fmt: skip
+        first_layer=chunk.indices.start,
+        last_layer=chunk.indices.stop - 1,
+        forward_flops=cost.forward_flops,
+        backward_flops=cost.backward_flops,
+        forward_seconds=cost.forward_seconds + forward_sending,
+        backward_seconds=cost.backward_seconds + backward_sending,
+        sum_seconds=forward_sending + backward_sending,
+        boundary_bytes=cost.boundary_bytes,
+        transfer_seconds=cost.boundary_bytes / 2 / link,
+    )
 
 
-def _compute_stage_memory(
-    chunks: Sequence[Sequence[LayerCost]],
-    stage_id: int,
-    layout: Layout,
-    vocab_size: int,
-    config: RunConfig,
-    hardware: Machine,
-) -> Memory:
-    state = compute_state(
-        _distinct(chunks, "num_parameters"), _distinct(chunks, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
-        config.optimizer.name, hardware.device, largest=max(layer.largest_trainable for layers in chunks for layer in layers),
-    )  # fmt: skip
-    tokens = layout.micro_batch_size * get_objective(config).rows_per_sample * config.max_seq_length
-    return compute_memory(
-        chunks, stage_id, build_schedule(layout), build_activation_checkpointing(config), tokens,
-        -(-vocab_size // layout.tensor_parallel_size), state, config.precision,
-    )  # fmt: skip
-
-
-def build_fits(
-    costs: Sequence[LayerCost], layout: Layout, vocab_size: int, config: RunConfig, hardware: Machine
-) -> Fits:
-    """Tells of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`."""
+def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
+    """Says of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`."""
 
     @cache
     def fits(stage_id: int, start: int, stop: int) -> bool:
-        memory = _compute_stage_memory([costs[start:stop]], stage_id, layout, vocab_size, config, hardware)
-        return memory.peak <= hardware.usable_bytes
+        return table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)])).peak <= run.hardware.usable_bytes
 
     return fits
-
-
-def _distinct(chunks: Sequence[Sequence[LayerCost]], count: str) -> int:
-    """The sum of a count over the layers of a stage, a module that several of them share once."""
-    layers = [layer for chunk in chunks for layer in chunk]
-    shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
-    return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
 def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:

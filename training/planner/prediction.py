@@ -16,6 +16,7 @@ from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine, complete_hardware
+from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs
 
@@ -72,7 +73,7 @@ def predict(
 ) -> Prediction:
     """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it is unknown."""
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
-    plan = compute_plan(costs, bounds, layout, vocab_size, config, assumed)
+    plan = compute_plan(costs, bounds, PlannedRun(config, layout, vocab_size, assumed))
     on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
     return Prediction(
         plan=plan,
@@ -98,7 +99,7 @@ def find_fits(
     costs: those of `count_run_costs`. device_name, local_size: as in `find_machine`.
     """
     machine = None if device_name == "cpu" else find_machine(config.hardware, device_name, config, local_size)
-    return None if machine is None else build_fits(costs, layout, vocab_size, config, machine)
+    return None if machine is None else build_fits(costs, PlannedRun(config, layout, vocab_size, machine))
 
 
 def count_run_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:

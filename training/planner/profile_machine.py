@@ -27,11 +27,11 @@ from models.layer import Layer
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
 from training.config.schema import OptimizerName, Precision, RunConfig
-from training.distributed.topology import Layout
 from training.pipeline.trainable import build_adapter, choose_trained
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
-from training.planner.time import count_update_bytes
+from training.planner.levers.lever import PlannedRun
+from training.planner.levers.optimizer_step import count_update_bytes
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5
@@ -60,12 +60,13 @@ class _Task:
 
 
 def profile_layers(
-    config: RunConfig, architecture: PretrainedConfig, layout: Layout, costs: Sequence[LayerCost], hardware: Machine
+    run: PlannedRun, architecture: PretrainedConfig, costs: Sequence[LayerCost]
 ) -> tuple[list[LayerCost], Machine]:
-    """`costs` with the seconds that layers take here, and `hardware` with the bandwidths that were seen.
+    """`costs` with the seconds that layers take here, and `run.hardware` with the bandwidths that were seen.
 
     costs: as `count_layers` returns them, equal layers the same object. Takes 10 to 20 seconds, and memory of CHAIN layers a process.
     """
+    config, layout = run.config, run.layout
     indices: dict[int, list[int]] = {}
     for index, cost in enumerate(costs):
         indices.setdefault(id(cost), []).append(index)
@@ -94,7 +95,7 @@ def profile_layers(
         exchanged = seen[0].exchange_bandwidth / turns / 1e9
         measured |= {"intra_node_bandwidth": exchanged, "inter_node_bandwidth": exchanged}
     stated = {name for name, value in vars(config.hardware).items() if value is not None}
-    return timed, replace(hardware, **{name: value for name, value in measured.items() if name not in stated})
+    return timed, replace(run.hardware, **{name: value for name, value in measured.items() if name not in stated})
 
 
 def _run_at_once(task: _Task, size: int) -> list[MachineProfile]:

@@ -17,7 +17,7 @@ COLUMNS = (
 
 
 def render_plan(
-    plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None, width: int | None = None
+    plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None, *, width: int | None = None
 ) -> str:
     """Several lines, without a newline at the end. width: as of `render_rows`."""
     return "\n".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
+from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.profile_machine import profile_layers
 from training.planner.report import render_plan
@@ -53,7 +55,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
         return
     plan = build_plan(config, architecture, layers, hardware)
-    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size), width)
+    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size), width=width)
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 
@@ -117,11 +119,12 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     layout = schedule_layout(layout, config, len(layers))
     check_freeze(config, layers)
     costs = count_costs(config, architecture, layers, layout)
-    fits = build_fits(costs, layout, architecture.vocab_size, config, hardware)
+    run = PlannedRun(config, layout, architecture.vocab_size, hardware)
+    fits = build_fits(costs, run)
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     if config.hardware.peak_flops is None:  # this machine
-        costs, hardware = profile_layers(config, architecture, layout, costs, hardware)
-    return compute_plan(costs, bounds, layout, architecture.vocab_size, config, hardware)
+        costs, hardware = profile_layers(run, architecture, costs)
+    return compute_plan(costs, bounds, replace(run, hardware=hardware))
 
 
 def count_steps(config: RunConfig, global_batch_size: int) -> int | None:

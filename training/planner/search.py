@@ -21,6 +21,7 @@ from training.pipeline.partition import balance, compute_bounds, compute_work
 from training.pipeline.schedule import schedule_layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
+from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.report import largest_kind, render_rows, render_seconds
 
@@ -76,11 +77,11 @@ def search_plans(
                     activation_checkpoint_interval=interval,
                     offload_optimizer=offload,
                 )
-                plan = compute_plan(costs[micro_batch_size], bounds, layout, architecture.vocab_size, keys, hardware)
+                run = PlannedRun(keys, layout, architecture.vocab_size, hardware)
+                plan = compute_plan(costs[micro_batch_size], bounds, run)
                 if layout.num_chunks == 1 and _may_fit_otherwise(plan, config):
-                    fits = build_fits(costs[micro_batch_size], layout, architecture.vocab_size, keys, hardware)
-                    other = balance(work, num_stages, fits) or bounds
-                    plan = compute_plan(costs[micro_batch_size], other, layout, architecture.vocab_size, keys, hardware)
+                    other = balance(work, num_stages, build_fits(costs[micro_batch_size], run)) or bounds
+                    plan = compute_plan(costs[micro_batch_size], other, run)
                 tried.append(Candidate(_overrides(layout, mode, interval, offload), plan))
             candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
     if not candidates:

@@ -1,85 +1,74 @@
-"""How long a step of a plan sends and updates: pure arithmetic on a layout and a machine's bandwidths. docs/plan.md has the assumptions."""
+"""The seconds of a plan, by the part of the step that they fall into, and what ranks send. What adds to them: `training/planner/levers/`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
-from training.config.schema import Offload, OptimizerName, Precision, RunConfig
 from training.distributed.topology import Layout
 from training.planner.hardware import GB, Machine
-from training.planner.memory import bytes_of
+from training.planner.memory import Summed
 
 
-def find_bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """GB/s from `stage_id` to the next stage, or from the last to the first, of the replica whose path is slowest."""
-    starts = range(stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage)
-    crosses = any(
-        _spans_nodes((rank, (rank + layout.ranks_per_stage) % layout.world_size), hardware.cards_per_node)
-        for rank in starts
-    )
+class Axis(Enum):
+    pipe = "pipe"
+    data = "data"
+    tensor = "tensor"
+
+
+class Sent(dict[Axis, float]):
+    """Bytes that a rank sends over each axis."""
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost(Summed):
+    """One micro-batch through one chunk of layers. FLOPs are of a token; seconds of the micro-batch, without sending.
+
+    forward_sent, backward_sent: waited for in the pass. boundary_bytes: to the next chunk and back, between the passes.
+    """
+
+    forward_flops: float = 0
+    backward_flops: float = 0
+    forward_seconds: float = 0
+    backward_seconds: float = 0
+    forward_sent: Sent = field(default_factory=Sent)
+    backward_sent: Sent = field(default_factory=Sent)
+    boundary_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost(Summed):
+    """What follows a stage's passes, once a step: seconds to reduce gradients, without sending; what is sent for that; the optimizer step."""
+
+    reduce_seconds: float = 0
+    reduce_sent: Sent = field(default_factory=Sent)
+    optimizer_seconds: float = 0
+
+
+def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
+    """One axis after the other."""
+    links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
+    return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
+
+
+def find_bandwidth(axis: Axis, layout: Layout, stage_id: int, hardware: Machine) -> float:
+    """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the first."""
+    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 
 
-def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float:
-    """All-reduce of `nbytes` over the slowest tensor-parallel group, on a ring."""
-    size = layout.tensor_parallel_size
-    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.list_tensor_parallel_groups())
-    bandwidth = hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
-    return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
-
-
-def compute_reduce_seconds(
-    num_trainable: int, layout: Layout, stage_id: int, config: RunConfig, hardware: Machine
-) -> float:
-    """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
-    ranks = range(
-        stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage, layout.tensor_parallel_size
-    )
-    bandwidth = (
-        hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
-    )
-    share = (layout.dp_size - 1) / layout.dp_size
-    copied = count_reduce_bytes(layout, config.precision, config.offload_optimizer)
-    return num_trainable * (
-        copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(config.precision) / (bandwidth * GB)
-    )
-
-
-def count_reduce_bytes(layout: Layout, precision: Precision, offload: Offload) -> int:
-    """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's operations.
-
-    Flattened, divided and taken back, in bf16 made bf16 for that; nothing of one replica (`skip_averaging`). In fp16, or offloaded, put into a bucket
-    before, and taken out of it, also of one replica.
-    """
-    in_bucket = precision is Precision.fp16 or offload is not Offload.none
-    if layout.dp_size == 1 and not in_bucket:
-        return 0
-    if precision is Precision.bf16:
-        return 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2)
-    return (5 if in_bucket else 3) * 2 * bytes_of(precision)
-
-
-def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
-    """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
-
-    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero; `DeepSpeedZeroOptimizer` takes the
-    norm in fp64, copies the gradient and clips that. Then the gradient is read, master weight and AdamW's moments read and written, and
-    the weight copied from its master.
-    """
-    gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
-    moments = 16 if optimizer is OptimizerName.adamw else 0
-    return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
-
-
-def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: Machine) -> float:
-    """Bound by memory: `count_update_bytes` of this replica's part."""
-    part = num_trainable / layout.dp_size
-    moved = count_update_bytes(config.optimizer.name, config.precision) * part
-    if config.offload_optimizer is Offload.none:
-        return moved / (hardware.memory_bandwidth * GB)
-    ranks_on_node = min(layout.world_size, hardware.cards_per_node)
-    across = (4 + bytes_of(config.precision)) * part / (hardware.host_link_bandwidth * GB)
-    return across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB)
+def _list_groups(axis: Axis, layout: Layout, stage_id: int) -> list[Sequence[int]]:
+    """Ranks that send to each other."""
+    ranks = range(stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage)
+    if axis is Axis.pipe:
+        return [(rank, (rank + layout.ranks_per_stage) % layout.world_size) for rank in ranks]
+    if axis is Axis.data:
+        return [ranks[:: layout.tensor_parallel_size]]
+    return list(layout.list_tensor_parallel_groups())  # of all stages: the slowest sets the pace
 
 
 def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:

@@ -11,21 +11,30 @@ from training.config.schema import Device, RunConfig
 from training.distributed.topology import Layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GB, GIB, Machine
+from training.planner.levers.lever import PlannedRun, Stage
+from training.planner.levers.optimizer_step import compute_update
+from training.planner.levers.replicas import compute_reduction
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
-from training.planner.time import compute_optimizer_seconds, compute_reduce_seconds
+from training.planner.time import compute_sending_seconds
 
 HARDWARE = Machine(
-    name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5, peak_flops={"bf16": 1e12}, efficiency=0.5,
-    memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20,
-    device_name="round",
+    name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5,
+    peak_flops={"bf16": 1e12, "fp32": 1e12}, efficiency=0.5, memory_bandwidth=1000, intra_node_bandwidth=100,
+    inter_node_bandwidth=10, host_memory=100, host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
 )  # fmt: skip
 N, T, B, V = 1_000_000, 100, 2, 50
 
 
 def layer(tied_key: str | None = None, work: float = 1e6) -> LayerCost:
     return LayerCost(
-        "x", N, N, N, 1000, work, attention_width=0, saved_bytes=10**6, output_bytes=2 * B * T * 64, tied_key=tied_key
-    )
+        name="x", num_parameters=N, num_trainable=N, num_active=N, largest_trainable=1000, forward_flops=work,
+        attention_width=0, saved_bytes=10**6, output_bytes=2 * B * T * 64, tied_key=tied_key,
+    )  # fmt: skip
+
+
+def stage(layout: Layout, *overrides: str) -> Stage:
+    """The first of `layout`, of one layer."""
+    return Stage(PlannedRun(config(*overrides), layout, V, HARDWARE), 0, [layer()], [range(1)])
 
 
 def config(*overrides: str) -> RunConfig:
@@ -38,7 +47,7 @@ def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
     num_chunks = layout.num_stages * layout.num_chunks
     each = len(layers) // num_chunks
     bounds = [each * chunk for chunk in range(num_chunks)] + [len(layers)]
-    return compute_plan(layers, bounds, layout, V, config(*overrides), HARDWARE)
+    return compute_plan(layers, bounds, PlannedRun(config(*overrides), layout, V, HARDWARE))
 
 
 def test_the_time_of_a_step() -> None:
@@ -108,35 +117,35 @@ def test_uneven_stages() -> None:
 
 def test_mfu_by_the_convention_of_palm() -> None:
     """Llama-3-8B: 8.03 B parameters, 32 layers of width 4096, sequence 4096. A known measurement: 10,471 tokens/s on a peak of 989e12 is 57.8%."""
-    attention = LayerCost("x", 0, 0, 0, 0, 0.0, attention_width=2 * 4096, saved_bytes=0, output_bytes=0)
-    whole = LayerCost("x", 0, 0, 8_030_261_248, 0, 0.0, attention_width=0, saved_bytes=0, output_bytes=0)
+    attention = replace(layer(), num_active=0, attention_width=2 * 4096)
+    whole = replace(layer(), num_active=8_030_261_248)
     flops = compute_model_flops([whole, *[attention] * 32], 4096)
     assert flops == 6 * 8_030_261_248 + 12 * 32 * 4096 * 4096
     assert 10_471 * flops / 989e12 == pytest.approx(0.578, abs=0.0005)
 
 
+def reduce_seconds(layout: Layout, *overrides: str) -> float:
+    found = stage(layout, *overrides)
+    cost = compute_reduction(found)
+    return cost.reduce_seconds + compute_sending_seconds(cost.reduce_sent, layout, 0, HARDWARE)
+
+
 def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
     on_node, across, alone = Layout(4, 1, B, 8), Layout(8, 1, B, 8), Layout(4, 4, B, 8)
     copied = 32 * N / (1000 * GB)
-    assert compute_reduce_seconds(N, on_node, 0, config(), HARDWARE) == pytest.approx(
-        copied + (2 + 1) * 3 / 4 * 2 * N / (100 * GB)
-    )
-    assert compute_reduce_seconds(N, across, 0, config(), HARDWARE) == pytest.approx(
-        copied + (2 + 1) * 7 / 8 * 2 * N / (10 * GB)
-    )
-    assert compute_reduce_seconds(N, alone, 0, config(), HARDWARE) == 0
-    assert compute_reduce_seconds(N, alone, 0, config("offload_optimizer=cpu"), HARDWARE) == pytest.approx(copied)
-    assert compute_reduce_seconds(
-        N, alone, 0, config("precision=fp32", "offload_optimizer=cpu"), HARDWARE
-    ) == pytest.approx(40 * N / (1000 * GB))
+    assert reduce_seconds(on_node) == pytest.approx(copied + (2 + 1) * 3 / 4 * 2 * N / (100 * GB))
+    assert reduce_seconds(across) == pytest.approx(copied + (2 + 1) * 7 / 8 * 2 * N / (10 * GB))
+    assert reduce_seconds(alone) == 0
+    assert reduce_seconds(alone, "offload_optimizer=cpu") == pytest.approx(copied)
+    offloaded = reduce_seconds(alone, "precision=fp32", "offload_optimizer=cpu")
+    assert offloaded == pytest.approx(40 * N / (1000 * GB))
 
 
 def test_the_optimizer_is_bound_by_memory() -> None:
     layout = Layout(4, 2, B, 8)
-    assert compute_optimizer_seconds(N, layout, config(), HARDWARE) == pytest.approx(
-        (20 + 28 + 4 + 2) * N / 2 / (1000 * GB)
-    )
-    offloaded = compute_optimizer_seconds(N, layout, config("offload_optimizer=cpu"), HARDWARE)
+    on_card = compute_update(stage(layout)).optimizer_seconds
+    assert on_card == pytest.approx((20 + 28 + 4 + 2) * N / 2 / (1000 * GB))
+    offloaded = compute_update(stage(layout, "offload_optimizer=cpu")).optimizer_seconds
     assert offloaded == pytest.approx((4 + 2) * N / 2 / (20 * GB) + 54 * N / 2 * 4 / (400 * GB))
 
 

@@ -22,21 +22,24 @@ from benchmarks.allocation import AllocationPeak
 from models.architecture import build_layers, choose_attention
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.sources import open_weights
-from training.config.precision import DTYPES
 from training.config.schema import Device
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import schedule_layout
-from training.planner.cost import count_layers
 from training.planner.hardware import Machine
+from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK
-from training.planner.plan import compute_plan
+from training.planner.plan import compute_plan, count_costs
 
 SEQ_LENGTH = 128
 BUCKET = 400_000  # elements: smaller than the model, as DeepSpeed's are on real ones
 SMALL_BUCKET = 60_000  # smaller than most matrices
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
-CARD = Machine("any", Device.cuda, 8, 1, 1, {"bf16": 1, "fp32": 1}, 1, 1, 1, 1, 1, 1, 1, "any")
+CARD = Machine(
+    name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
+    efficiency=1, memory_bandwidth=1, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
+    host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def compare_peaks(
     monkeypatch: pytest.MonkeyPatch, bucket: int,
 ) -> None:  # fmt: skip
     for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
-        monkeypatch.setattr(f"training.planner.memory.{name}", bucket)
+        monkeypatch.setattr(f"training.planner.levers.model_states.{name}", bucket)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
     case = Case(
         root / "hf", root / "train.jsonl", tmp_path, num_stages, 2 * width,
@@ -157,11 +160,9 @@ def compare_peaks(
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     layers = shard_layers(architecture, build_layers(architecture), width)
     layout = schedule_layout(build_layout(config, 2 * width, len(layers), False), config, len(layers))
-    costs = count_layers(
-        layers, architecture, layout.micro_batch_size, SEQ_LENGTH, DTYPES[config.precision], tensor_parallel_size=width
-    )
+    costs = count_costs(config, architecture, layers, layout)
     bounds = compute_bounds(layers, num_stages, config.partition_method, num_chunks=layout.num_chunks)
-    plan = compute_plan(costs, bounds, layout, architecture.vocab_size, config, CARD)
+    plan = compute_plan(costs, bounds, PlannedRun(config, layout, architecture.vocab_size, CARD))
     for rank, real in enumerate(workers(2 * width).run(train_counted, case, bucket)):
         memory = plan.stages[layout.stage_id(rank)].memory
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)

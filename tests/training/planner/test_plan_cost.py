@@ -25,7 +25,7 @@ def build_config(tied: bool = False, attention: str = "sdpa") -> PretrainedConfi
 
 
 def count(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> list[LayerCost]:
-    return count_layers(build_layers(config), config, B, T, dtype)
+    return count_layers(build_layers(config), config, micro_batch_size=B, seq_length=T, dtype=dtype)
 
 
 def build_real(layer: Layer, dtype: torch.dtype) -> torch.nn.Module:
@@ -120,7 +120,8 @@ class Experts(torch.nn.Module):
 def test_experts_count_by_those_that_a_token_takes() -> None:
     config = build_config()
     config.num_experts_per_tok, config.n_routed_experts = 2, 8
-    (cost,) = count_layers([Layer("x.", Experts, (config,))], config, B, T, torch.float32)
+    layer = Layer("x.", Experts, (config,))
+    (cost,) = count_layers([layer], config, micro_batch_size=B, seq_length=T, dtype=torch.float32)
     assert cost.num_parameters == 9 * D * D and cost.num_active == 3 * D * D
     assert cost.forward_flops == 2 * 3 * D * D
     assert cost.is_estimated and cost.saved_bytes > 0

@@ -63,8 +63,7 @@ def test_every_shipped_config_fits_the_cards_that_it_names(
 ) -> None:
     # test_rehearsal.py times layers on this machine; here it is enough that the plan comes out
     monkeypatch.setattr(
-        "training.planner.run.profile_layers",
-        lambda config, architecture, layout, costs, hardware: (list(costs), hardware),
+        "training.planner.run.profile_layers", lambda run, architecture, costs: (list(costs), run.hardware)
     )
     config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
     report = "\n".join(plan_run(config))

@@ -7,10 +7,10 @@ from support.configs import build_config
 from transformers import LlamaConfig
 
 from models.architecture import build_layers
-from training.config.precision import DTYPES
 from training.distributed.topology import Layout
-from training.planner.cost import count_layers
 from training.planner.hardware import complete_hardware
+from training.planner.levers.lever import PlannedRun
+from training.planner.plan import count_costs
 from training.planner.profile_machine import profile_layers
 
 
@@ -27,9 +27,10 @@ def test_two_ranks_time_every_kind_of_layer_once() -> None:
     architecture._attn_implementation = "sdpa"
     config = build_config("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
     layers, layout = build_layers(architecture), Layout(2, 2, 2, 4)
-    costs = count_layers(layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision])
+    costs = count_costs(config, architecture, layers, layout)
     hardware = complete_hardware(config.hardware, config.precision, layout.world_size)
-    timed, measured = profile_layers(config, architecture, layout, costs, hardware)
+    run = PlannedRun(config, layout, architecture.vocab_size, hardware)
+    timed, measured = profile_layers(run, architecture, costs)
     embedding, first, second, third, norm, head = (cost.pass_seconds[0] for cost in timed)
     assert first == second == third and 0 < norm < first
     assert 0 < embedding < head, "a tied head makes logits, a lookup does not"

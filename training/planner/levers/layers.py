@@ -1,0 +1,26 @@
+"""The layers themselves: their passes, and the gradients on their way through them."""
+
+from __future__ import annotations
+
+from training.planner.levers.lever import Chunk, Lever, Stage
+from training.planner.memory import Memory
+from training.planner.time import PassCost
+
+
+def compute_passes(chunk: Chunk) -> PassCost:
+    """Backward is twice forward, less the gradients of frozen matrices."""
+    return PassCost(
+        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
+        backward_flops=sum(layer.backward_flops for layer in chunk.layers),
+        forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
+        backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
+    )
+
+
+def compute_gradients_in_pass(stage: Stage) -> Memory:
+    """The two gradients that flow through a layer, and one parameter's new gradient."""
+    hidden = stage.chunks[0].hidden_bytes
+    return Memory(buffers=2 * hidden + (stage.run.width + 4) * stage.largest_trainable)
+
+
+LAYERS = Lever(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

@@ -1,0 +1,172 @@
+"""What a lever is: one aspect of a run, and what it adds to a stage's memory, its passes and the end of its step.
+
+A new key that costs or saves memory or time is a file beside this one, with a `Lever` in it, and a line in `table.py`. The plan, the fit
+check and the report read the sums alone.
+
+P stages, V chunks of layers a stage, M micro-batches of one replica in a step, B micro-batch, T sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from training.config.schema import RunConfig
+from training.distributed.topology import Layout
+from training.objectives.registry import get_objective
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
+from training.planner.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
+from training.planner.hardware import Machine
+from training.planner.memory import Kept, Memory, bytes_of
+from training.planner.time import PassCost, StepCost
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a plan is made of, beside the costs of its layers. hardware: complete."""
+
+    config: RunConfig
+    layout: Layout
+    vocab_size: int
+    hardware: Machine
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return get_objective(self.config).rows_per_sample * self.config.max_seq_length
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, B x T; B twice `micro_batch_size` where a sample is two rows."""
+        return self.layout.micro_batch_size * self.tokens_per_sample
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return bytes_of(self.config.precision)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of a card while it computes."""
+        return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers of a stage. indices: of its layers in the model. has_first_layer, has_loss: the model's."""
+
+    run: PlannedRun
+    stage_id: int
+    indices: range
+    layers: Sequence[LayerCost]
+    has_first_layer: bool
+    has_loss: bool
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a micro-batch's hidden_states."""
+        return self.layers[0].output_bytes
+
+    @property
+    def integer_bytes(self) -> int:
+        """Of what all layers take beside hidden_states."""
+        return BOUNDARY_BYTES * self.run.tokens
+
+    @property
+    def input_bytes(self) -> int:
+        """Of what the first layer takes alone: input_ids or hidden_states."""
+        return INPUT_BYTES * self.run.tokens if self.has_first_layer else self.hidden_bytes
+
+    @cached_property
+    def checkpointing(self) -> ActivationCheckpointing:
+        return build_activation_checkpointing(self.run.config)
+
+    def list_recomputed(self) -> list[LayerCost]:
+        """Layers that run again in the backward pass, whole or but for what `selective` keeps; not the head, which is in the loss."""
+        stop = len(self.layers) - self.has_loss
+        groups = (group for group in self.checkpointing.list_groups(len(self.layers)) if group.is_recomputed)
+        return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
+
+    def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
+        """What a second forward pass of `layers` adds to the backward pass."""
+        return PassCost(
+            backward_flops=sum(layer.forward_flops for layer in layers),
+            backward_seconds=sum(self.time_forward(layer) for layer in layers),
+        )
+
+    def time_forward(self, layer: LayerCost) -> float:
+        """Seconds of a micro-batch: as it was timed, or by the card's rate."""
+        forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops
+        return forward * self.run.tokens
+
+    def time_backward(self, layer: LayerCost) -> float:
+        backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops
+        return backward * self.run.tokens
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one pipeline rank. costs: of the whole model. indices: of the layers of each chunk; under 1F1B all are one."""
+
+    run: PlannedRun
+    stage_id: int
+    costs: Sequence[LayerCost]
+    indices: Sequence[range]
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_id == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_id == self.run.layout.num_stages - 1
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        return [
+            Chunk(
+                self.run,
+                self.stage_id,
+                indices,
+                self.costs[indices.start : indices.stop],
+                has_first_layer=self.is_first and number == 0,
+                has_loss=self.is_last and number == len(self.indices) - 1,
+            )
+            for number, indices in enumerate(self.indices)
+        ]
+
+    @cached_property
+    def layers(self) -> list[LayerCost]:
+        return [layer for chunk in self.chunks for layer in chunk.layers]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self._count_distinct("num_parameters")
+
+    @cached_property
+    def num_trainable(self) -> int:
+        return self._count_distinct("num_trainable")
+
+    @cached_property
+    def largest_trainable(self) -> int:
+        """Elements of the largest trainable tensor."""
+        return max(layer.largest_trainable for layer in self.layers)
+
+    def _count_distinct(self, count: str) -> int:
+        """The sum of a count over the layers, a module that several of them share once."""
+        shared = {layer.tied_key: getattr(layer, count) for layer in self.layers if layer.tied_key}
+        return sum(getattr(layer, count) for layer in self.layers if not layer.tied_key) + sum(shared.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """What one aspect of a run adds; None adds nothing.
+
+    stage_memory: bytes that are there once, by kind, on the card and on the host. chunk_memory: bytes of each micro-batch in flight.
+    chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
+    """
+
+    stage_memory: Callable[[Stage], Memory] | None = None
+    chunk_memory: Callable[[Chunk], Kept] | None = None
+    chunk_cost: Callable[[Chunk], PassCost] | None = None
+    stage_cost: Callable[[Stage], StepCost] | None = None

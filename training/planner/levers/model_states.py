@@ -1,0 +1,95 @@
+"""Model states: weights, gradients and optimizer under ZeRO-1 (1910.02054), as DeepSpeed 0.19.8 allocates them.
+
+Whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts. Which of DeepSpeed's two optimizers runs,
+and whether its gradients go through buckets, follows from precision and offload. docs/plan.md names the lines behind each term.
+
+n trainable parameters of the stage, dp replicas.
+"""
+
+from __future__ import annotations
+
+from training.config.schema import Device, Offload, OptimizerName, Precision
+from training.engine.deepspeed_config import REDUCE_BUCKET
+from training.planner.levers.lever import Lever, Stage
+from training.planner.memory import Memory
+
+ALLREDUCE_BUCKET = (
+    500_000_000  # elements that `BF16_Optimizer` reduces by: MEMORY_OPT_ALLREDUCE_SIZE of runtime/pipe/engine.py
+)
+
+
+def compute_model_states(stage: Stage) -> Memory:
+    config = stage.run.config
+    weights = Memory(weights=stage.run.width * stage.num_parameters)
+    if config.offload_optimizer is Offload.cpu:
+        return weights + _allocate_on_host(stage)
+    allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
+    return weights + Memory(optimizer=4 * _part(stage) + _moments(stage)) + allocate[config.precision](stage)
+
+
+def _allocate_bf16(stage: Stage) -> Memory:
+    """`BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32. Between replicas the sum is reduced in bf16, from
+    a copy, and flattened first where matrices and vectors together fill less than one bucket."""
+    n = stage.num_trainable
+    copies = 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
+    return Memory(gradients=(2 + 4) * n, step=copies if stage.run.layout.dp_size > 1 else 0)
+
+
+def _allocate_fp32(stage: Stage) -> Memory:
+    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, then all of this rank's part."""
+    n = stage.num_trainable
+    return Memory(gradients=4 * n, step=4 * max(_part(stage), min(n, REDUCE_BUCKET), stage.largest_trainable))
+
+
+def _allocate_fp16(stage: Stage) -> Memory:
+    """`DeepSpeedZeroOptimizer`: gradients leave their bucket for this rank's part, which is then copied in fp32."""
+    part, in_bucket = _part(stage), min(stage.num_trainable, REDUCE_BUCKET)
+    waiting, filling = _buckets(stage, element=2)
+    step = max(filling + 2 * part - 2 * in_bucket, (4 + 2) * part)
+    return Memory(gradients=2 * stage.num_trainable, buffers=waiting, step=step)
+
+
+def _allocate_on_host(stage: Stage) -> Memory:
+    """`DeepSpeedZeroOptimizer` with its state on the host: gradients leave their bucket for it.
+
+    In bf16 gradients are summed in fp32; a bucket is copied in bf16 to communicate, again in fp32, and this rank's part of it
+    (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself.
+    """
+    run, n, part = stage.run, stage.num_trainable, _part(stage)
+    in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
+    is_bf16 = run.config.precision is Precision.bf16
+    element = 4 if is_bf16 else run.width
+
+    def copy(reduced: int) -> int:
+        return 6 * reduced + 4 * min(part, reduced) if is_bf16 else 0
+
+    waiting, filling = _buckets(stage, element)
+    alone = copy(largest) if largest > REDUCE_BUCKET else 0
+    return Memory(
+        gradients=element * n,
+        buffers=waiting,
+        step=filling + max(copy(in_bucket) - element * in_bucket, alone),
+        host=_moments(stage) + (4 + 4 + run.width) * part,
+    )
+
+
+def _buckets(stage: Stage, element: int) -> tuple[int, int]:
+    """Bytes of (the bucket that is there from the first backward pass on, the one that is filled at the step).
+
+    Buckets hold the bytes of what is put in. A GPU's allocator gives a whole one at once, a CPU only the pages that are written.
+    """
+    if stage.run.hardware.device is Device.cuda:
+        return element * REDUCE_BUCKET, element * REDUCE_BUCKET
+    return 0, element * min(stage.num_trainable, REDUCE_BUCKET)
+
+
+def _part(stage: Stage) -> int:
+    """Elements of this rank's part."""
+    return -(-stage.num_trainable // stage.run.layout.dp_size)
+
+
+def _moments(stage: Stage) -> int:
+    return 8 * _part(stage) if stage.run.config.optimizer.name is OptimizerName.adamw else 0
+
+
+MODEL_STATES = Lever(stage_memory=compute_model_states)

@@ -1,0 +1,54 @@
+"""The table of levers, and its sums: what a stage holds, and what its passes and the end of its step take."""
+
+from __future__ import annotations
+
+from training.pipeline.schedule import build_schedule
+from training.planner.levers.activations import ACTIVATIONS
+from training.planner.levers.boundaries import BOUNDARIES
+from training.planner.levers.layers import LAYERS
+from training.planner.levers.lever import Chunk, Lever, Stage
+from training.planner.levers.loss import LOSS
+from training.planner.levers.model_states import MODEL_STATES
+from training.planner.levers.optimizer_step import OPTIMIZER_STEP
+from training.planner.levers.replicas import REPLICAS
+from training.planner.levers.tensor_parallel import TENSOR_PARALLEL
+from training.planner.memory import HOST_BYTES_A_RANK, Kept, Memory
+from training.planner.time import PassCost, StepCost
+
+LEVERS: tuple[Lever, ...] = (
+    MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
+    LAYERS,  # freeze, adapter
+    ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode
+    BOUNDARIES,  # num_stages, schedule
+    LOSS,  # task
+    TENSOR_PARALLEL,  # tensor_parallel_size
+    REPLICAS,  # world_size
+    OPTIMIZER_STEP,  # optimizer, offload_optimizer
+)
+
+
+def sum_memory(stage: Stage) -> Memory:
+    """Activations are those of the micro-batches in flight when they take most; one group of layers is recomputed at a time."""
+    once = sum(
+        (lever.stage_memory(stage) for lever in LEVERS if lever.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
+    )
+    kept = [_sum_kept(chunk) for chunk in stage.chunks]
+    in_flight = build_schedule(stage.run.layout).list_in_flight(stage.stage_id)
+    return once + Memory(
+        activations=max(
+            sum(count * each.activations for count, each in zip(counts, kept, strict=True)) for counts in in_flight
+        ),
+        recomputation=max(each.recomputation for each in kept),
+    )
+
+
+def _sum_kept(chunk: Chunk) -> Kept:
+    return sum((lever.chunk_memory(chunk) for lever in LEVERS if lever.chunk_memory), start=Kept())
+
+
+def sum_pass_cost(chunk: Chunk) -> PassCost:
+    return sum((lever.chunk_cost(chunk) for lever in LEVERS if lever.chunk_cost), start=PassCost())
+
+
+def sum_step_cost(stage: Stage) -> StepCost:
+    return sum((lever.stage_cost(stage) for lever in LEVERS if lever.stage_cost), start=StepCost())

@@ -1,0 +1,21 @@
+"""Tensor parallelism: the sums of hidden states over the ranks that share layers. What it saves is in the costs of the sharded layers."""
+
+from __future__ import annotations
+
+from training.planner.levers.lever import Chunk, Lever
+from training.planner.time import Axis, PassCost, Sent
+
+
+def compute_sums(chunk: Chunk) -> PassCost:
+    """All-reduces on a ring; of recomputed layers those of the forward pass again."""
+    size = chunk.run.layout.tensor_parallel_size
+    one_sum = 2 * (size - 1) / size * chunk.hidden_bytes
+    forward = sum(layer.forward_sums for layer in chunk.layers)
+    again = sum(layer.forward_sums for layer in chunk.list_recomputed())
+    backward = sum(layer.backward_sums for layer in chunk.layers) + again
+    return PassCost(
+        forward_sent=Sent({Axis.tensor: forward * one_sum}), backward_sent=Sent({Axis.tensor: backward * one_sum})
+    )
+
+
+TENSOR_PARALLEL = Lever(chunk_cost=compute_sums)

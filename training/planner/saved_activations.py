@@ -1,0 +1,98 @@
+"""The bytes that autograd keeps of a forward pass, counted on the meta device: the pass runs for real, on tensors without storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from training.pipeline.activation_checkpoint import is_kept
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes of distinct storages, without the module's own parameters. saved: by autograd, when nothing is recomputed.
+
+    kept: results of the operators that `selective` keeps. remade: of what is saved, the rest.
+    """
+
+    saved: int
+    kept: int
+    remade: int
+
+
+def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
+    """What the backward pass of `run()`, a forward pass on the meta device, will need."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no storage is freed and its address taken by another
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage
+        return tensor
+
+    results = _KeptResults()
+    with _WithoutData(), results, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return SavedBytes(
+        saved=sum(storage.nbytes() for storage in saved.values()),
+        kept=sum(storage.nbytes() for storage in results.storages.values()),
+        remade=sum(storage.nbytes() for address, storage in saved.items() if address not in results.storages),
+    )
+
+
+class _KeptResults(TorchDispatchMode):
+    """The storages of the results that `selective` keeps, by address; attention keeps its output and one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if is_kept(function) or _FusedAttention.is_running:
+            for tensor in tree_leaves(result):
+                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return result
+
+
+class _WithoutData(TorchFunctionMode):
+    """Lets a forward pass run on the meta device.
+
+    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a question about
+    values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])
+        if function is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        return function(*args, **(kwargs or {}))
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What FlashAttention saves (2205.14135, algorithm 2): query, key, value, output, and one fp32 number a row."""
+
+    is_running = False
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        _FusedAttention.is_running = True
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # the kernels' own memory order
+        row_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        _FusedAttention.is_running = False
+        context.save_for_backward(query, key, value, output, row_sums)
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        raise NotImplementedError("only the forward pass is counted")
