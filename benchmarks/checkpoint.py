@@ -35,7 +35,6 @@ sys.path.insert(0, str(ROOT))
 from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks import convert, load  # noqa: E402
-from models.architecture import build_layers  # noqa: E402
 from models.layer import Layer  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from training.checkpoint.resume import find_damage  # noqa: E402
@@ -72,6 +71,9 @@ class RandomWeights:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return {name: 0.02 * torch.randn(shape) for name, shape in layer.shapes().items()}
 
+    def check_complete(self, layers: list[Layer]) -> None:
+        """All of them can be made."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,12 +103,11 @@ def main() -> None:
 
 def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
-    import deepspeed
-
     sys.stdout = open(os.devnull, "w")  # DeepSpeed reports its memory
+    from training.distributed.process import join_process_group
     from training.engine.steps import train_step
 
-    deepspeed.init_distributed("gloo")
+    join_process_group()
     run_config = compose_config()
     engine = build_engine(RandomWeights(config), run_config)
     train_step(engine, make_batches(), run_config, 0, 10)  # so that the moments are there
@@ -180,13 +181,11 @@ def compose_config() -> Any:
 
 
 def build_engine(source: Any, run_config: Any) -> Any:
-    from training.distributed.topology import Layout
-    from training.engine.pipeline_engine import initialize_engine
-    from training.pipeline.module import StageModule
+    from training import build
+    from training.distributed.ranks import ALONE
+    from training.setup import build_setup
 
-    layers = build_layers(source.config)
-    module = StageModule(layers, [0, len(layers)], source, torch.bfloat16, 0)
-    return initialize_engine(module, run_config, Layout(1, 1, 1, 1))
+    return build.build_engine(run_config, build_setup(run_config, source, ALONE), ALONE)
 
 
 def make_batches() -> Iterator[Any]:

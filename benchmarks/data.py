@@ -179,46 +179,37 @@ class Way:
 def measure_training(
     folder: Path, arguments: argparse.Namespace, overrides: dict[str, tuple[str, ...]]
 ) -> dict[str, Way]:
-    import deepspeed
-    import torch.distributed as dist
-
+    from training.distributed.process import join_process_group, leave_process_group
     from training.distributed.ranks import read_ranks
 
     ranks = read_ranks()
-    deepspeed.init_distributed()
+    join_process_group()
     ways = {name: build_way(build_config(folder, arguments, *given), ranks) for name, given in overrides.items()}
     for number in range(-1, arguments.rounds):
         for way in ways.values():
             way.run_round(arguments.steps)
             if number < 0:
                 way.forget()
-    dist.destroy_process_group()
+    leave_process_group()
     return ways
 
 
 def build_way(config: Any, ranks: Any) -> Way:
     from data.storage.rows import Rows, compute_fill, count_rows
-    from models.architecture import build_layers, choose_attention
     from models.weights.sources import open_weights
-    from training.config.precision import DTYPES
-    from training.distributed.topology import build_layout
-    from training.engine.pipeline_engine import initialize_engine, train_step
+    from training.build import build_engine, build_loaders
+    from training.engine.steps import train_step
     from training.inputs.datasets import build_row_plan, load_tokenizer, tokenize
-    from training.inputs.loaders import build_loaders
     from training.inputs.step_budget import StepBudget
-    from training.pipeline.module import StageModule
+    from training.setup import build_setup
 
-    source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
-    layers = build_layers(source.config)
-    layout = build_layout(config, 1, len(layers), False)
-    tokenizer = load_tokenizer(config, source)
+    setup = build_setup(config, open_weights(config.model_name_or_path), ranks)
+    tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    module = StageModule(layers, [0, len(layers)], source, DTYPES[config.precision], 0)
-    engine = initialize_engine(module, config, layout)
+    engine = build_engine(config, setup, ranks)
     plan = build_row_plan(config, "train_file")
-    horizon = StepBudget(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
-    loader, _ = build_loaders(config, layout, datasets, horizon, module, tokenizer, ranks)
+    budget = StepBudget(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
+    loader, _ = build_loaders(config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks)
     waits: list[float] = []
     micro_batches = time_waiting(loader.iterate(0, HORIZON), waits)
     fill = compute_fill(Rows(datasets["train_file"], plan, False, False), plan)

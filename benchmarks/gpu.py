@@ -248,7 +248,7 @@ def measure_ours(job: Job, num_stages: int) -> Outcome:
 
     device = current_device()
     memory, config, architecture = MemoryPeak(device), job.config(num_stages), job.architecture()
-    engine, *_ = build_engine(architecture, config, RandomWeights(architecture, torch.bfloat16, str(device)))
+    engine = build_engine(architecture, config, RandomWeights(architecture, torch.bfloat16, str(device)))
     memory.start()
     batches = repeat_batch(1, job.seq_length, job.vocab_size, str(device))
     seconds = []

@@ -92,22 +92,29 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
 
 def load_stage(folder: str) -> dict[str, int]:
     """On a rank: builds and loads its stage. Imports and the process group are not measured."""
-    import deepspeed
     import torch
 
-    import training.engine.pipeline_engine  # noqa: F401  it keeps DeepSpeed from compiling an op that nothing calls
+    from benchmarks.workload import compose_run
     from models.architecture import build_layers
-    from training.pipeline.module import StageModule
+    from training.build import build_stage
+    from training.distributed.process import join_process_group
+    from training.distributed.ranks import read_ranks
+    from training.setup import build_setup
 
-    deepspeed.init_distributed("gloo")
-    source = open_weights(folder)
-    layers = build_layers(source.config)
-    count = int(os.environ["WORLD_SIZE"])
-    bounds = [round(len(layers) * stage / count) for stage in range(count + 1)]
+    join_process_group()
+    ranks, source = read_ranks(), open_weights(folder)
+    count, num_layers = ranks.world_size, len(build_layers(source.config))
+    ends = [round(num_layers * (stage + 1) / count) for stage in range(count)]
+    split = [end - start for start, end in zip([0, *ends], ends)]
+    config = compose_run(
+        f"num_stages={count}", f"partition_method={split}", "precision=bf16", "micro_batch_size=1",
+        "gradient_accumulation_steps=1",
+    )  # fmt: skip
+    setup = build_setup(config, source, ranks)
     torch.distributed.barrier()
     read_before = read_bytes()
     with AnonymousPeak() as memory:
-        module = StageModule(layers, bounds, source, torch.bfloat16, 0)
+        module = build_stage(config, setup, ranks)
     stage_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
     return {"peak_bytes": memory.added, "stage_bytes": stage_bytes, "read_bytes": read_bytes() - read_before}
 

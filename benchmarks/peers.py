@@ -27,13 +27,22 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Work:
-    """What the runners have in common. bounds: of the split that this trainer chooses."""
+    """What the runners have in common. setup: of this trainer, with the split that it chooses."""
 
     config: Any
-    source: Any
-    layers: list[Any]
-    layout: Any
-    bounds: list[int]
+    setup: Any
+
+    @property
+    def source(self) -> Any:
+        return self.setup.source
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.setup.layers
+
+    @property
+    def layout(self) -> Any:
+        return self.setup.layout
 
     @property
     def dtype(self) -> torch.dtype:

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -150,12 +149,12 @@ def build_runners(
     """Name -> a function that takes one optimizer step."""
     import torch.distributed as dist
 
-    from models.architecture import build_layers
     from models.weights.sources import open_weights
-    from training.distributed.topology import build_layout
+    from training.distributed.ranks import read_ranks
     from training.pipeline.partition import compute_bounds
+    from training.setup import build_setup
 
-    config = compose_run(
+    given = (
         f"model_name_or_path={folder}/model",
         f"train_file={folder}/train.jsonl",
         f"output_dir={folder}/out",
@@ -168,27 +167,22 @@ def build_runners(
         f"precision={arguments.precision}",
         "activation_checkpoint_interval=0",
     )
-    source = open_weights(config.model_name_or_path)
-    source.config._attn_implementation = "sdpa"
-    layers = build_layers(source.config)
-    bounds = compute_bounds(layers, NUM_STAGES, config.partition_method)
-    shared = peers.Work(config, source, layers, build_layout(config, NUM_STAGES, len(layers), False), bounds)
-    in_chunks = compute_bounds(layers, NUM_STAGES, config.partition_method, num_chunks=2)
-    interleaved = replace(
-        shared,
-        config=replace(config, schedule="interleaved"),
-        layout=replace(shared.layout, num_chunks=2, schedule="interleaved"),
-        bounds=in_chunks,
-    )
+
+    def prepare(*overrides: str) -> peers.Work:
+        config = compose_run(*given, *overrides)
+        return peers.Work(config, build_setup(config, open_weights(config.model_name_or_path), read_ranks()))
+
+    shared = prepare()
+    layers, bounds, split = shared.layers, shared.setup.bounds, shared.config.partition_method
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
-        "ours-interleaved": lambda: build_ours(interleaved),
+        "ours-interleaved": lambda: build_ours(prepare("schedule=interleaved")),
         "copies": lambda: peers.build_copies(shared),
         "bare": lambda: peers.build_bare(shared, bounds),
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
         "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
-        "interleaved": lambda: peers.build_torch(shared, in_chunks),
+        "interleaved": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, split, num_chunks=2)),
         "dualpipev": lambda: peers.build_dualpipev(shared, split_folded(layers)),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }
@@ -213,24 +207,20 @@ def split_folded(layers: list[Any]) -> list[int]:
 
 def build_ours(shared: peers.Work) -> Callable[[], object]:
     from data.storage.tokenized import TokenizedDataset
+    from training.build import build_engine, build_loaders
     from training.distributed.ranks import read_ranks
-    from training.engine.pipeline_engine import initialize_engine, train_step
+    from training.engine.steps import train_step
     from training.inputs.datasets import load_tokenizer, tokenize
-    from training.inputs.loaders import build_loaders
     from training.inputs.step_budget import StepBudget
-    from training.pipeline.module import StageModule
 
-    config, ranks, horizon_steps = shared.config, read_ranks(), 10**5
-    tokenizer = load_tokenizer(config, shared.source)
+    config, setup, ranks, total_steps = shared.config, shared.setup, read_ranks(), 10**5
+    tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
-    module = StageModule(
-        shared.layers, shared.bounds, shared.source, shared.dtype, 0, num_chunks=shared.layout.num_chunks
-    )
-    engine = initialize_engine(module, config, shared.layout)
-    horizon = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), horizon_steps, horizon_steps)
-    loader, _ = build_loaders(config, shared.layout, datasets, horizon, module, tokenizer, ranks)
-    micro_batches, steps = loader.iterate(0, horizon_steps), itertools.count()
-    return lambda: train_step(engine, micro_batches, config, next(steps), horizon_steps)
+    engine = build_engine(config, setup, ranks)
+    budget = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), total_steps, total_steps)
+    loader, _ = build_loaders(config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks)
+    micro_batches, steps = loader.iterate(0, total_steps), itertools.count()
+    return lambda: train_step(engine, micro_batches, config, next(steps), total_steps)
 
 
 def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:

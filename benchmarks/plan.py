@@ -178,7 +178,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
 
     config, architecture = run.config(), run.architecture()
     memory = MemoryPeak(torch.device("cpu"))
-    engine, *_ = build_engine(architecture, config)
+    engine = build_engine(architecture, config)
     memory.start()
     batches = repeat_batch(run.micro_batch_size, run.seq_length, architecture.vocab_size)
     seconds = []

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.workload import ROOT, RandomWeights, build_llama, run_ranks
+from benchmarks.workload import ROOT, RandomWeights, build_llama, compose_run, run_ranks
 
 PLAN = ("-cn", "llama_65b_pp8", "plan=true", "world_size=16", "hardware=a100_80g")
 
@@ -95,14 +95,14 @@ def measure(folder: Path, pairs: int) -> dict[str, list[float]]:
 
 
 def build_ours(folder: Path) -> Any:
-    from models.architecture import build_layers
     from models.weights.sources import open_weights
-    from training.pipeline.module import StageModule
-    from training.pipeline.partition import compute_bounds
+    from training.build import build_stage
+    from training.distributed.ranks import read_ranks
+    from training.setup import build_setup
 
-    source = open_weights(str(folder))
-    layers = build_layers(source.config)
-    return StageModule(layers, compute_bounds(layers, 2, "balanced"), source, torch.bfloat16, 0)
+    ranks = read_ranks()
+    config = compose_run("num_stages=2", "precision=bf16", "micro_batch_size=1", "gradient_accumulation_steps=1")
+    return build_stage(config, build_setup(config, open_weights(str(folder)), ranks), ranks)
 
 
 def build_bare(folder: Path) -> Any:

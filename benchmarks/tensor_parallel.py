@@ -77,7 +77,7 @@ def measure(
         num_key_value_heads=8,
         vocab_size=VOCAB_SIZE,
     )
-    engine, *_ = build_engine(architecture, config)
+    engine = build_engine(architecture, config)
     batches = repeat_batch(MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE)
     in_sums = 0.0
     plain_sum = dist.all_reduce

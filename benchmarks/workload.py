@@ -24,7 +24,7 @@ from models.layer import Layer  # noqa: E402
 
 
 class RandomWeights:
-    """Weights of a model that is nowhere. dtype: as they would lie in the file."""
+    """A `WeightSource` of a model that is nowhere. dtype: as the weights would lie in the file."""
 
     path = Path("nowhere")
 
@@ -39,6 +39,12 @@ class RandomWeights:
             else torch.ones(shape, dtype=self._dtype, device=self._device)
             for name, shape in layer.shapes().items()
         }
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        """All of them can be made."""
+
+    def files(self) -> list[Path]:
+        return []
 
 
 def build_llama(**fields: Any) -> LlamaConfig:
@@ -66,36 +72,16 @@ def compose_run(*overrides: str) -> Any:
         )
 
 
-def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> tuple[Any, Any, list[int]]:
-    """(engine, layout, bounds) of this rank, as training/run.py builds them; of random weights unless `source` has
-    others."""
-    import torch.distributed as dist
-
-    from models.architecture import build_layers
-    from models.parallel.tensor_parallel import shard_layers
+def build_engine(architecture: LlamaConfig, config: Any, source: Any = None) -> Any:
+    """The engine of this rank, built as a run builds it; of random weights unless `source` has others."""
+    from training import build
     from training.config.precision import DTYPES
-    from training.distributed.topology import build_layout
-    from training.engine.pipeline_engine import initialize_engine
-    from training.pipeline.module import StageModule, join_tensor_parallel
-    from training.pipeline.partition import compute_bounds
-    from training.pipeline.trainable import build_adapter
+    from training.distributed.ranks import read_ranks
+    from training.setup import build_setup
 
-    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
-    layout = build_layout(config, dist.get_world_size(), len(layers), True)
-    bounds = compute_bounds(layers, config.num_stages, config.partition_method)
-    dtype = DTYPES[config.precision]
-    source = source or RandomWeights(architecture, dtype)
-    parallel = join_tensor_parallel(layout, dist.get_rank())
-    module = StageModule(
-        layers,
-        bounds,
-        source,
-        dtype,
-        config.activation_checkpoint_interval,
-        build_adapter(config, layers),
-        parallel=parallel,
-    )
-    return initialize_engine(module, config, layout), layout, bounds
+    ranks = read_ranks()
+    setup = build_setup(config, source or RandomWeights(architecture, DTYPES[config.precision]), ranks)
+    return build.build_engine(config, setup, ranks)
 
 
 def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device: str = "cpu") -> Iterator[Any]:
@@ -195,11 +181,8 @@ def _run_process(
 
 
 def _join() -> None:
-    import deepspeed
-
-    import training.engine.pipeline_engine  # noqa: F401, it keeps DeepSpeed from compiling an op
-    from training.distributed.process import take_device
+    from training.distributed.process import join_process_group, take_device
     from training.distributed.ranks import read_ranks
 
     take_device(read_ranks())
-    deepspeed.init_distributed()
+    join_process_group()

@@ -118,6 +118,42 @@ def test_deepspeed_is_imported_by_the_engine_and_the_stage_alone() -> None:
     assert users and not {source for source in users if not source.startswith(DEEPSPEED_WINGS)}
 
 
+def list_calls(file: Path) -> set[str]:
+    """The names that a file calls, and the attributes that it reads or calls, without what is in front of the last dot."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def list_users(names: set[str]) -> list[str]:
+    """The files, tests included, that call or read one of `names`."""
+    files = [*list_sources(), *(ROOT / "tests").rglob("*.py")]
+    return sorted(file.relative_to(ROOT).as_posix() for file in files if list_calls(file) & names)
+
+
+def test_one_assembly() -> None:
+    """The run, the evaluation, tests and benchmarks build what runs in one place."""
+    assert list_users({"StageModule", "start_engine"}) == ["training/build.py"]
+
+
+# What is DeepSpeed's own of an engine, and who uses it on purpose: the engines, the bare pipelines that the benchmarks
+# compare with, and tests that prove something about DeepSpeed.
+ENGINE_INSIDES = {
+    "wrapped", "_INSTRUCTION_MAP", "train_batch", "eval_batch", "global_steps", "get_global_grad_norm", "_hp_mapping",
+    "reset_activation_shape", "loss_scaler",
+}  # fmt: skip
+LOOK_INSIDE = {
+    "benchmarks/peers.py",
+    "tests/training/observability/test_stage_timer.py",
+    "tests/training/parity/test_parity.py",
+}
+
+
+def test_nothing_looks_behind_the_engine() -> None:
+    users = {user for user in list_users(ENGINE_INSIDES) if not user.startswith("training/engine/")}
+    assert users == LOOK_INSIDE
+
+
 def find_wing(module: str) -> str | None:
     """The wing of a dotted name below `training`; a module at its top is one by itself."""
     package, _, rest = module.partition(".")

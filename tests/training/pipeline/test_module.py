@@ -49,7 +49,9 @@ def build_counted(folder: Path) -> tuple[dict[str, int], list[str], list[int], i
     from training.build import build_stage
     from training.setup import build_setup
 
-    config = build_config("num_stages=2", f"partition_method={SPLIT}", "precision=bf16")
+    config = build_config(
+        "num_stages=2", f"partition_method={SPLIT}", "precision=bf16", "micro_batch_size=1", "global_batch_size=1"
+    )
     setup = build_setup(config, open_weights(str(folder)), this_rank())
     decoder_layer = setup.layers[1].module_class
     built, init = [], decoder_layer.__init__
