@@ -28,6 +28,7 @@ from training.config.validate import check_config, check_deepspeed_version, chec
 from training.distributed.process import describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
+from training.engine.deepspeed_internals import check_internals
 from training.inputs.custom import build_collator
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
@@ -69,6 +70,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     Raises UserError.
     """
     check_deepspeed_version()
+    check_internals(with_adapter=config.adapter.name is AdapterName.lora)
     check_config(config, has_accelerator())
     find_schedule(config.schedule)
     check_objective(config)

@@ -13,17 +13,19 @@ from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.schema import RunConfig
 
-# Older releases have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed);
-# tests/training/parity/test_parity.py guards the newer ones.
-MIN_DEEPSPEED = "0.19.4"
+# Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
+# tests/training/parity/test_parity.py guards the newer ones). Those before 0.19.8 have no `_train_schedule` to override
+# and a BF16_Optimizer that does not say when it skips a step (training/engine/deepspeed_internals.py lists such names).
+MIN_DEEPSPEED = "0.19.8"
 
 
 def check_deepspeed_version(installed: str | None = None) -> None:
-    """Raises UserError for a DeepSpeed whose pipeline gradients are known to be wrong."""
+    """Raises UserError for a DeepSpeed that is too old."""
     installed = installed or version("deepspeed")
     if Version(installed) < Version(MIN_DEEPSPEED):
         raise UserError(
-            f"deepspeed {installed} computes wrong gradients with pipeline stages; install deepspeed>={MIN_DEEPSPEED} "
+            f"deepspeed {installed} is too old: releases before 0.19.4 compute wrong gradients with pipeline stages, and "
+            f"those before {MIN_DEEPSPEED} lack what this project builds on; install deepspeed>={MIN_DEEPSPEED},<0.20 "
             "(pip install -r requirements.txt)"
         )
 

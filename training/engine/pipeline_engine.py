@@ -9,7 +9,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
@@ -19,7 +18,7 @@ from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver
 from training.engine.executor import ScheduleEngine
 from training.engine.optimizer import build_optimizer
-from training.engine.zero_patches import free_gradients_by_bucket
+from training.engine.zero_patches import free_gradients_by_bucket, skip_averaging
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import build_schedule
 
@@ -41,18 +40,6 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     if layout.dp_size == 1:
         skip_averaging(wrapped)
     return DeepSpeedPipeline(wrapped, layout, has_varying_lengths=config.data.pad_to is PadTo.longest)
-
-
-def skip_averaging(engine: PipelineEngine) -> None:
-    """For one replica, which has nothing to average: DeepSpeed would copy its gradients there and back, and round those of bf16 that
-    are summed in fp32.
-
-    What goes through a bucket (fp16, offloaded) is left alone: its gradients are handed on in the same pass.
-    """
-    if engine.using_bf16_optimizer:
-        engine.pipeline_enable_backward_allreduce = False
-    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.contiguous_gradients:
-        engine.optimizer.buffered_reduce_fallback = lambda *_, **__: None
 
 
 class DeepSpeedPipeline(Engine):
@@ -90,7 +77,7 @@ class DeepSpeedPipeline(Engine):
     def has_skipped_step(self) -> bool:
         """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite, and continue
         silently (DeepSpeed issue #8415)."""
-        return getattr(self.wrapped.optimizer, "overflow", False) and not self.wrapped.fp16_enabled()
+        return self.wrapped.optimizer.overflow and not self.wrapped.fp16_enabled()
 
     def restore_step(self, step: int) -> None:
         self.wrapped.global_steps = step
@@ -108,7 +95,7 @@ class DeepSpeedPipeline(Engine):
         self.wrapped.optimizer.optimizer.state[self.list_partitions()[partition].weights].update(state)
 
     def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
-        mapping = getattr(parameter, "_hp_mapping", None)
+        mapping = parameter._hp_mapping if parameter.requires_grad else None  # type: ignore[attr-defined]
         if mapping is None:
             return None
         held = mapping.hp_fragment_address

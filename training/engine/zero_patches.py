@@ -1,4 +1,8 @@
-"""What offloading leaves on the card, made less: DeepSpeed keeps there what it has sent to the host already."""
+"""DeepSpeed's ZeRO optimizers, patched: what one replica need not do, and what offloading need not keep on the card.
+
+Each patch replaces something that is there. Where that is gone the run ends, since a name that nothing reads any more
+would take the patch without effect.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,36 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from training.engine.deepspeed_internals import explain_missing
+
+
+def skip_averaging(engine: PipelineEngine) -> None:
+    """For one replica, which has nothing to average: DeepSpeed would copy its gradients there and back, and round those
+    of bf16 that are summed in fp32.
+
+    What goes through a bucket (fp16, offloaded) is left alone: its gradients are handed on in the same pass.
+    Raises UserError when DeepSpeed does not have what this replaces.
+    """
+    if engine.using_bf16_optimizer:
+        _replace(engine, "pipeline_enable_backward_allreduce", False)
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.contiguous_gradients:
+        _replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
 
 
 def free_gradients_by_bucket(optimizer: Any) -> None:
     """Makes the gradients that a bucket has reduced live until they have been copied to the host, and no longer.
 
-    In bf16 with sums in fp32, `DeepSpeedZeroOptimizer` reduces into a buffer of this rank's whole part, n / dp numbers in fp32 on the card
-    (0.19.8, runtime/zero/stage_1_and_2.py, `_build_compact_grad_partition_buffer`), though `copy_grads_in_partition` copies each parameter's
-    to the host when its bucket is done: 30 GiB for a stage of 8 billion parameters and dp = 1. Where a step is left out it also keeps the buffer, and adds the next gradients to ones that were not finite. Other optimizers, and
-    releases of DeepSpeed without that buffer, stay as they are.
+    In bf16 with sums in fp32, `DeepSpeedZeroOptimizer` reduces into a buffer of this rank's whole part, n / dp numbers
+    in fp32 on the card (0.19.8, runtime/zero/stage_1_and_2.py, `_build_compact_grad_partition_buffer`), though
+    `copy_grads_in_partition` copies each parameter's to the host when its bucket is done: 30 GiB for a stage of
+    8 billion parameters and dp = 1. Where a step is skipped it also keeps the buffer, and adds the next gradients to
+    ones that were not finite. Other optimizers stay as they are.
+    Raises UserError when DeepSpeed does not have what this replaces.
     """
-    if not (
-        isinstance(optimizer, DeepSpeedZeroOptimizer)
-        and optimizer.cpu_offload
-        and hasattr(optimizer, "_get_compact_grad_partition_slice")
-    ):
+    if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload):
         return
     reduced: dict[int, torch.Tensor] = {}  # parameter -> this rank's part of its gradient, flat
     copy_to_host = optimizer.copy_grads_in_partition
@@ -44,4 +62,14 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
         if optimizer.is_gradient_accumulation_boundary():  # before it the host gets nothing
             reduced.pop(optimizer.get_param_id(param), None)
 
-    optimizer._get_compact_grad_partition_slice, optimizer.copy_grads_in_partition = get_slice, copy_and_drop
+    _replace(optimizer, "_get_compact_grad_partition_slice", get_slice)
+    _replace(optimizer, "copy_grads_in_partition", copy_and_drop)
+
+
+def _replace(patched: Any, name: str, value: Any) -> None:
+    """Gives `patched` another `name`. Raises UserError when it has none."""
+    if not hasattr(patched, name):
+        raise explain_missing(
+            "deepspeed", f"{type(patched).__name__}.{name}", "a patch of training/engine/zero_patches.py"
+        )
+    setattr(patched, name, value)

@@ -1,0 +1,245 @@
+"""What the project relies on inside other packages beyond their documented interfaces: one table, checked at start.
+
+Private attributes, overridden methods, and names that are patched or written to. A release that renames one of them
+would often change nothing that anybody sees at first: an override that is not called any more, an attribute that
+nothing reads, an optimizer whose state is not found. So a run does not start when one is missing, and says which.
+
+A name is looked for in an object that `place` leads to, "module:Class.method". An attribute that only instances have
+counts as there when a method of the class stores it; one that a function reads or sets on what it is given, when that
+function names it. Nothing is instantiated, and nothing is imported that a run does not import by itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from types import CodeType, FunctionType
+from typing import Any
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Package:
+    """read: the version whose source the table was made from. works: versions known to work, as in pyproject.toml."""
+
+    read: str
+    works: str
+
+
+@dataclass(frozen=True)
+class Internal:
+    """Names in one place of a package, and what they are used for."""
+
+    package: str  # as it is installed by
+    place: str
+    names: tuple[str, ...]
+    use: str
+
+
+PACKAGES = {
+    "deepspeed": Package("0.19.8", ">=0.19.8,<0.20"),
+    "torch": Package("2.13.0", ">=2.11"),
+    "transformers": Package("5.23.0", ">=5.21,<6"),
+    "peft": Package("0.21.2", ">=0.18"),
+    "hydra-core": Package("1.3.8", ">=1.3.2,<1.4"),
+}
+
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_PASSES = (
+    "_exec_forward_pass", "_exec_backward_pass", "_exec_recv_activations", "_exec_recv_grads", "_exec_send_activations",
+    "_exec_send_grads",
+)  # fmt: skip
+_BUILDING = ("_partition_layers", "_build", "_synchronize_tied_weights")
+_COMPACT = ("_get_compact_grad_partition_slice", "_use_compact_grad_partition_buffer", "copy_grads_in_partition")
+_AROUND_COMPACT = (
+    "cpu_offload", "real_dp_process_group", "bit16_groups", "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary", "get_param_id",
+)  # fmt: skip
+_KEPT_OPERATORS = (
+    "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
+    # training/engine/executor.py, training/engine/pipeline_engine.py
+    yield _ENGINE, ("_INSTRUCTION_MAP", *_PASSES), "running and timing the passes of a schedule"
+    yield f"{_ENGINE}._exec_schedule", ("_INSTRUCTION_MAP",), "running and timing the passes of a schedule"
+    yield _ENGINE, ("_train_schedule", "_inference_schedule"), "giving the engine a schedule"
+    yield f"{_ENGINE}.train_batch", ("_train_schedule",), "giving the engine a schedule"
+    yield f"{_ENGINE}.eval_batch", ("_inference_schedule",), "giving the engine a schedule"
+    yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("steps", "num_pipe_buffers"), "giving the engine a schedule"
+    yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("micro_batches", "stages"), "giving the engine a schedule"
+    yield _ENGINE, ("is_first_stage", "is_last_stage"), "telling which pass ends with the loss"
+    yield f"{_ENGINE}._exec_forward_pass", ("is_last_stage", "loss"), "telling which pass ends with the loss"
+    yield _ENGINE, ("pipe_buffers", "loss", "grad_layer"), "holding the micro-batches in flight"
+    yield _ENGINE, ("reset_activation_shape", "first_output_send"), "sending shapes across stage boundaries"
+    yield _ENGINE, ("_send_tensor_meta", "_recv_tensor_meta"), "sending shapes across stage boundaries"
+    yield _ENGINE, ("_grad_layer_buf",), "sending shapes across stage boundaries"
+    yield _ENGINE, ("grid", "stage_id", "num_stages", "prev_stage", "next_stage"), "connecting the stages"
+    yield _ENGINE, ("micro_batches", "device", "global_rank", "optimizer"), "driving the engine"
+    yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples"), "driving the engine"
+    # training/pipeline/module.py
+    yield _MODULE, (*_BUILDING, "_precompute_checkpointable_values"), "building a stage without random weights"
+    yield f"{_MODULE}.__init__", _BUILDING, "building a stage without random weights"
+    yield _MODULE, ("_set_bounds", "parts", "stage_owner"), "choosing the layers of a stage"
+    yield f"{_MODULE}._index_tied_modules", ("stage_owner",), "choosing the layers of a stage"
+    yield f"{_MODULE}._build", ("ds_pipe_replicated",), "counting a parameter once in the gradient's norm"
+    yield _MODULE, ("forward", "forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
+    yield f"{_MODULE}.forward", ("forward_funcs", "is_checkpointable_results"), "running a chunk of a stage"
+    yield _MODULE, ("num_stages", "stage_id", "global_rank", "local_rank"), "finding a stage's place"
+    yield _MODULE, ("topology", "mpu"), "finding a stage's place"
+    yield _MODULE, ("tied_modules", "get_tied_weights_and_groups"), "summing the gradients of tied weights"
+    yield (
+        f"{_ENGINE}._exec_reduce_tied_grads",
+        ("get_tied_weights_and_groups",),
+        "summing the gradients of tied weights",
+    )
+    yield _ZERO, ("grad_accum",), "summing the gradients of tied weights"
+    yield (
+        "deepspeed.runtime.utils:is_model_parallel_parameter",
+        ("model_parallel",),
+        "the norm under tensor parallelism",
+    )
+    # training/engine/zero_patches.py
+    yield _ENGINE, ("using_bf16_optimizer", "pipeline_enable_backward_allreduce"), "not averaging a single replica"
+    yield f"{_ENGINE}._exec_reduce_grads", ("pipeline_enable_backward_allreduce",), "not averaging a single replica"
+    yield _ZERO, ("contiguous_gradients", "buffered_reduce_fallback"), "not averaging a single replica"
+    yield f"{_ZERO}.reduce_ipg_grads", ("buffered_reduce_fallback",), "not averaging a single replica"
+    yield _ZERO, (*_COMPACT, *_AROUND_COMPACT), "freeing gradients that are on the host"
+    yield f"{_ZERO}.reduce_ipg_grads", ("copy_grads_in_partition",), "freeing gradients that are on the host"
+    yield f"{_ZERO}.copy_grads_in_partition", _COMPACT[:1], "freeing gradients that are on the host"
+    # training/engine/pipeline_engine.py, training/distributed/process.py
+    yield "deepspeed.comm.torch:build_shm_op", ("__compatible_ops__",), "not compiling an op that nothing calls"
+    for optimizer in (_ZERO, _BF16):
+        yield optimizer, ("optimizer", "param_groups", "overflow"), "reading what the optimizer holds"
+    yield _ZERO, ("loss_scaler",), "saving the loss scale"
+    scaler = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
+    yield scaler, ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"), "saving the loss scale"
+    linked = "deepspeed.utils.mixed_precision_linkage:link_hp_params"
+    yield linked, ("_hp_mapping",), "finding a parameter's optimizer state"
+    fragment = "deepspeed.utils.tensor_fragment:tensor_fragment"
+    fields = ("param_group_index", "hp_fragment_address", "lp_fragment_address")
+    yield fragment, fields, "finding a parameter's optimizer state"
+    address = "deepspeed.utils.tensor_fragment:fragment_address"
+    yield address, ("start", "numel"), "finding a parameter's optimizer state"
+
+
+def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    groups = "torch.distributed.distributed_c10d"
+    yield "torch", groups, ("_world", "_set_pg_timeout"), "limiting how long ranks wait for each other"
+    yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
+    modes = "torch.utils._python_dispatch"
+    yield "torch", modes, ("_disable_current_modes",), "computing masks beside selective checkpointing"
+    yield "torch", modes, ("TorchDispatchMode",), "counting what selective checkpointing keeps"
+    yield "torch", "torch.utils._pytree", ("tree_leaves",), "counting what selective checkpointing keeps"
+    yield "torch", "torch:UntypedStorage", ("_cdata",), "counting what a backward pass needs"
+    yield "torch", "torch:ops.aten", _KEPT_OPERATORS, "choosing what selective checkpointing keeps"
+    config = "transformers.configuration_utils:PreTrainedConfig"
+    yield "transformers", config, ("_attn_implementation",), "choosing the attention kernel"
+    yield "transformers", config, ("_experts_implementation",), "choosing how experts are computed"
+    model = "transformers.modeling_utils:PreTrainedModel"
+    yield "transformers", model, ("_init_weights",), "drawing random weights (init=random)"
+    layer = "peft.tuners.lora.layer:LoraLayer"
+    yield (
+        "peft",
+        "peft.tuners.tuners_utils:BaseTunerLayer",
+        ("enable_adapters",),
+        "running the model without its adapter",
+    )
+    yield "peft", layer, ("base_layer", "lora_A", "lora_B"), "sharding an adapter"
+    replace = "peft.tuners.lora.model:LoraModel._create_and_replace"
+    yield "peft", replace, ("is_loaded_in_4bit",), "putting an adapter on projections in 4 bits"
+    yield "hydra-core", "hydra._internal.utils", ("get_args_parser",), "reading the command line"
+    loader = "hydra._internal.config_loader_impl:ConfigLoaderImpl"
+    yield "hydra-core", loader, ("get_search_path", "repository"), "reading --config-dir"
+    repository = "hydra._internal.config_repository:ConfigRepository"
+    yield "hydra-core", repository, ("initialize_sources",), "reading --config-dir"
+
+
+TABLE = (
+    *(Internal("deepspeed", *entry) for entry in _list_deepspeed()),
+    *(Internal(*entry) for entry in _list_others()),
+)
+
+
+def check_internals(with_adapter: bool = False) -> None:
+    """Raises UserError, one line that names it, for a name of the table that an installed package does not have.
+
+    with_adapter: whether this run imports peft.
+    """
+    for entry in TABLE:
+        if entry.package != "peft" or with_adapter:
+            missing = find_missing(entry)
+            if missing is not None:
+                raise explain_missing(entry.package, missing, entry.use)
+
+
+def explain_missing(package: str, name: str, use: str) -> UserError:
+    """The error for a name that this version of a package does not have. use: what the project needs it for."""
+    works = PACKAGES[package].works
+    return UserError(
+        f"{package} {version(package)} has no {name}, which is needed for {use}; known to work are {package}{works} "
+        "(pip install -r requirements.txt)"
+    )
+
+
+def find_missing(entry: Internal) -> str | None:
+    """The first name of `entry` that is not there, with the place where it was looked for; None when all are."""
+    module, _, path = entry.place.partition(":")
+    dotted = f"{module}.{path}".rstrip(".")
+    try:
+        owner = importlib.import_module(module)
+        for part in path.split(".") if path else ():
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError):
+        return dotted
+    return next((f"{dotted}.{name}" for name in entry.names if not has_name(owner, name)), None)
+
+
+def has_name(owner: Any, name: str) -> bool:
+    """Whether `owner` has an attribute, or a field; a class also when one of its methods stores it in an instance, a
+    function when it reads, sets or asks for it."""
+    if isinstance(owner, FunctionType):
+        return any(name in code.co_names or name in code.co_consts for code in _list_code(owner))
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
+        return True
+    return isinstance(owner, type) and any(_stores(code, name) for code in _list_methods(owner))
+
+
+def _list_methods(owner: type) -> Iterator[CodeType]:
+    """The code of the methods of a class and of those above it in the same package."""
+    package = owner.__module__.partition(".")[0]
+    for base in owner.__mro__:
+        if base.__module__.partition(".")[0] == package:
+            for member in vars(base).values():
+                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                yield from _list_code(function)
+
+
+def _list_code(function: Any) -> Iterator[CodeType]:
+    """The code of a function and of those defined in it, behind its decorators; of anything else none."""
+    function = inspect.unwrap(function) if callable(function) else function
+    pending = [function.__code__] if isinstance(function, FunctionType) else []
+    while pending:
+        code = pending.pop()
+        yield code
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _stores(code: CodeType, name: str) -> bool:
+    return name in code.co_names and name in _list_stored(code)
+
+
+@cache
+def _list_stored(code: CodeType) -> frozenset[str]:
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
