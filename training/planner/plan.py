@@ -258,7 +258,7 @@ def _compute_stage_memory(
     hardware: Machine,
 ) -> Memory:
     state = compute_state(
-        _distinct(chunks, "num_parameters"), _distinct(chunks, "num_trainable"), layout.dp_size, config.precision, config.offload_optimizer,
+        _distinct(chunks, "num_parameters"), _distinct(chunks, "num_trainable"), layout.num_weight_replicas, config.precision, config.offload_optimizer,
         config.optimizer.name, hardware.device, largest=max(layer.largest_trainable for layers in chunks for layer in layers),
     )  # fmt: skip
     tokens = layout.micro_batch_size * rows_per_sample(config) * config.max_seq_length

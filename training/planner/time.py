@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from training.config.schema import Offload, OptimizerName, Precision, RunConfig
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, TENSOR, Layout
 from training.planner.hardware import GB, Machine
 from training.planner.memory import bytes_of
 
 
 def find_bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> float:
     """GB/s from `stage_id` to the next stage, or from the last to the first, of the replica whose path is slowest."""
-    starts = range(stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage)
     crosses = any(
-        _spans_nodes((rank, (rank + layout.ranks_per_stage) % layout.world_size), hardware.cards_per_node)
-        for rank in starts
+        _spans_nodes((rank, layout.topology.neighbour(rank, PIPE)), hardware.cards_per_node)
+        for rank in layout.list_stage_ranks(stage_id)
     )
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 
@@ -23,7 +22,7 @@ def find_bandwidth_between(layout: Layout, stage_id: int, hardware: Machine) -> 
 def compute_sum_seconds(nbytes: int, layout: Layout, hardware: Machine) -> float:
     """All-reduce of `nbytes` over the slowest tensor-parallel group, on a ring."""
     size = layout.tensor_parallel_size
-    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.list_tensor_parallel_groups())
+    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in layout.topology.groups(TENSOR))
     bandwidth = hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
     return 2 * (size - 1) / size * nbytes / (bandwidth * GB)
 
@@ -32,13 +31,14 @@ def compute_reduce_seconds(
     num_trainable: int, layout: Layout, stage_id: int, config: RunConfig, hardware: Machine
 ) -> float:
     """All-reduce of the gradients and all-gather of the weights over the stage's replicas, on a ring; both in the training dtype."""
-    ranks = range(
-        stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage, layout.tensor_parallel_size
+    topology = layout.topology
+    ranks = next(
+        ranks for ranks in topology.groups(*topology.weight_replica_axes) if topology.index(ranks[0], PIPE) == stage_id
     )
     bandwidth = (
         hardware.inter_node_bandwidth if _spans_nodes(ranks, hardware.cards_per_node) else hardware.intra_node_bandwidth
     )
-    share = (layout.dp_size - 1) / layout.dp_size
+    share = (layout.num_weight_replicas - 1) / layout.num_weight_replicas
     copied = count_reduce_bytes(layout, config.precision, config.offload_optimizer)
     return num_trainable * (
         copied / (hardware.memory_bandwidth * GB) + 3 * share * bytes_of(config.precision) / (bandwidth * GB)
@@ -52,7 +52,7 @@ def count_reduce_bytes(layout: Layout, precision: Precision, offload: Offload) -
     before, and taken out of it, also of one replica.
     """
     in_bucket = precision is Precision.fp16 or offload is not Offload.none
-    if layout.dp_size == 1 and not in_bucket:
+    if layout.num_weight_replicas == 1 and not in_bucket:
         return 0
     if precision is Precision.bf16:
         return 2 * (4 + 4) + 2 * (4 + 2) + (2 + 2)
@@ -73,7 +73,7 @@ def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
 
 def compute_optimizer_seconds(num_trainable: int, layout: Layout, config: RunConfig, hardware: Machine) -> float:
     """Bound by memory: `count_update_bytes` of this replica's part."""
-    part = num_trainable / layout.dp_size
+    part = num_trainable / layout.num_weight_replicas
     moved = count_update_bytes(config.optimizer.name, config.precision) * part
     if config.offload_optimizer is Offload.none:
         return moved / (hardware.memory_bandwidth * GB)

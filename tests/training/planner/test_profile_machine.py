@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from models.architecture import build_layers
 from training.config.precision import DTYPES
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.planner.cost import count_layers
 from training.planner.hardware import complete_hardware
 from training.planner.profile_machine import profile_layers
@@ -26,7 +26,7 @@ def test_two_ranks_time_every_kind_of_layer_once() -> None:
     )
     architecture._attn_implementation = "sdpa"
     config = build_config("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
-    layers, layout = build_layers(architecture), Layout(2, 2, 2, 4)
+    layers, layout = build_layers(architecture), Layout(Topology.of(2, pipe=2), 2, 4)
     costs = count_layers(layers, architecture, layout.micro_batch_size, config.max_seq_length, DTYPES[config.precision])
     hardware = complete_hardware(config.hardware, config.precision, layout.world_size)
     timed, measured = profile_layers(config, architecture, layout, costs, hardware)
