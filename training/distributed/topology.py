@@ -114,7 +114,7 @@ def read_sizes(config: RunConfig) -> dict[str, int]:
 
 def name_sizes(sizes: Mapping[str, int]) -> str:
     """Keys and values, such as "num_stages=2 x tensor_parallel_size=2"; without axes of size 1, other than stages."""
-    shown = [axis for axis in AXES if axis.name in sizes and (sizes[axis.name] != 1 or axis.name == PIPE)]
+    shown = [axis for axis in AXES if axis.name in sizes and (sizes[axis.name] > 1 or axis.name == PIPE)]
     return " x ".join(f"{axis.size_key}={sizes[axis.name]}" for axis in shown)
 
 
@@ -213,9 +213,9 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
     Raises UserError, naming the key, where they contradict each other or the number of ranks.
     """
     sizes = read_sizes(config)
-    for axis, size in sizes.items():
-        if size < 1:
-            raise UserError(f"{name_sizes({axis: size})}: at least 1")
+    for axis in AXES:
+        if axis.size_key and sizes[axis.name] < 1:
+            raise UserError(f"{axis.size_key}={sizes[axis.name]}: at least 1")
     if sizes[PIPE] > num_layers:
         raise UserError(
             f"num_stages={sizes[PIPE]} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less"
