@@ -32,7 +32,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
 
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
-    parallel = join_tensor_parallel(setup.layout, ranks.rank)
+    parallel = join_tensor_parallel(setup.layout.topology, ranks.rank)
     return StageModule(
         setup.layers,
         setup.bounds,
@@ -45,7 +45,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         checkpoint_mode=config.activation_checkpoint_mode,
         compiles=config.compile,
         parallel=parallel,
-        num_chunks=setup.layout.num_chunks,
+        topology=setup.layout.topology,
     )
 
 

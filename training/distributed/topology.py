@@ -1,91 +1,209 @@
-"""The arithmetic of ranks and batches, in one pure object.
+"""The axes along which ranks are laid out, and the arithmetic of ranks and batches on them.
 
-Ranks are laid out as DeepSpeed's `PipeModelDataParallelTopology` does it: rank = (stage_id * dp_size + dp_rank) * tensor_parallel_size +
-tp_rank. So the ranks that share layers, which talk most, are neighbours.
+`AXES` is the one table: whatever computes with ranks asks a `Topology`, so another axis is another line of it. The
+outermost axis comes first: with pipe, data and tensor, rank = (stage_id * data size + data index) * tensor size +
+tensor index, as in DeepSpeed's `PipeModelDataParallelTopology`. So ranks that share layers, which exchange most, are
+neighbours.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from errors import UserError
 from training.config.schema import RunConfig
 
+PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """size_key: the config key that gives its size; None for the one that follows from the number of ranks.
+
+    splits_weights: its ranks have different weights (other layers, other shards); otherwise the same ones, and
+    gradients are summed.
+    """
+
+    name: str
+    size_key: str | None
+    label: str  # in a description: tp2
+    splits_weights: bool
+
+
+AXES = (
+    Axis(PIPE, "num_stages", "pp", splits_weights=True),
+    Axis(DATA, None, "dp", splits_weights=False),
+    Axis(TENSOR, "tensor_parallel_size", "tp", splits_weights=True),
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All ranks on the axes. sizes: of each axis. Wherever several axes are named, their order does not matter."""
+
+    axes: tuple[Axis, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, world_size: int, **sizes: int) -> Topology:
+        """sizes: by the axis's name, 1 where it is not given; the derived one follows."""
+        given = {axis.name for axis in AXES if axis.size_key}
+        derived, rest = divmod(world_size, math.prod(sizes.values()))
+        assert rest == 0 and sizes.keys() <= given, f"{world_size} ranks, {sizes}"
+        return cls(AXES, tuple(sizes.get(axis.name, 1) if axis.size_key else derived for axis in AXES))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def weight_replica_axes(self) -> tuple[str, ...]:
+        """Those along which ranks have the same weights: gradients are summed over them, ZeRO partitions its state."""
+        return tuple(axis.name for axis in self.axes if not axis.splits_weights)
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks that differ in these axes alone."""
+        return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.name in axes)
+
+    def others(self, *axes: str) -> tuple[str, ...]:
+        """All axes but these."""
+        return tuple(axis.name for axis in self.axes if axis.name not in axes)
+
+    def index(self, rank: int, *axes: str) -> int:
+        """The coordinate of a rank on an axis; on several, its place among the ranks that differ in these alone."""
+        index, inner = 0, 1
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, coordinate = divmod(rank, size)
+            if axis.name in axes:
+                index, inner = index + coordinate * inner, inner * size
+        return index
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The ranks that differ in these axes alone, group by group, both in the order of ranks."""
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(self.index(rank, *self.others(*axes)), []).append(rank)
+        return list(found.values())
+
+    def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
+        """The rank that lies `step` further along the axis, which closes to a ring."""
+        place = [known.name for known in self.axes].index(axis)
+        here = self.index(rank, axis)
+        return rank + ((here + step) % self.sizes[place] - here) * math.prod(self.sizes[place + 1 :])
+
+    def describe(self, notes: Mapping[str, str]) -> str:
+        """Such as "tp2 x pp2 x dp4"; only stages and replicas are shown at size 1. notes: what follows an axis."""
+        always = [axis for axis in self.axes if axis.name in (PIPE, DATA)]
+        others = [axis for axis in reversed(self.axes) if axis not in always and self.size(axis.name) > 1]
+        return " x ".join(f"{axis.label}{self.size(axis.name)}{notes.get(axis.name, '')}" for axis in others + always)
+
+
+def join_group(topology: Topology, *axes: str) -> dist.ProcessGroup:
+    """The process group of this rank and of those that differ from it in these axes alone. All ranks call it."""
+    return dist.new_subgroups_by_enumeration(topology.groups(*axes))[0]
+
+
+def read_sizes(config: RunConfig) -> dict[str, int]:
+    """The size of each axis that the config gives."""
+    return {axis.name: getattr(config, axis.size_key) for axis in AXES if axis.size_key}
+
+
+def name_sizes(sizes: Mapping[str, int]) -> str:
+    """Keys and values, such as "num_stages=2 x tensor_parallel_size=2"; without axes of size 1, other than stages."""
+    shown = [axis for axis in AXES if axis.name in sizes and (sizes[axis.name] > 1 or axis.name == PIPE)]
+    return " x ".join(f"{axis.size_key}={sizes[axis.name]}" for axis in shown)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """world_size = tensor_parallel_size * num_stages * dp_size; global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
+    """Where ranks lie, and the samples of a step.
 
-    schedule: its name; num_chunks: of layers, that a rank holds under it (`training.pipeline.schedule.schedule_layout` sets both).
+    global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
+
+    schedule: its name; num_chunks: of layers, that a rank holds under it (`training.pipeline.schedule.schedule_layout`
+    sets both).
     """
 
-    world_size: int
-    num_stages: int
+    topology: Topology
     micro_batch_size: int
     gradient_accumulation_steps: int
-    tensor_parallel_size: int = 1
     num_chunks: int = 1
     schedule: str = "1f1b"
 
     @property
-    def ranks_per_stage(self) -> int:
-        return self.world_size // self.num_stages
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def num_stages(self) -> int:
+        return self.topology.size(PIPE)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.topology.size(TENSOR)
 
     @property
     def dp_size(self) -> int:
-        return self.ranks_per_stage // self.tensor_parallel_size
+        """Replicas, each of which reads samples of its own."""
+        return self.topology.size(DATA)
+
+    @property
+    def num_weight_replicas(self) -> int:
+        """Ranks with the same weights: DeepSpeed's `data` axis."""
+        return self.topology.size(*self.topology.weight_replica_axes)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.topology.size(*self.topology.others(PIPE))
 
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
 
     def stage_id(self, rank: int) -> int:
-        return rank // self.ranks_per_stage
+        return self.topology.index(rank, PIPE)
 
     def dp_rank(self, rank: int) -> int:
-        return rank % self.ranks_per_stage // self.tensor_parallel_size
+        return self.topology.index(rank, DATA)
 
-    def tp_rank(self, rank: int) -> int:
-        return rank % self.tensor_parallel_size
-
-    def list_tensor_parallel_groups(self) -> list[list[int]]:
-        """The ranks that share layers, group by group."""
-        size = self.tensor_parallel_size
-        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+    def list_stage_ranks(self, stage_id: int) -> list[int]:
+        return self.topology.groups(*self.topology.others(PIPE))[stage_id]
 
     def describe_placement(self, hosts: list[str]) -> str:
         """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank."""
+        ranks = range(self.world_size)
         stages = {
-            host: sorted({self.stage_id(rank) for rank in range(self.world_size) if hosts[rank] == host})
+            host: sorted({self.stage_id(rank) for rank in ranks if hosts[rank] == host})
             for host in dict.fromkeys(hosts)
         }
         text = "; ".join(f"{host}: stage {_ranges(on_host)}" for host, on_host in stages.items())
-        last = (
-            self.world_size if self.num_chunks > 1 else self.world_size - self.ranks_per_stage
-        )  # chunks lead from the last stage to the first
-        pairs = [(rank, (rank + self.ranks_per_stage) % self.world_size) for rank in range(last)]
-        crossing = sum(hosts[first] != hosts[second] for first, second in pairs)
-        apart = sum(
-            len({hosts[rank] for rank in range(self.world_size) if self.stage_id(rank) == stage}) > 1
-            for stage in range(self.num_stages)
+        is_ring = self.num_chunks > 1  # chunks lead from the last stage to the first
+        senders = [rank for rank in ranks if is_ring or self.stage_id(rank) < self.num_stages - 1]
+        crossing = sum(hosts[rank] != hosts[self.topology.neighbour(rank, PIPE)] for rank in senders)
+        apart = sum(_spans_hosts(self.list_stage_ranks(stage), hosts) for stage in range(self.num_stages))
+        text += (
+            f"; {crossing} of {len(senders)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
+            "cross hosts"
         )
-        text += f"; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages cross hosts"
-        groups = [group for group in self.list_tensor_parallel_groups() if len({hosts[rank] for rank in group}) > 1]
-        if groups:
+        if groups := [group for group in self.topology.groups(TENSOR) if _spans_hosts(group, hosts)]:
             text += (
-                f"; warning: {len(groups)} tensor-parallel groups cross hosts, the first of ranks {_ranges(groups[0])}: each layer then sends its "
-                "activations over the network four times a micro-batch. Start a multiple of "
-                f"tensor_parallel_size={self.tensor_parallel_size} ranks on each host, or give a smaller tensor_parallel_size and more num_stages"
+                f"; warning: {len(groups)} tensor-parallel groups cross hosts, the first of ranks "
+                f"{_ranges(groups[0])}: each layer then sends its activations over the network four times a "
+                "micro-batch. Start a multiple of "
+                f"tensor_parallel_size={self.tensor_parallel_size} ranks on each host, or give a smaller "
+                "tensor_parallel_size and more num_stages"
             )
         return text
 
     def describe(self) -> str:
-        interleaved = f" ({self.num_chunks} chunks each)" if self.num_chunks > 1 else ""
-        tensor = f"tp{self.tensor_parallel_size} x " if self.tensor_parallel_size > 1 else ""
+        chunks = {PIPE: f" ({self.num_chunks} chunks each)"} if self.num_chunks > 1 else {}
         return (
-            f"{tensor}pp{self.num_stages}{interleaved} x dp{self.dp_size} = {self.world_size} ranks; global batch {self.global_batch_size} = micro-batch "
-            f"{self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x dp {self.dp_size}"
+            f"{self.topology.describe(chunks)} = {self.world_size} ranks; global batch {self.global_batch_size} = "
+            f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x dp {self.dp_size}"
         )
 
 
@@ -94,26 +212,24 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
 
     Raises UserError, naming the key, where they contradict each other or the number of ranks.
     """
-    stages = config.num_stages
-    if stages < 1:
-        raise UserError(f"num_stages={stages}: at least 1")
-    if stages > num_layers:
+    sizes = read_sizes(config)
+    for axis in AXES:
+        if axis.size_key and sizes[axis.name] < 1:
+            raise UserError(f"{axis.size_key}={sizes[axis.name]}: at least 1")
+    if sizes[PIPE] > num_layers:
         raise UserError(
-            f"num_stages={stages} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less"
+            f"num_stages={sizes[PIPE]} exceeds the model's {num_layers} layers; set num_stages to {num_layers} or less"
         )
-    width = config.tensor_parallel_size
-    if width < 1:
-        raise UserError(f"tensor_parallel_size={width}: at least 1")
-    replica = stages * width
+    replica = math.prod(sizes.values())
     if world_size % replica:
-        product = (
-            f"num_stages={stages}" if width == 1 else f"tensor_parallel_size={width} x num_stages={stages} = {replica}"
-        )
+        product = name_sizes(sizes) + (f" = {replica}" if replica > sizes[PIPE] else "")
         raise UserError(
-            f"{product} does not divide the number of started ranks, {world_size}; {_ranks_to_start(replica, world_size, has_accelerator)}"
+            f"{product} does not divide the number of started ranks, {world_size}; "
+            f"{_ranks_to_start(replica, world_size, has_accelerator)}"
         )
-    micro_batch_size, accumulation = _batch_arithmetic(config, world_size // replica)
-    return Layout(world_size, stages, micro_batch_size, accumulation, width)
+    topology = Topology.of(world_size, **sizes)
+    micro_batch_size, accumulation = _batch_arithmetic(config, topology.size(DATA))
+    return Layout(topology, micro_batch_size, accumulation)
 
 
 def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str:
@@ -135,8 +251,9 @@ def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
     if micro is not None and accumulation is not None:
         if total not in (None, micro * accumulation * dp_size):
             raise UserError(
-                f"micro_batch_size={micro} x gradient_accumulation_steps={accumulation} x dp={dp_size} is {micro * accumulation * dp_size}, "
-                f"not global_batch_size={total}; give two of them and set the third to null"
+                f"micro_batch_size={micro} x gradient_accumulation_steps={accumulation} x dp={dp_size} is "
+                f"{micro * accumulation * dp_size}, not global_batch_size={total}; give two of them and set the "
+                "third to null"
             )
         return micro, accumulation
     if micro is not None and total is not None:
@@ -149,6 +266,10 @@ def _batch_arithmetic(config: RunConfig, dp_size: int) -> tuple[int, int]:
     raise UserError(
         f"two of micro_batch_size, gradient_accumulation_steps and global_batch_size must be given; missing: {missing}"
     )
+
+
+def _spans_hosts(ranks: list[int], hosts: list[str]) -> bool:
+    return len({hosts[rank] for rank in ranks}) > 1
 
 
 def _ranges(numbers: list[int]) -> str:

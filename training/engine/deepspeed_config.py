@@ -21,7 +21,7 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
     Raises UserError for an extra key that is set here from a key of the run.
     """
     built: dict[str, Any] = {
-        "train_batch_size": layout.global_batch_size,
+        "train_batch_size": layout.micro_batch_size * layout.gradient_accumulation_steps * layout.num_weight_replicas,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": config.max_grad_norm,  # DeepSpeed clips at 1.0 when it is left out
@@ -52,7 +52,9 @@ def build_deepspeed_config(config: RunConfig, layout: Layout, trains: bool = Tru
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}
-        if layout.dp_size == 1:  # nothing is sent, so no sum has to be rounded for it on its way to the optimizer
+        if (
+            layout.num_weight_replicas == 1
+        ):  # nothing is sent, so no sum has to be rounded for it on its way to the optimizer
             built["communication_data_type"] = "fp32"
     for key, value in config.deepspeed.items():
         if key in built:

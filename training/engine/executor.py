@@ -37,6 +37,7 @@ from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.distributed.p2p import Link, wait_for
+from training.distributed.topology import PIPE
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 
@@ -135,11 +136,12 @@ class ScheduleEngine(PipelineEngine):
     def _connect(self) -> None:
         """Makes the four links, and opens each, which NCCL does when the first message crosses: both ends wait for each
         other then."""
-        rings = self.module.topology().get_axis_comm_lists("pipe")
+        topology = self.module.rank_topology
+        rings = topology.groups(PIPE)
         # by the stage in front of the link; the rank's own groups are those of the links that it is an end of
         forth, back = ([self._pair_up(rings, stage) for stage in range(self.num_stages)] for _ in range(2))
         here = self.stage_id
-        after, before = (self.grid.stage_to_global((here + step) % self.num_stages) for step in (1, -1))
+        after, before = (topology.neighbour(self.global_rank, PIPE, step) for step in (1, -1))
         self._activations_out, self._activations_in = Link(forth[here], after), Link(forth[here - 1], before)
         self._gradients_out, self._gradients_in = Link(back[here - 1], before), Link(back[here], after)
         self._open(self._activations_out, self._activations_in, 1)

@@ -37,7 +37,7 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     else:
         wrapped = ScheduleEngine(module, optimizer, settings, schedule)
     free_gradients_by_bucket(wrapped.optimizer)
-    if layout.dp_size == 1:
+    if layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
     return DeepSpeedPipeline(wrapped, layout, has_varying_lengths=config.data.pad_to is PadTo.longest)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from console import progress
 from training.config.schema import RunConfig
+from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
 from training.engine.lr_schedule import learning_rate_at
 
@@ -23,7 +24,8 @@ def train_step(
     """
     learning_rate = learning_rate_at(step, total_steps, config)
     # The ranks that share layers drop the same places of what all of them hold.
-    seed = hash((config.seed, step, engine.rank // config.tensor_parallel_size)) % 2**63
+    topology = engine.layout.topology
+    seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(TENSOR)))) % 2**63
     return engine.train_step(micro_batches, learning_rate, seed), learning_rate
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from console import measure_width, stream
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, Layout
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
@@ -65,18 +65,15 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
         ],
         bubble=1 - mean_passes / pipeline,
         imbalance=max(passes) / mean_passes - 1,
-        peak_memory=[
-            max(peaks[rank] for rank in range(layout.world_size) if layout.stage_id(rank) == s)
-            for s in range(layout.num_stages)
-        ],
+        peak_memory=[max(peaks[rank] for rank in layout.list_stage_ranks(stage)) for stage in range(layout.num_stages)],
     )
 
 
 def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
     """The mean over the replicas of each stage. values: of each rank."""
     return [
-        sum(v for rank, v in enumerate(values) if layout.stage_id(rank) == s) / layout.ranks_per_stage
-        for s in range(layout.num_stages)
+        sum(values[rank] for rank in layout.list_stage_ranks(stage)) / layout.ranks_per_stage
+        for stage in range(layout.num_stages)
     ]
 
 
@@ -87,8 +84,8 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     quicker one tells how long the transfer takes.
     """
     seconds = [0.0] * len(ranks)
-    for rank in range(len(ranks) - layout.ranks_per_stage):
-        after = rank + layout.ranks_per_stage
+    for rank in (rank for rank in range(len(ranks)) if layout.stage_id(rank) < layout.num_stages - 1):
+        after = layout.topology.neighbour(rank, PIPE)
         forward = min(ranks[rank].send_activation, ranks[after].recv_activation)
         backward = min(ranks[rank].recv_grad, ranks[after].send_grad)
         seconds[rank] += forward + backward
@@ -125,7 +122,8 @@ class Telemetry:
             return
         from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
 
-        measured = measured_timeline(of_ranks[:: self._layout.ranks_per_stage], build_schedule(self._layout))
+        first_replica = self._layout.topology.groups(PIPE)[0]
+        measured = measured_timeline([of_ranks[rank] for rank in first_replica], build_schedule(self._layout))
         draw_timelines(
             [predicted_timeline(self._expectation.plan), measured],
             f"step {step}, {self._layout.describe()}",

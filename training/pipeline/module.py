@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -24,7 +23,7 @@ from models.parallel.tensor_parallel import list_shard_specs, mark_parameters, s
 from models.weights.source import WeightSource
 from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, TENSOR, Topology, join_group
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.partition import list_chunks
 from training.pipeline.trainable import choose_trained
@@ -40,20 +39,18 @@ def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
     ]
 
 
-def build_topology(num_stages: int, tensor_parallel_size: int) -> PipeModelDataParallelTopology:
-    """The ranks as `training.distributed.topology.Layout` has them. Needs an initialised process group."""
+def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopology:
+    """The same ranks on the three axes that DeepSpeed knows; its `data` axis is all of those along which ranks have the same weights."""
+    assert topology.axes[0].name == PIPE and topology.axes[-1].name == TENSOR, "all else is one axis to DeepSpeed"
     return PipeModelDataParallelTopology(
-        num_stages, tensor_parallel_size, dist.get_world_size() // (num_stages * tensor_parallel_size)
+        num_pp=topology.size(PIPE), num_mp=topology.size(TENSOR), num_dp=topology.size(*topology.weight_replica_axes)
     )
 
 
-def join_tensor_parallel(layout: Layout, rank: int) -> TensorParallel:
+def join_tensor_parallel(topology: Topology, rank: int) -> TensorParallel:
     """This rank among those that share its layers, with a process group of them. All ranks call it."""
-    size = layout.tensor_parallel_size
-    if size == 1:
-        return ALONE
-    groups = [dist.new_group(ranks) for ranks in layout.list_tensor_parallel_groups()]
-    return TensorParallel(layout.tp_rank(rank), size, groups[rank // size])
+    size = topology.size(TENSOR)
+    return ALONE if size == 1 else TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR))
 
 
 class StageModule(PipelineModule):
@@ -76,16 +73,17 @@ class StageModule(PipelineModule):
         adapter: Adapter | None = None,
         freeze: Sequence[str] = (),
         *,
+        topology: Topology,
         loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,
         parallel: TensorParallel = ALONE,
-        num_chunks: int = 1,
     ) -> None:
-        """bounds, num_chunks: see `training.pipeline.partition`. adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face
-        names that are not trained. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by
-        itself. parallel: the ranks that share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised
-        process group.
+        """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages. adapter: put on
+        the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not trained. topology: of all
+        ranks. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by itself.
+        parallel: the ranks that share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an
+        initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -96,14 +94,14 @@ class StageModule(PipelineModule):
             adapter,
             list(freeze),
         )
-        self.parallel = parallel
+        self.rank_topology, self.parallel = topology, parallel
         self._recompute, self._compiles = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
             compiles,
         )
         super().__init__(
             layers=build_layer_specs(layers),
-            topology=build_topology(num_stages=(len(bounds) - 1) // num_chunks, tensor_parallel_size=parallel.size),
+            topology=build_deepspeed_topology(topology),
             loss_fn=loss or build_loss(source.config, parallel),
             partition_method=list(bounds),
             activation_checkpoint_interval=self._recompute.group_size,

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from models.layer import Layer
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits, list_chunks
 from training.pipeline.schedule import Schedule, build_schedule
@@ -26,7 +26,7 @@ from training.planner.levers import table
 from training.planner.levers.lever import Chunk, PlannedRun, Stage
 from training.planner.memory import Memory
 from training.planner.simulation import Pass, simulate
-from training.planner.time import Axis, compute_sending_seconds, find_bandwidth
+from training.planner.time import compute_sending_seconds, find_bandwidth
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         compute_sending_seconds(sent, layout, chunk.stage_id, hardware)
         for sent in (cost.forward_sent, cost.backward_sent)
     )
-    link = find_bandwidth(Axis.pipe, layout, chunk.stage_id, hardware) * GB
+    link = find_bandwidth(PIPE, layout, chunk.stage_id, hardware) * GB
     return ChunkPlan(
         first_layer=chunk.indices.start,
         last_layer=chunk.indices.stop - 1,

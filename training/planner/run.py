@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.validate import check_config, check_model_fields
 from training.distributed.ranks import ALONE, exit_on_user_error
-from training.distributed.topology import build_layout
+from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
 from training.objectives.registry import check_objective
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
@@ -77,16 +78,13 @@ def check_world_size(config: RunConfig) -> int:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
     if config.world_size < 1:
         raise UserError(f"world_size={config.world_size}: at least 1")
-    width = config.tensor_parallel_size
-    replica = width * (config.num_stages if config.plan is True else 1)
-    if min(width, config.num_stages) >= 1 and config.world_size % replica:
+    sizes = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE or config.plan is True}
+    replica = math.prod(sizes.values())
+    if min(sizes.values()) >= 1 and config.world_size % replica:
         above = -(-config.world_size // replica) * replica
         nearest = f"{above - replica} or {above}" if above > replica else f"{above}"
-        keys = [f"num_stages={config.num_stages}"] * (config.plan is True) + [f"tensor_parallel_size={width}"] * (
-            width > 1
-        )
         raise UserError(
-            f"world_size={config.world_size} is no multiple of {' x '.join(keys)}; the nearest is {nearest}"
+            f"world_size={config.world_size} is no multiple of {name_sizes(sizes)}; the nearest is {nearest}"
         )
     return config.world_size
 

@@ -7,6 +7,7 @@ another schedule than 1f1b both are tried.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.layer import Layer
 from training.config.schema import CheckpointMode, Offload, RunConfig
-from training.distributed.topology import Layout, build_layout
+from training.distributed.topology import DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.pipeline.partition import balance, compute_bounds, compute_work
 from training.pipeline.schedule import schedule_layout
 from training.planner.cost import LayerCost
@@ -58,10 +59,10 @@ def search_plans(
     costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
     work = [compute_work(layer) for layer in layers]
     total = _global_batch_size(config, world_size, len(layers))
-    width = config.tensor_parallel_size
-    for num_stages, micro_batch_size in _list_layouts(world_size // width, len(layers), total):
-        dp_size = world_size // (num_stages * width)
-        layout = Layout(world_size, num_stages, micro_batch_size, total // (micro_batch_size * dp_size), width)
+    given = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE}
+    for num_stages, micro_batch_size in _list_layouts(world_size // math.prod(given.values()), len(layers), total):
+        topology = Topology.of(world_size, **given, **{PIPE: num_stages})
+        layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
         scheduled = list(_list_schedules(layout, config, len(layers)))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from training.distributed.topology import Layout
+from training.distributed.topology import PIPE, TENSOR, Layout
 from training.planner.hardware import GB, Machine
 from training.planner.memory import Summed
 
 
-class Axis(Enum):
-    pipe = "pipe"
-    data = "data"
-    tensor = "tensor"
-
-
-class Sent(dict[Axis, float]):
-    """Bytes that a rank sends over each axis."""
+class Sent(dict[str, float]):
+    """Bytes that a rank sends over each axis of the topology, by the axis's name."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
@@ -55,20 +48,20 @@ def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware:
     return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
 
 
-def find_bandwidth(axis: Axis, layout: Layout, stage_id: int, hardware: Machine) -> float:
+def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
     """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the first."""
     crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 
 
-def _list_groups(axis: Axis, layout: Layout, stage_id: int) -> list[Sequence[int]]:
+def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]]:
     """Ranks that send to each other."""
-    ranks = range(stage_id * layout.ranks_per_stage, (stage_id + 1) * layout.ranks_per_stage)
-    if axis is Axis.pipe:
-        return [(rank, (rank + layout.ranks_per_stage) % layout.world_size) for rank in ranks]
-    if axis is Axis.data:
-        return [ranks[:: layout.tensor_parallel_size]]
-    return list(layout.list_tensor_parallel_groups())  # of all stages: the slowest sets the pace
+    topology = layout.topology
+    if axis == PIPE:
+        return [(rank, topology.neighbour(rank, PIPE)) for rank in layout.list_stage_ranks(stage_id)]
+    groups = topology.groups(axis)
+    # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
+    return [*groups] if axis == TENSOR else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
 
 
 def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:

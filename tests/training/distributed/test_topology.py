@@ -8,7 +8,10 @@ import pytest
 from support.configs import build_config
 
 from errors import UserError
-from training.distributed.topology import Layout, build_layout
+from training.config.schema import RunConfig
+from training.distributed import topology
+from training.distributed.topology import AXES, DATA, PIPE, TENSOR, Axis, Layout, Topology, build_layout
+from training.planner.run import check_world_size
 
 
 def build(*overrides: str, world_size: int = 1, num_layers: int = 8, has_accelerator: bool = False) -> Layout:
@@ -35,7 +38,7 @@ def test_the_third_batch_size_follows_from_any_two(given: tuple[tuple[str, int],
 
 def test_all_three_batch_sizes_may_be_given_when_they_agree() -> None:
     layout = build("micro_batch_size=2", "gradient_accumulation_steps=4", "global_batch_size=16", world_size=2)
-    assert layout == Layout(world_size=2, num_stages=1, micro_batch_size=2, gradient_accumulation_steps=4)
+    assert layout == Layout(Topology.of(2), micro_batch_size=2, gradient_accumulation_steps=4)
 
 
 def test_a_global_batch_means_the_same_at_every_layout() -> None:
@@ -51,7 +54,7 @@ def test_a_global_batch_means_the_same_at_every_layout() -> None:
 def test_ranks_lie_as_deepspeed_lays_them() -> None:
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-    layout = Layout(world_size=6, num_stages=3, micro_batch_size=1, gradient_accumulation_steps=1)
+    layout = Layout(Topology.of(6, pipe=3), micro_batch_size=1, gradient_accumulation_steps=1)
     topology = PipeDataParallelTopology(num_pp=3, num_dp=2)
     for rank in range(6):
         coordinate = topology.get_coord(rank)
@@ -67,19 +70,64 @@ def test_ranks_that_share_layers_are_neighbours() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=2)
     for rank in range(12):
         coordinate = topology.get_coord(rank)
-        assert (layout.stage_id(rank), layout.dp_rank(rank), layout.tp_rank(rank)) == (
+        assert (layout.stage_id(rank), layout.dp_rank(rank), layout.topology.index(rank, TENSOR)) == (
             coordinate.pipe,
             coordinate.data,
             coordinate.model,
         )
-    assert layout.list_tensor_parallel_groups() == topology.get_axis_comm_lists("model")
+    assert layout.topology.groups(TENSOR) == topology.get_axis_comm_lists("model")
     assert layout.global_batch_size == 2 and layout.describe().startswith("tp3 x pp2 x dp2 = 12 ranks")
 
 
+CONTEXT = Axis("context", "context_parallel_size", "cp", splits_weights=False)
+
+
+def with_context(config: RunConfig, size: int) -> RunConfig:
+    config.context_parallel_size = size  # type: ignore[attr-defined]
+    return config
+
+
+def test_another_axis_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training.engine.deepspeed_config import build_deepspeed_config
+    from training.pipeline.module import build_deepspeed_topology
+
+    monkeypatch.setattr(topology, "AXES", (*AXES[:2], CONTEXT, AXES[2]))
+    given = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=3", "gradient_accumulation_steps=5")
+    config = with_context(build_config(*given), 3)
+    layout = build_layout(config, 24, 8, False)
+    ranks = layout.topology
+
+    axes = (PIPE, DATA, "context", TENSOR)
+    assert [ranks.size(axis) for axis in axes] == [2, 2, 3, 2]
+    coordinates = list(itertools.product(range(2), range(2), range(3), range(2)))
+    assert [tuple(ranks.index(rank, axis) for axis in axes) for rank in range(24)] == coordinates
+    assert ranks.groups("context")[:3] == [[0, 2, 4], [1, 3, 5], [6, 8, 10]]
+    assert ranks.groups("context", TENSOR)[1] == [6, 7, 8, 9, 10, 11] == ranks.groups(TENSOR, "context")[1]
+    assert (ranks.neighbour(4, "context"), ranks.neighbour(4, "context", -1), ranks.neighbour(13, PIPE)) == (0, 2, 1)
+
+    of_deepspeed = build_deepspeed_topology(ranks)
+    for rank in range(24):
+        coordinate = of_deepspeed.get_coord(rank)
+        assert coordinate.pipe == ranks.index(rank, PIPE) and coordinate.model == ranks.index(rank, TENSOR)
+        assert coordinate.data == ranks.index(rank, DATA, "context")
+    assert of_deepspeed.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
+    # DeepSpeed counts the samples of each of its `data` ranks; those of a context group share theirs.
+    assert layout.global_batch_size == 3 * 5 * 2 and build_deepspeed_config(config, layout)["train_batch_size"] == 90
+
+    assert layout.describe().startswith("tp2 x cp3 x pp2 x dp2 = 24 ranks; global batch 30 = ")
+    assert "cp" not in Layout(Topology.of(8, pipe=2), 1, 1).describe()
+    product = "num_stages=2 x context_parallel_size=3 x tensor_parallel_size=2"
+    with pytest.raises(UserError, match=f"{product} = 12 does not divide the number of started ranks, 16; .*gpus 24"):
+        build_layout(config, 16, 8, False)
+    config.plan, config.world_size = True, 16
+    with pytest.raises(UserError, match=f"world_size=16 is no multiple of {product}; the nearest is 12 or 24"):
+        check_world_size(config)
+    with pytest.raises(UserError, match="context_parallel_size=0: at least 1"):
+        build_layout(with_context(config, 0), 16, 8, False)
+
+
 def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
-    layout = Layout(
-        world_size=8, num_stages=2, micro_batch_size=1, gradient_accumulation_steps=1, tensor_parallel_size=4
-    )
+    layout = Layout(Topology.of(8, pipe=2, tensor=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert "warning" not in layout.describe_placement(["a"] * 4 + ["b"] * 4)
     text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
     assert (
@@ -89,14 +137,14 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
 
 
 def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
-    four_by_two = Layout(world_size=8, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=1)
+    four_by_two = Layout(Topology.of(8, pipe=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
         "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
     )
     assert four_by_two.describe_placement(["a", "b"] * 4) == (
         "a: stage 0-3; b: stage 0-3; 0 of 6 stage boundaries and the replicas of 4 of 4 stages cross hosts"
     )
-    interleaved = Layout(world_size=4, num_stages=4, micro_batch_size=1, gradient_accumulation_steps=4, num_chunks=2)
+    interleaved = Layout(Topology.of(4, pipe=4), micro_batch_size=1, gradient_accumulation_steps=4, num_chunks=2)
     assert interleaved.describe_placement(["a", "a", "b", "b"]).endswith(
         "2 of 4 stage boundaries and the replicas of 0 of 4 stages cross hosts"
     )
@@ -114,7 +162,7 @@ MISTAKES = {
     "no rank a layer": (("tensor_parallel_size=0", *TWO), {}, "tensor_parallel_size=0: at least 1"),
     "stages of several ranks do not divide": (
         ("num_stages=2", "tensor_parallel_size=2", *TWO), {"world_size": 6},
-        "tensor_parallel_size=2 x num_stages=2 = 4 does not divide the number of started ranks, 6; start it with `deepspeed --num_gpus 8",
+        "num_stages=2 x tensor_parallel_size=2 = 4 does not divide the number of started ranks, 6; start it with `deepspeed --num_gpus 8",
     ),
     "stages do not divide, with GPUs": (
         ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",

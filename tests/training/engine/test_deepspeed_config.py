@@ -8,10 +8,10 @@ import pytest
 from support.configs import build_config
 
 from errors import UserError
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET, build_deepspeed_config
 
-LAYOUT = Layout(world_size=4, num_stages=2, micro_batch_size=3, gradient_accumulation_steps=5)
+LAYOUT = Layout(Topology.of(4, pipe=2), micro_batch_size=3, gradient_accumulation_steps=5)
 
 
 def build(*overrides: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_zero_1_in_every_precision(precision: str, offload: str) -> None:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_sums_of_one_replica_are_not_rounded(offload: str) -> None:
     config = build_config("precision=bf16", f"offload_optimizer={offload}")
-    assert build_deepspeed_config(config, Layout(2, 2, 3, 5))["communication_data_type"] == "fp32"
+    assert build_deepspeed_config(config, Layout(Topology.of(2, pipe=2), 3, 5))["communication_data_type"] == "fp32"
     assert "communication_data_type" not in build_deepspeed_config(config, LAYOUT)
 
 

@@ -13,7 +13,7 @@ from support.cases import Case, build_engine
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.observability.measured_timeline import measured_timeline
 from training.observability.stage_timer import MemoryPeak, RankTimes, Span
 from training.observability.telemetry import combine
@@ -68,7 +68,7 @@ def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case)
         assert gathered == results[0][1] and [times.num_steps for times in gathered] == [2, 2]
         assert [times.num_steps for times in after] == [0, 0]  # an evaluation is no step
         assert is_detached
-    measured = combine(results[0][1], Layout(2, 2, 2, MICRO_BATCHES))
+    measured = combine(results[0][1], Layout(Topology.of(2, pipe=2), 2, MICRO_BATCHES))
     slept = PAUSE * MICRO_BATCHES
     assert measured.compute_time[1] > slept and measured.wait_time[0] > slept - measured.compute_time[0]
     assert measured.compute_time[0] < slept < measured.step_time and sum(measured.communication_time) < slept

@@ -11,14 +11,14 @@ from transformers import LlamaConfig
 from errors import UserError
 from training.config.schema import Device, RunConfig, load_hardware
 from training.config.validate import check_config
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.prediction import Prediction, count_run_costs, find_machine, predict
 
-LAYOUT = Layout(2, 2, 1, 4)
+LAYOUT = Layout(Topology.of(2, pipe=2), 1, 4)
 ARCHITECTURE = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=320
 )  # 8 layers
@@ -63,7 +63,7 @@ def test_a_pipeline_of_two_by_hand() -> None:
 
 def test_replicas_of_a_stage_count_by_their_mean_and_their_fullest() -> None:
     other = replace(LAST, forward=6.0, peak_memory=500)
-    measured = combine([FIRST, FIRST, LAST, other], Layout(4, 2, 1, 4))
+    measured = combine([FIRST, FIRST, LAST, other], Layout(Topology.of(4, pipe=2), 1, 4))
     assert measured.compute_time == [4.5, 7.5] and measured.peak_memory == [100, 500]
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.configs import build_config
 
 from training.config.schema import Device
-from training.distributed.topology import Layout
+from training.distributed.topology import DATA, TENSOR, Layout, Topology
 from training.pipeline.partition import balance
 from training.planner.cost import LayerCost
 from training.planner.hardware import GB, GIB, Machine
@@ -17,7 +17,7 @@ from training.planner.levers.lever import Lever, PlannedRun
 from training.planner.memory import Kept, Memory
 from training.planner.plan import Plan, build_fits, compute_plan
 from training.planner.report import render_plan, render_table
-from training.planner.time import Axis, PassCost, Sent, StepCost
+from training.planner.time import PassCost, Sent, StepCost
 
 M = 8
 CARD = Machine(
@@ -32,12 +32,8 @@ LAYER = LayerCost(
 DUMMY = Lever(
     stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.is_first else Memory(),
     chunk_memory=lambda chunk: Kept(activations=GIB),
-    chunk_cost=lambda chunk: PassCost(
-        forward_flops=2e9, forward_seconds=0.25, backward_sent=Sent({Axis.tensor: 50 * GB})
-    ),
-    stage_cost=lambda stage: StepCost(
-        reduce_seconds=1.0, reduce_sent=Sent({Axis.data: 200 * GB}), optimizer_seconds=4.0
-    ),
+    chunk_cost=lambda chunk: PassCost(forward_flops=2e9, forward_seconds=0.25, backward_sent=Sent({TENSOR: 50 * GB})),
+    stage_cost=lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),
 )
 
 
@@ -48,7 +44,7 @@ def with_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def describe_run() -> PlannedRun:
     keys = ("precision=bf16", "num_stages=2", "max_seq_length=100", "activation_checkpoint_interval=0")
-    return PlannedRun(build_config(*keys), Layout(4, 2, 1, M), 50, CARD)
+    return PlannedRun(build_config(*keys), Layout(Topology.of(4, pipe=2), 1, M), 50, CARD)
 
 
 def plan() -> Plan:

@@ -8,7 +8,7 @@ import pytest
 from support.configs import build_config as build_run_config
 
 from training.config.schema import Device, RunConfig
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.planner.cost import LayerCost
 from training.planner.hardware import GB, GIB, Machine
 from training.planner.levers.lever import PlannedRun, Stage
@@ -51,7 +51,7 @@ def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
 
 
 def test_the_time_of_a_step() -> None:
-    found = plan(Layout(2, 2, B, 8), [layer()] * 4, "activation_checkpoint_interval=0")
+    found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4, "activation_checkpoint_interval=0")
     micro_batch = 2 * 1e6 * B * T / (1e12 * 0.5)  # forward, a stage of two layers
     transfer = (2 * B * T * 64 + 8 * B * T / 2) / (100 * GB)
     assert found.stages[0].forward_seconds == pytest.approx(micro_batch)
@@ -66,7 +66,10 @@ def test_the_time_of_a_step() -> None:
 def test_an_interleaved_step() -> None:
     plain, found = (
         plan(layout, [layer()] * 8, "activation_checkpoint_interval=0")
-        for layout in (Layout(2, 2, B, 8), Layout(2, 2, B, 8, num_chunks=2, schedule="interleaved"))
+        for layout in (
+            Layout(Topology.of(2, pipe=2), B, 8),
+            Layout(Topology.of(2, pipe=2), B, 8, num_chunks=2, schedule="interleaved"),
+        )
     )
     assert [stage.layers for stage in found.stages] == ["0-1+4-5", "2-3+6-7"]
     for name in ("num_parameters", "forward_seconds", "backward_seconds"):
@@ -84,7 +87,7 @@ def test_an_interleaved_step() -> None:
 
 
 def test_checkpointing_computes_all_but_the_head_again() -> None:
-    found = plan(Layout(2, 2, B, 8), [layer()] * 4, "activation_checkpoint_interval=1")
+    found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4, "activation_checkpoint_interval=1")
     assert [stage.backward_flops for stage in found.stages] == [3 * 2e6, 3 * 2e6 - 1e6]
 
 
@@ -93,7 +96,7 @@ def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(
     interval: int, recomputed: tuple[int, int]
 ) -> None:
     timed = replace(layer(), pass_seconds=(1e-6, 3e-6))
-    found = plan(Layout(2, 2, B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
+    found = plan(Layout(Topology.of(2, pipe=2), B, 8), [timed] * 4, f"activation_checkpoint_interval={interval}")
     assert [stage.forward_seconds for stage in found.stages] == pytest.approx([2e-6 * B * T] * 2)
     assert [stage.backward_seconds for stage in found.stages] == pytest.approx(
         [(6 + again) * 1e-6 * B * T for again in recomputed]
@@ -102,15 +105,20 @@ def test_layers_that_were_timed_take_their_seconds_and_again_what_is_recomputed(
 
 def test_a_module_that_layers_of_a_stage_share_is_held_once() -> None:
     tied = layer("embed")
-    assert plan(Layout(1, 1, B, 8), [tied, layer(), tied]).stages[0].num_parameters == 2 * N
-    assert [stage.num_parameters for stage in plan(Layout(2, 2, B, 8), [tied, layer(), layer(), tied]).stages] == [
+    assert plan(Layout(Topology.of(1), B, 8), [tied, layer(), tied]).stages[0].num_parameters == 2 * N
+    assert [
+        stage.num_parameters
+        for stage in plan(Layout(Topology.of(2, pipe=2), B, 8), [tied, layer(), layer(), tied]).stages
+    ] == [
         2 * N,
         2 * N,
     ]
 
 
 def test_uneven_stages() -> None:
-    found = plan(Layout(2, 2, B, 8), [layer(work=1e6), layer(work=3e6)], "activation_checkpoint_interval=0")
+    found = plan(
+        Layout(Topology.of(2, pipe=2), B, 8), [layer(work=1e6), layer(work=3e6)], "activation_checkpoint_interval=0"
+    )
     assert found.imbalance == pytest.approx(0.5)
     assert found.idle > found.bubble
 
@@ -131,7 +139,11 @@ def reduce_seconds(layout: Layout, *overrides: str) -> float:
 
 
 def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
-    on_node, across, alone = Layout(4, 1, B, 8), Layout(8, 1, B, 8), Layout(4, 4, B, 8)
+    on_node, across, alone = (
+        Layout(Topology.of(4), B, 8),
+        Layout(Topology.of(8), B, 8),
+        Layout(Topology.of(4, pipe=4), B, 8),
+    )
     copied = 32 * N / (1000 * GB)
     assert reduce_seconds(on_node) == pytest.approx(copied + (2 + 1) * 3 / 4 * 2 * N / (100 * GB))
     assert reduce_seconds(across) == pytest.approx(copied + (2 + 1) * 7 / 8 * 2 * N / (10 * GB))
@@ -142,7 +154,7 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
 
 
 def test_the_optimizer_is_bound_by_memory() -> None:
-    layout = Layout(4, 2, B, 8)
+    layout = Layout(Topology.of(4, pipe=2), B, 8)
     on_card = compute_update(stage(layout)).optimizer_seconds
     assert on_card == pytest.approx((20 + 28 + 4 + 2) * N / 2 / (1000 * GB))
     offloaded = compute_update(stage(layout, "offload_optimizer=cpu")).optimizer_seconds
@@ -150,12 +162,12 @@ def test_the_optimizer_is_bound_by_memory() -> None:
 
 
 def test_host_memory_is_that_of_the_fullest_node() -> None:
-    assert compute_host_bytes([10, 1, 1, 1], Layout(8, 4, B, 8), 4) == 2 * 10 + 2 * 1
-    assert compute_host_bytes([10, 1], Layout(2, 2, B, 8), 4) == 11
+    assert compute_host_bytes([10, 1, 1, 1], Layout(Topology.of(8, pipe=4), B, 8), 4) == 2 * 10 + 2 * 1
+    assert compute_host_bytes([10, 1], Layout(Topology.of(2, pipe=2), B, 8), 4) == 11
 
 
 def test_it_fits_or_not_by_how_much() -> None:
-    found = plan(Layout(2, 2, B, 8), [layer()] * 4)
+    found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4)
     assert found.fits and found.missing_memory == found.fullest.memory.peak - 5 * GIB
     assert not replace(found, memory_limit=found.fullest.memory.peak - 1).fits
     assert not replace(found, host_limit=found.host_bytes - 1).fits

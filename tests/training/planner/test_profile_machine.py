@@ -7,7 +7,7 @@ from support.configs import build_config
 from transformers import LlamaConfig
 
 from models.architecture import build_layers
-from training.distributed.topology import Layout
+from training.distributed.topology import Layout, Topology
 from training.planner.hardware import complete_hardware
 from training.planner.levers.lever import PlannedRun
 from training.planner.plan import count_costs
@@ -26,7 +26,7 @@ def test_two_ranks_time_every_kind_of_layer_once() -> None:
     )
     architecture._attn_implementation = "sdpa"
     config = build_config("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
-    layers, layout = build_layers(architecture), Layout(2, 2, 2, 4)
+    layers, layout = build_layers(architecture), Layout(Topology.of(2, pipe=2), 2, 4)
     costs = count_costs(config, architecture, layers, layout)
     hardware = complete_hardware(config.hardware, config.precision, layout.world_size)
     run = PlannedRun(config, layout, architecture.vocab_size, hardware)

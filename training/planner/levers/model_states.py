@@ -32,7 +32,7 @@ def _allocate_bf16(stage: Stage) -> Memory:
     a copy, and flattened first where matrices and vectors together fill less than one bucket."""
     n = stage.num_trainable
     copies = 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
-    return Memory(gradients=(2 + 4) * n, step=copies if stage.run.layout.dp_size > 1 else 0)
+    return Memory(gradients=(2 + 4) * n, step=copies if stage.run.layout.num_weight_replicas > 1 else 0)
 
 
 def _allocate_fp32(stage: Stage) -> Memory:
@@ -85,7 +85,7 @@ def _buckets(stage: Stage, element: int) -> tuple[int, int]:
 
 def _part(stage: Stage) -> int:
     """Elements of this rank's part."""
-    return -(-stage.num_trainable // stage.run.layout.dp_size)
+    return -(-stage.num_trainable // stage.run.layout.num_weight_replicas)
 
 
 def _moments(stage: Stage) -> int:

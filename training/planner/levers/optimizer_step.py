@@ -13,7 +13,7 @@ def compute_update(stage: Stage) -> StepCost:
     """`count_update_bytes` of this replica's part; offloaded, its gradient and weight also cross the link to the host."""
     run = stage.run
     config, hardware = run.config, run.hardware
-    part = stage.num_trainable / run.layout.dp_size
+    part = stage.num_trainable / run.layout.num_weight_replicas
     moved = count_update_bytes(config.optimizer.name, config.precision) * part
     if config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from training.config.schema import Offload, Precision, RunConfig
+from training.distributed.topology import DATA
 from training.planner.hardware import GB
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import bytes_of
-from training.planner.time import Axis, Sent, StepCost
+from training.planner.time import Sent, StepCost
 
 
 def compute_reduction(stage: Stage) -> StepCost:
     """All-reduce of the gradients and all-gather of the weights, on a ring; both in the training dtype."""
-    run, dp_size = stage.run, stage.run.layout.dp_size
+    run, dp_size = stage.run, stage.run.layout.num_weight_replicas
     copied = count_reduce_bytes(run.config, dp_size) * stage.num_trainable
     sent = 3 * (dp_size - 1) / dp_size * run.width * stage.num_trainable
-    return StepCost(reduce_seconds=copied / (run.hardware.memory_bandwidth * GB), reduce_sent=Sent({Axis.data: sent}))
+    return StepCost(reduce_seconds=copied / (run.hardware.memory_bandwidth * GB), reduce_sent=Sent({DATA: sent}))
 
 
 def count_reduce_bytes(config: RunConfig, dp_size: int) -> int:

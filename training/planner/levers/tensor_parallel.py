@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from training.distributed.topology import TENSOR
 from training.planner.levers.lever import Chunk, Lever
-from training.planner.time import Axis, PassCost, Sent
+from training.planner.time import PassCost, Sent
 
 
 def compute_sums(chunk: Chunk) -> PassCost:
@@ -13,9 +14,7 @@ def compute_sums(chunk: Chunk) -> PassCost:
     forward = sum(layer.forward_sums for layer in chunk.layers)
     again = sum(layer.forward_sums for layer in chunk.list_recomputed())
     backward = sum(layer.backward_sums for layer in chunk.layers) + again
-    return PassCost(
-        forward_sent=Sent({Axis.tensor: forward * one_sum}), backward_sent=Sent({Axis.tensor: backward * one_sum})
-    )
+    return PassCost(forward_sent=Sent({TENSOR: forward * one_sum}), backward_sent=Sent({TENSOR: backward * one_sum}))
 
 
 TENSOR_PARALLEL = Lever(chunk_cost=compute_sums)
