@@ -48,7 +48,7 @@ class Loader:
     def sample_ids(self, step: int) -> np.ndarray:
         return np.arange(100) + step
 
-    def step_info(self, step: int) -> SimpleNamespace:
+    def step_totals(self, step: int) -> SimpleNamespace:
         return SimpleNamespace(num_terms=TARGETS[step], num_tokens=TOKENS[step])
 
     def __len__(self) -> int:
@@ -88,6 +88,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ),
         )
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(of_step=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
             start=nothing,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
+from data.collator import unshift_targets
 from data.components import build_checked_component
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import ALONE, TensorParallel
@@ -18,6 +21,22 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     """
     if config.loss is None:
         return build_dpo_loss(config, model_config, parallel)
-    return build_checked_component(
-        config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)"
-    )
+    need = "a class whose objects are called with (outputs, targets)"
+    return AlignedLabels(build_checked_component(config.loss, "loss", "my_losses.MyLoss", callable, need))
+
+
+class AlignedLabels(nn.Module):
+    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader hands out shifted targets.
+
+    A module, so that the engine moves what a loss that is one holds.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        target_ids, loss_denominator = targets
+        return self.loss(outputs, (unshift_targets(target_ids), loss_denominator))
