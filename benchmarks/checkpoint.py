@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks import convert, load  # noqa: E402
+from data.collator import shift_labels  # noqa: E402
 from models.layer import Layer  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from training.checkpoint.resume import find_damage  # noqa: E402
@@ -191,7 +192,7 @@ def build_engine(source: Any, run_config: Any) -> Any:
 def make_batches() -> Iterator[Any]:
     ids = torch.arange(16)[None]
     inputs = (ids, ids, torch.ones_like(ids, dtype=torch.int32))
-    return iter([(inputs, (ids, torch.tensor(15.0, dtype=torch.float64)))])
+    return iter([(inputs, (shift_labels(ids), torch.tensor(15.0, dtype=torch.float64)))])
 
 
 def copy_synced(source: Path, target: Path) -> None:

@@ -163,7 +163,7 @@ class Way:
         tokens = 0
         for _ in range(steps):
             self.step(self.steps_done)
-            tokens += self.loader.step_info(self.steps_done).num_tokens
+            tokens += self.loader.step_totals(self.steps_done).num_tokens
             self.steps_done += 1
         seconds = time.perf_counter() - start
         self.seconds += seconds

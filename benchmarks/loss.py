@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
-    """hidden_states [1, T, D], weight [V, D], labels [1, T], all of them targets, and the denominator."""
+    """hidden_states [1, T, D], weight [V, D], targets [1, T] at every place, and the denominator."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"dtype": DTYPES[arguments.precision], "device": device}
@@ -57,23 +57,23 @@ def make_inputs(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
         .mul_(arguments.hidden_size**-0.5)
         .requires_grad_()
     )
-    labels = torch.randint(arguments.vocab_size, (1, arguments.tokens), device=device)
-    return hidden_states, weight, labels, torch.tensor(float(arguments.tokens), device=device)
+    target_ids = torch.randint(arguments.vocab_size, (1, arguments.tokens), device=device)
+    return hidden_states, weight, target_ids, torch.tensor(float(arguments.tokens), device=device)
 
 
 def plain_loss(outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The same function with whole logits."""
-    (hidden_states, weight), (labels, denominator) = outputs, targets
-    has_target = labels[:, 1:] != IGNORE_INDEX
-    logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    (hidden_states, weight), (target_ids, denominator) = outputs, targets
+    has_target = target_ids != IGNORE_INDEX
+    logits = F.linear(hidden_states[has_target], weight)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-    return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator
+    return F.cross_entropy(logits, target_ids[has_target], reduction="sum") / denominator
 
 
 def take_pass(
-    loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor
+    loss: Loss, hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, denominator: torch.Tensor
 ) -> None:
-    torch.autograd.grad(loss((hidden_states, weight), (labels, denominator)), (hidden_states, weight))
+    torch.autograd.grad(loss((hidden_states, weight), (target_ids, denominator)), (hidden_states, weight))
 
 
 def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
+from data.collator import shift_labels  # noqa: E402
 from models.layer import Layer  # noqa: E402
 
 
@@ -91,7 +92,7 @@ def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device
     position_ids = torch.arange(seq_length, device=device).repeat(micro_batch_size, 1)  # [B, T]
     denominator = torch.tensor(float(micro_batch_size * (seq_length - 1)), device=device)
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)  # [B, T]
-    return itertools.repeat(((input_ids, position_ids, segment_ids), (input_ids, denominator)))
+    return itertools.repeat(((input_ids, position_ids, segment_ids), (shift_labels(input_ids), denominator)))
 
 
 class RankFailed(Exception):

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from data.encoders.sample import IGNORE_INDEX
 from errors import UserError
@@ -27,7 +28,10 @@ class Collator(Protocol):
         ...
 
     def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
-        """int64 [B, T], -100 where nothing is trained, and as many targets as there were."""
+        """int64 [B, T], aligned with input_ids, -100 where nothing is trained, and as many targets as there were.
+
+        The loader shifts them.
+        """
         ...
 
 
@@ -75,6 +79,16 @@ class Checked:
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != torch.int64:
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UserError(f"{self.name}: {what} must be a tensor torch.int64 {list(shape)}, not {found}")
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Targets int64 [B, T] of labels [B, T]: at each place the token that follows it, and -100 at the last."""
+    return pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def unshift_targets(targets: Tensor) -> Tensor:
+    """The labels of which `shift_labels` makes these targets; the first, which nothing predicts, is -100."""
+    return pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
 
 
 def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:

@@ -1,10 +1,10 @@
-"""Stage-aware loaders: inputs where the first layer is, labels where the loss is, placeholders between.
+"""Stage-aware loaders: inputs where the first layer is, targets where the loss is, placeholders between.
 
-A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (labels, loss_denominator))`; the half
-that a rank does not read is None. input_ids, position_ids and labels are int64 [B, T], padded on the right (labels with -100; a causal
-model needs no mask for that). position_ids restart at each document of a packed row; padding continues those of the last one.
-segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1. loss_denominator is a float64 scalar: a micro-batch's loss
-is sum(token losses) / loss_denominator.
+A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets, loss_denominator))`; the half that a
+rank does not read is None. input_ids, position_ids and targets are int64 [B, T], padded on the right (a causal model needs no mask for
+that). targets are the labels shifted: at each place the token to predict from it, -100 where there is none. position_ids restart at each
+document of a packed row; padding continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from
+1. loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator.
 
 In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
@@ -15,7 +15,7 @@ B micro-batch size, T sequence length (one for all ranks and micro-batches of a 
 
 Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs, tensors are
 [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of each row travels with
-the labels: `(labels, reference_log_probabilities, loss_denominator)`, float64 [2 B].
+the targets: `(targets, reference_log_probabilities, loss_denominator)`, float64 [2 B].
 """
 
 import signal
@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.collator import Collator, PadRight, pad_segments
+from data.collator import Collator, PadRight, pad_segments, shift_labels
 from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, micro_batch_ids
+from data.step_totals import StepTotals, compute_step_totals
 from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
@@ -77,19 +78,6 @@ class LoaderOptions:
         return min(rounded, self.max_seq_length)
 
 
-@dataclass(frozen=True)
-class StepInfo:
-    """A step's global batch in numbers; tokens are counted without padding, targets after the shift.
-
-    num_terms: what the loss is a mean over, target tokens or samples (`LoaderOptions.mean_over`).
-    """
-
-    num_tokens: int
-    num_targets: int
-    num_terms: int
-    seq_length: int
-
-
 class TrainLoader:
     """The micro-batches of any range of steps."""
 
@@ -111,17 +99,11 @@ class TrainLoader:
         """Of the step's global batch, int64 [global_batch_size]: places in the data set, from 0."""
         return self._order.sample_ids(step)
 
-    def step_info(self, step: int) -> StepInfo:
-        ids = self._order.sample_ids(step)
-        rows = list_rows(ids, self._options.group_size)
-        lengths = self._rows.lengths[rows]
-        num_targets = int(self._rows.num_targets[rows].sum(dtype=np.int64))
-        return StepInfo(
-            num_tokens=int(lengths.sum(dtype=np.int64)),
-            num_targets=num_targets,
-            num_terms=len(ids) if self._options.mean_over is MeanOver.samples else num_targets,
-            seq_length=self._options.compute_seq_length(lengths),
-        )
+    def step_totals(self, step: int) -> StepTotals:
+        return compute_step_totals(self._rows, self._row_ids(step), self._options.group_size)
+
+    def _row_ids(self, step: int) -> np.ndarray:
+        return list_rows(self._order.sample_ids(step), self._options.group_size)
 
     def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """gradient_accumulation_steps micro-batches for each step from `start_step` up to but not `end_step`."""
@@ -130,13 +112,14 @@ class TrainLoader:
 
     def _build_batch(self, index: int) -> Batch:
         step, micro_batch = divmod(index, self._gradient_accumulation_steps)
-        info = self.step_info(step)
         options = self._options
+        seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
         ids = micro_batch_ids(
             self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
         )
-        denominator = info.num_terms / (options.dp_size * self._gradient_accumulation_steps)
-        return _collate(self._rows, ids, info.seq_length, denominator, options)
+        num_terms = self.step_totals(step).count_terms(options.mean_over)
+        denominator = num_terms / (options.dp_size * self._gradient_accumulation_steps)
+        return _collate(self._rows, ids, seq_length, denominator, options)
 
 
 class EvalLoader:
@@ -221,7 +204,7 @@ class PlaceholderLoader:
     def __getitem__(self, index: int) -> NoReturn:
         self._refuse()
 
-    def step_info(self, step: int) -> NoReturn:
+    def step_totals(self, step: int) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -279,10 +262,11 @@ def _collate(
     if options.reads_labels:
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
+        shifted = shift_labels(labels)
         targets = (
-            (labels, denominator)
+            (shifted, denominator)
             if options.reference_file is None
-            else (labels, _pad_reference(rows, ids, shape[0]), denominator)
+            else (shifted, _pad_reference(rows, ids, shape[0]), denominator)
         )
     return inputs, targets
 

@@ -18,7 +18,7 @@ from errors import UserError
 from models.context import MicroBatchContext
 from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
-from models.losses.cross_entropy import build_loss
+from models.losses.cross_entropy import IGNORE_INDEX, build_loss
 from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
@@ -162,5 +162,6 @@ def _run(
         if layer.tied_key:
             shared[layer.tied_key] = module
         activations = module(activations)
+    targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     count = torch.tensor(float(input_ids[:, 1:].numel()))
-    return build_loss(config)(activations, (input_ids, count)), modules
+    return build_loss(config)(activations, (targets, count)), modules

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import console
+from data.step_totals import StepTotals
 from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -21,6 +22,7 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
 from training.inputs.step_budget import StepBudget
+from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
@@ -58,9 +60,12 @@ class TrainingLoop:
         )
         self._probe = NonfiniteProbe(engine.module, engine.device)
         self._interrupts = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
+        self._totals = SharedTotals(train_loader, budget.last_step, engine.device)
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
-        self._metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+        objective = get_objective(config)
+        self._mean_over = objective.mean_over
+        self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
 
     def run(self) -> TrainerState:
         """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
@@ -86,12 +91,13 @@ class TrainingLoop:
     def _step_and_after(self, micro_batches: Any) -> bool:
         """One step, and what is due after it. Returns whether the run ends here."""
         profiled = self.state.step + 1 == self.config.profile_step
+        totals = self._totals.of_step(self.state.step)
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         self.signum = request.signum
-        self._account(loss, request.nonfinite)
+        self._account(loss, totals, request.nonfinite)
         if profiled:
             self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
         last = self.state.step == self.budget.last_step or request.ends
@@ -113,22 +119,18 @@ class TrainingLoop:
         )
         return loss
 
-    def _account(self, loss: torch.Tensor, nonfinite: bool) -> None:
+    def _account(self, loss: torch.Tensor, totals: StepTotals, nonfinite: bool) -> None:
         """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be skipped."""
         step = self.state.step
         if nonfinite:
             self._report_nonfinite(step, loss)
         self._probe.reset()
-        num_tokens = self.state.num_tokens
         if self._metrics is not None:
             self._metrics.add_step(counts=not nonfinite)
-        if self.reporters:
-            info = self.train_loader.step_info(step)
-            if not nonfinite:
-                self._interval.add(loss, info.num_terms, info.num_tokens)
-                self._grad_norm = self.engine.gradient_norm()
-            num_tokens += info.num_tokens
-        self.state = replace(self.state, step=step + 1, num_tokens=num_tokens)
+        if self.reporters and not nonfinite:
+            self._interval.add(loss, totals.count_terms(self._mean_over), totals.num_tokens)
+            self._grad_norm = self.engine.gradient_norm()
+        self.state = replace(self.state, step=step + 1, num_tokens=self.state.num_tokens + totals.num_tokens)
         for reporter in self.reporters:
             reporter.advance(step + 1)
 

@@ -1,8 +1,7 @@
 """What an encoder makes of a record: token ids, and labels aligned with them as in Hugging Face.
 
-`labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loss shifts. So the first token of
-a sample is never predicted, and targets are counted after the shift. A kind of data is a class with the shape of
-`Encoder`.
+`labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets. So the
+first token of a sample is never predicted, and targets are counted after the shift. A kind of data is a class with the shape of `Encoder`.
 """
 
 from typing import Protocol, TypedDict

@@ -227,6 +227,13 @@ class Rows:
         run = slice(*self._index["offset"][row : row + 2])
         return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
 
+    def count_pieces(self, rows: np.ndarray) -> int:
+        """What several rows hold together."""
+        if self._index is None:
+            return len(rows)
+        offsets = self._index["offset"]
+        return int((offsets[rows + 1] - offsets[rows]).sum())
+
     def input_ids(self, row: int) -> np.ndarray:
         """int32 [T]"""
         return np.concatenate([self._dataset.input_ids(i)[start:stop] for i, start, stop in self.pieces(row)])

@@ -75,17 +75,16 @@ def causal_lm_loss(
     """Next-token cross entropy of one micro-batch.
 
     outputs: hidden_states [B, T, D] after the final norm, head weight [V, D].
-    targets: labels [B, T] aligned with input_ids and -100 where ignored (shifted here, as in Hugging Face), and the scalar
-        `loss_denominator`.
+    targets: the token to predict at each place, int64 [B, T], -100 where there is none, and the scalar `loss_denominator`. These are Hugging
+        Face's labels shifted by one place, which the loader has done: nothing here depends on what is beside a token.
     logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
     sharing: the head weight has these tokens alone.
     Returns a scalar, fp32 at least. Logits are made only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
-    labels, loss_denominator = targets
-    shifted = labels[:, 1:]  # [B, T - 1]
-    has_target = shifted != IGNORE_INDEX
-    chosen, target_ids = hidden_states[:, :-1][has_target], shifted[has_target]  # [N, D], [N]
+    target_ids, loss_denominator = targets
+    has_target = target_ids != IGNORE_INDEX
+    chosen, target_ids = hidden_states[has_target], target_ids[has_target]  # [N, D], [N]
     if (
         weight.dtype is torch.float16
     ):  # its gradient needs the loss scale before it is rounded, and that is known in the backward pass only
@@ -190,7 +189,7 @@ def _differentiate(
 
 def sequence_log_probabilities(
     outputs: tuple[torch.Tensor, torch.Tensor],
-    labels: torch.Tensor,
+    target_ids: torch.Tensor,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,13 +198,12 @@ def sequence_log_probabilities(
     For losses that are no sum over tokens. Differentiable; logits are made a piece at a time, and again in the backward pass.
     """
     hidden_states, weight = outputs
-    shifted = labels[:, 1:]  # [B, T - 1]
-    has_target = shifted != IGNORE_INDEX
+    has_target = target_ids != IGNORE_INDEX  # [B, T]
     of_targets = _TargetLogProbabilities.apply(
-        hidden_states[:, :-1][has_target], weight, shifted[has_target], logit_softcap, sharing
+        hidden_states[has_target], weight, target_ids[has_target], logit_softcap, sharing
     )  # [N]
     # Added up in float64: what a preference is about is a small difference of such sums.
-    of_tokens = torch.zeros(has_target.shape, dtype=torch.float64, device=labels.device).masked_scatter(
+    of_tokens = torch.zeros(has_target.shape, dtype=torch.float64, device=target_ids.device).masked_scatter(
         has_target, of_targets.double()
     )
     return of_tokens.sum(dim=1), has_target.sum(dim=1).double()

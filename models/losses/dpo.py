@@ -42,13 +42,13 @@ class DPOLoss:
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: labels [2 B, T]; the reference's log-probability of each row, summed over its targets,
+        """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; the reference's log-probability of each row, summed over its targets,
         float64 [2 B]; and `loss_denominator`, scalar. A pair without targets fills a batch and counts for nothing.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least.
         """
-        labels, reference, loss_denominator = targets
-        policy, num_targets = sequence_log_probabilities(outputs, labels, self._softcap, self._sharing)  # [2 B]
+        target_ids, reference, loss_denominator = targets
+        policy, num_targets = sequence_log_probabilities(outputs, target_ids, self._softcap, self._sharing)  # [2 B]
         is_pair = num_targets[::2] > 0  # [B]
         log_ratios = policy - reference
         if self._loss_type is DPOLossType.ipo:
@@ -77,7 +77,7 @@ class DPOLoss:
 
 
 class RowScore:
-    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: labels, and what is not needed."""
+    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: target tokens, and what is not needed."""
 
     def __init__(self, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)

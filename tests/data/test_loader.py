@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.collator import unshift_targets
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.loader import (
@@ -19,8 +20,10 @@ from data.loader import (
     build_eval_loader,
     build_train_loader,
 )
+from data.options import MeanOver
 from data.order import GlobalOrder
-from data.storage.rows import RowPlan
+from data.step_totals import compute_step_totals
+from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 
@@ -69,7 +72,9 @@ def build_layout(path: Path, dp_size: int, micro_batch_size: int, accumulation: 
 
 def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
     """The samples in a batch, by content; rows that are all padding are left out. Checks the padding and the labels."""
-    (input_ids, position_ids, segment_ids), (labels, _) = batch
+    (input_ids, position_ids, segment_ids), (targets, _) = batch
+    labels = unshift_targets(targets)
+    assert (targets[:, -1] == -100).all()
     ids = {tuple(data.input_ids(i).tolist()): i for i in range(len(data))}
     found = []
     assert segment_ids.dtype == torch.int32
@@ -111,27 +116,28 @@ def test_every_layout_reads_the_global_batch_of_the_order(path: Path, data: Toke
 def test_the_mean_of_the_parts_is_the_loss_of_the_global_batch(path: Path, data: TokenizedDataset, layout) -> None:
     token_losses = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def sum_losses(labels: torch.Tensor) -> torch.Tensor:
-        targets = labels[..., 1:]
+    def sum_losses(targets: torch.Tensor) -> torch.Tensor:
         return token_losses[targets[targets != -100]].sum()
 
     parts = []
     for loader in build_layout(path, *layout):
-        for _, (labels, loss_denominator) in loader.iterate(1, 2):
+        for _, (targets, loss_denominator) in loader.iterate(1, 2):
             assert loss_denominator.dtype == torch.float64 and loss_denominator.shape == ()
-            parts.append(sum_losses(labels) / loss_denominator)
-    whole = [torch.from_numpy(data.labels(i).astype(np.int64)) for i in ORDER.sample_ids(1)]
-    expected = sum(sum_losses(labels) for labels in whole) / sum(int((labels[1:] != -100).sum()) for labels in whole)
+            parts.append(sum_losses(targets) / loss_denominator)
+    whole = [torch.from_numpy(data.labels(i)[1:].astype(np.int64)) for i in ORDER.sample_ids(1)]
+    expected = sum(sum_losses(targets) for targets in whole) / sum(int((targets != -100).sum()) for targets in whole)
     torch.testing.assert_close(torch.stack(parts).mean(), expected, rtol=1e-12, atol=0)
 
 
-def test_step_info_counts_the_global_batch(path: Path, data: TokenizedDataset) -> None:
+def test_step_totals_are_those_of_the_global_batch(path: Path, data: TokenizedDataset) -> None:
     ids = ORDER.sample_ids(2)
     for loader in build_layout(path, 2, 2, 2):
-        info = loader.step_info(2)
-        assert info.num_tokens == sum(len(data.input_ids(i)) for i in ids)
-        assert info.num_targets == sum(int((data.labels(i)[1:] != -100).sum()) for i in ids)
-        assert info.seq_length == next(loader.iterate(2, 3))[0][0].shape[1]
+        totals = loader.step_totals(2)
+        assert totals.num_tokens == sum(len(data.input_ids(i)) for i in ids)
+        num_targets = sum(int((data.labels(i)[1:] != -100).sum()) for i in ids)
+        assert totals.num_targets == totals.count_terms(MeanOver.targets) == num_targets
+        assert totals.num_documents == totals.num_samples == len(ids) == 8
+        assert totals == compute_step_totals(Rows(path, OPTIONS.row_plan, False, False), ids, group_size=1)
 
 
 def test_a_run_from_the_middle_is_the_tail_of_a_run_from_the_start(path: Path) -> None:
@@ -176,7 +182,7 @@ def test_padding_to_a_fixed_length_and_to_a_cap(path: Path) -> None:
     for lengths, seq_length in (([8, 3], 8), ([3, 9], 16), ([57], 60)):
         assert OPTIONS.compute_seq_length(np.array(lengths)) == seq_length
     with pytest.raises(ValueError, match="longst"):
-        build_layout(path, 1, 8, 1, pad_to="longst")[0].step_info(0)
+        build_layout(path, 1, 8, 1, pad_to="longst")[0].iterate(0, 1).__next__()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,7 @@ def test_evaluation_takes_every_sample_exactly_once(path, data, dp_size, micro_b
     assert sorted(i for batch in batches for i in find_samples(batch, data)) == list(range(NUM_SAMPLES))
     assert {batch[0][0].shape for batch in batches} == {(micro_batch_size, -(-int(data.lengths.max()) // 8) * 8)}
     assert {batch[1][1].item() for batch in batches} == {1.0}
-    targets = sum(int((batch[1][0][:, 1:] != -100).sum()) for batch in batches)
+    targets = sum(int((batch[1][0] != -100).sum()) for batch in batches)
     assert {loader.num_targets for loader in loaders} == {targets}
 
 
@@ -202,7 +208,7 @@ def test_a_rank_between_holds_a_length_and_no_data(tmp_path: Path) -> None:
     evaluation = build_eval_loader(tmp_path / "not there", options, NUM_SAMPLES)
     assert isinstance(train, PlaceholderLoader) and len(train) == ORDER.steps_per_epoch == 2
     assert isinstance(evaluation, PlaceholderLoader) and len(evaluation) == 6
-    reads = (iter, next, lambda loader: loader[0], lambda loader: loader.step_info(0))
+    reads = (iter, next, lambda loader: loader[0], lambda loader: loader.step_totals(0))
     for read in reads:
         with pytest.raises(RuntimeError, match="neither the first layer nor the loss"):
             read(train)

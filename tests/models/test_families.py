@@ -13,6 +13,7 @@ from support.tiny import VOCAB_SIZE, save_tokenizer
 from test_decoder import BOUND, B, Chain, difference, positions, tokens
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from data.collator import shift_labels
 from errors import UserError
 from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention, warn_of_length
 from models.losses.cross_entropy import build_loss
@@ -28,8 +29,9 @@ def hf_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def chain_loss(chain: Chain, model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    count = torch.tensor(float((labels[:, 1:] != -100).sum()))
-    return build_loss(model.config)(chain.run(input_ids, positions(input_ids.shape[1])), (labels, count))
+    targets = shift_labels(labels)
+    count = torch.tensor(float((targets != -100).sum()))
+    return build_loss(model.config)(chain.run(input_ids, positions(input_ids.shape[1])), (targets, count))
 
 
 def test_the_table_and_the_tests_name_the_same_families() -> None:

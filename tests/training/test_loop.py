@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.configs import build_config
 
+from data.step_totals import StepTotals
 from training import loop
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -48,8 +49,8 @@ class Loader:
     def sample_ids(self, step: int) -> np.ndarray:
         return np.arange(100) + step
 
-    def step_info(self, step: int) -> SimpleNamespace:
-        return SimpleNamespace(num_terms=TARGETS[step], num_tokens=TOKENS[step])
+    def step_totals(self, step: int) -> StepTotals:
+        return StepTotals(TOKENS[step], TARGETS[step], num_documents=1, num_samples=1)
 
     def __len__(self) -> int:
         return 1
@@ -88,6 +89,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ),
         )
         monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(of_step=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
             start=nothing,

@@ -3,8 +3,11 @@ docs/add_your_data.md)."""
 
 from __future__ import annotations
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
+from data.collator import unshift_targets
 from data.components import build_checked_component
 from errors import UserError
 from models.losses.cross_entropy import Loss
@@ -25,6 +28,22 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
         return loss
     if loss is not None:
         raise UserError(f"loss and task={objective.name}: each is a loss; give one of them")
-    return build_checked_component(
-        config.loss, "loss", "my_losses.MyLoss", callable, "a class whose objects are called with (outputs, targets)"
-    )
+    need = "a class whose objects are called with (outputs, targets)"
+    return AlignedLabels(build_checked_component(config.loss, "loss", "my_losses.MyLoss", callable, need))
+
+
+class AlignedLabels(nn.Module):
+    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader hands out shifted targets.
+
+    A module, so that the engine moves what a loss that is one holds.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        target_ids, loss_denominator = targets
+        return self.loss(outputs, (unshift_targets(target_ids), loss_denominator))

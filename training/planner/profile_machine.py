@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
+from data.collator import shift_labels
 from models.architecture import build_layers
 from models.layer import Layer
 from models.losses.cross_entropy import build_loss
@@ -142,7 +143,7 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
     position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
     segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
-    loss, targets = build_loss(task.architecture), (input_ids, torch.tensor(float(input_ids.numel())))
+    loss, targets = build_loss(task.architecture), (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
     sums = (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_sft import read_runs
 
+from data.collator import unshift_targets
 from data.encoders.encoding import Encoding
 from data.encoders.preference import PreferenceEncoder
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
@@ -201,7 +202,8 @@ def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
             loader = build_train_loader(
                 pairs, build_options(pairs, plan, micro_batch_size, rank, dp_size), order, accumulation
             )
-            for (input_ids, *_), (labels, reference, denominator) in loader.iterate(step, step + 1):
+            for (input_ids, *_), (targets, reference, denominator) in loader.iterate(step, step + 1):
+                labels = unshift_targets(targets)
                 assert len(input_ids) == len(labels) == len(reference) == 2 * micro_batch_size
                 assert (
                     denominator == micro_batch_size
@@ -219,10 +221,9 @@ def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
                     )
                 seen += [sample // 2 for sample in samples[::2]]
         assert sorted(seen) == sorted(order.sample_ids(step).tolist())
-        info = loader.step_info(step)
-        assert info.num_terms == 4 and info.num_tokens == sum(
-            int(rows.lengths[2 * i] + rows.lengths[2 * i + 1]) for i in seen
-        )
+        totals = loader.step_totals(step)
+        assert totals.count_terms(MeanOver.samples) == totals.num_samples == 4 and totals.num_documents == 8
+        assert totals.num_tokens == sum(int(rows.lengths[2 * i] + rows.lengths[2 * i + 1]) for i in seen)
 
 
 def test_evaluation_takes_every_pair_once(pairs: Path) -> None:

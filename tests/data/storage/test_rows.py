@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.collator import unshift_targets
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.loader import LoaderOptions, build_eval_loader, build_train_loader
@@ -66,7 +67,8 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     """Token by token: completions with their end tokens, which are pad tokens too; no prompt, no padding, no first token."""
     order = GlobalOrder(count_rows(path, PLAN), 2, seed=0)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=2, row_plan=PLAN, pad_token_id=end_is_pad.pad_token_id)
-    inputs, (labels, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
+    inputs, (targets, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
+    labels = unshift_targets(targets)
     (shape,) = {tensor.shape for tensor in (*inputs, labels)}
     assert shape[0] == 2 and shape[1] % 8 == 0
     rows = Rows(path, PLAN, True, True)
@@ -102,18 +104,19 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
         )
         for (input_ids, *_), (_, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
             read += [tuple(row[row != 0].tolist()) for row in input_ids]
-            info = build_train_loader(path, options, order, accumulation).step_info(1)
-            assert denominator == info.num_targets / (dp_size * accumulation)
+            totals = build_train_loader(path, options, order, accumulation).step_totals(1)
+            assert denominator == totals.num_targets / (dp_size * accumulation)
     ids = order.sample_ids(1)
     assert sorted(read) == sorted(tuple(rows.input_ids(i).tolist()) for i in ids)
-    assert info.num_tokens == rows.lengths[ids].sum() and info.num_targets == rows.num_targets[ids].sum()
+    assert totals.num_tokens == rows.lengths[ids].sum() and totals.num_targets == rows.num_targets[ids].sum()
+    assert totals.num_documents == sum(len(rows.pieces(i)) for i in ids) > totals.num_samples == len(ids)
 
 
 def test_evaluation_takes_every_packed_sample_once(path: Path) -> None:
     count = count_rows(path, PLAN)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=4, row_plan=PLAN, pad_token_id=0)
     loader = build_eval_loader(path, options, count)
-    targets = sum(int((labels[:, 1:] != -100).sum()) for _, (labels, _) in loader.iterate())
+    targets = sum(int((targets != -100).sum()) for _, (targets, _) in loader.iterate())
     assert targets == loader.num_targets == TokenizedDataset(path, False, False).num_targets.sum()
 
 

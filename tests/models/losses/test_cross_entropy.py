@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.allocation import AllocationPeak
+from data.collator import shift_labels
 from models.losses.cross_entropy import causal_lm_loss
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
@@ -38,7 +39,8 @@ def test_the_mean_over_micro_batches_is_hugging_faces_loss(batch, micro_batch_si
     num_micro_batches = B // micro_batch_size
     denominator = torch.tensor(22 / num_micro_batches, dtype=torch.float64)
     rows = [slice(start, start + micro_batch_size) for start in range(0, B, micro_batch_size)]
-    losses = [causal_lm_loss((hidden_states[row], weight), (labels[row], denominator)) for row in rows]
+    targets = shift_labels(labels)
+    losses = [causal_lm_loss((hidden_states[row], weight), (targets[row], denominator)) for row in rows]
     loss = torch.stack(losses).mean()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12) == pytest.approx(hugging_face.item(), rel=1e-6)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
@@ -57,7 +59,7 @@ def test_a_micro_batch_without_a_target_is_zero(batch, dtype: torch.dtype) -> No
 def test_logits_are_in_fp32_at_least(batch) -> None:
     hidden_states, weight, labels = (tensor.detach() for tensor in batch)
     low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
-    loss = causal_lm_loss((low[0], low[1]), (labels, torch.tensor(22.0)))
+    loss = causal_lm_loss((low[0], low[1]), (shift_labels(labels), torch.tensor(22.0)))
     logits = F.linear(*low).float()
     expected = F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -68,7 +70,7 @@ def test_logits_are_made_for_targets_only(batch, monkeypatch: pytest.MonkeyPatch
     made: list[torch.Size] = []
     linear = F.linear
     monkeypatch.setattr("models.losses.cross_entropy.F.linear", lambda x, w: (made.append(x.shape), linear(x, w))[1])
-    causal_lm_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
+    causal_lm_loss((hidden_states, weight), (shift_labels(labels), torch.tensor(22.0)))
     assert made == [(22, D)]
 
 
@@ -78,21 +80,21 @@ def plain_loss(
     logit_softcap: float | None = None,
 ) -> torch.Tensor:
     """The same, whole."""
-    (hidden_states, weight), (labels, denominator) = outputs, targets
-    has_target = labels[:, 1:] != -100
-    logits = F.linear(hidden_states[:, :-1][has_target], weight)
+    (hidden_states, weight), (target_ids, denominator) = outputs, targets
+    has_target = target_ids != -100
+    logits = F.linear(hidden_states[has_target], weight)
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-    return F.cross_entropy(logits, labels[:, 1:][has_target], reduction="sum") / denominator.to(logits.dtype)
+    return F.cross_entropy(logits, target_ids[has_target], reduction="sum") / denominator.to(logits.dtype)
 
 
 def loss_and_gradients(
-    loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+    loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
-    loss = loss_fn((inputs[0], inputs[1]), (labels, torch.tensor(17.0)))
+    loss = loss_fn((inputs[0], inputs[1]), (target_ids, torch.tensor(17.0)))
     return loss, *torch.autograd.grad(loss / 3, inputs)
 
 
@@ -110,7 +112,9 @@ def test_pieces_are_the_whole(
     monkeypatch.setattr("models.losses.cross_entropy.PIECE", piece)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     found, expected = (
-        loss_and_gradients(partial(function, logit_softcap=logit_softcap), hidden_states, weight, batch[2])
+        loss_and_gradients(
+            partial(function, logit_softcap=logit_softcap), hidden_states, weight, shift_labels(batch[2])
+        )
         for function in (causal_lm_loss, plain_loss)
     )
     for ours, plain in zip(found, expected, strict=True):
@@ -122,8 +126,9 @@ def test_pieces_are_the_whole(
 def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.losses.cross_entropy.PIECE", 4 * V)
     low = [tensor.detach().to(torch.bfloat16) for tensor in batch[:2]]
-    exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), batch[2])
-    ours, plain = (loss_and_gradients(function, *low, batch[2]) for function in (causal_lm_loss, plain_loss))
+    targets = shift_labels(batch[2])
+    exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
+    ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
     for index in (1, 2):
         errors = [(gradients[index].double() - exact[index]).norm() for gradients in (ours, plain)]
         assert errors[0] <= 1.25 * errors[1]
@@ -131,8 +136,9 @@ def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monk
 
 def test_a_frozen_head_gets_no_gradient(batch) -> None:
     hidden_states, weight, labels = batch
-    loss = causal_lm_loss((hidden_states, weight.detach()), (labels, torch.tensor(22.0)))
-    expected = plain_loss((hidden_states, weight), (labels, torch.tensor(22.0)))
+    targets = shift_labels(labels), torch.tensor(22.0)
+    loss = causal_lm_loss((hidden_states, weight.detach()), targets)
+    expected = plain_loss((hidden_states, weight), targets)
     (found,), (wanted,) = (torch.autograd.grad(value, [hidden_states]) for value in (loss, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
@@ -140,7 +146,7 @@ def test_a_frozen_head_gets_no_gradient(batch) -> None:
 def test_fp16_makes_its_logits_at_once(batch) -> None:
     """Its gradients would underflow before the loss scale is known."""
     hidden_states, weight = (tensor.detach().half().requires_grad_() for tensor in batch[:2])
-    loss = causal_lm_loss((hidden_states, weight), (batch[2], torch.tensor(2.0**20)))
+    loss = causal_lm_loss((hidden_states, weight), (shift_labels(batch[2]), torch.tensor(2.0**20)))
     (gradient,) = torch.autograd.grad(loss * 2.0**20, [weight])
     assert gradient.count_nonzero() > 0.99 * gradient.numel()
 
@@ -150,11 +156,11 @@ def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.M
     tokens, hidden, vocabulary = 512, 64, 8000
     monkeypatch.setattr("models.losses.cross_entropy.PIECE", tokens * vocabulary // 16)
     states, weight = torch.randn(1, tokens, hidden, dtype=dtype), torch.randn(vocabulary, hidden, dtype=dtype)
-    labels = torch.randint(vocabulary, (1, tokens))
+    targets = torch.randint(vocabulary, (1, tokens))
     peaks = []
     for function in (causal_lm_loss, plain_loss):
         with AllocationPeak() as counter:
-            loss_and_gradients(function, states, weight, labels)
+            loss_and_gradients(function, states, weight, targets)
         peaks.append(counter.peak)
     assert peaks[0] < peaks[1] / 3
 

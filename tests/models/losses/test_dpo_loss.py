@@ -11,6 +11,7 @@ from transformers import Gemma2Config, LlamaConfig
 
 import models.losses.cross_entropy
 from benchmarks.allocation import AllocationPeak
+from data.collator import shift_labels
 from models.losses.dpo import METRICS, DPOLoss, RowScore
 from models.losses.options import DPOLossType
 
@@ -21,23 +22,23 @@ CONFIG, CAPPED = LlamaConfig(), Gemma2Config(final_logit_softcapping=3.0)
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, ...]:
-    """hidden_states [R, T, D], head weight [V, D], labels [R, T] with 1 to T - 1 targets a row, the reference's log-probabilities [R]."""
+    """hidden_states [R, T, D], head weight [V, D], target tokens [R, T], 1 to T - 1 of them a row, the reference's log-probabilities [R]."""
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(R, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(V, (R, T), generator=generator)
     for row, num_targets in enumerate([1, 4, 11, 2, 7, 3]):
         labels[row, : T - num_targets] = -100
-    return hidden_states, weight, labels, -30 * torch.rand(R, generator=generator, dtype=torch.float64)
+    return hidden_states, weight, shift_labels(labels), -30 * torch.rand(R, generator=generator, dtype=torch.float64)
 
 
 def compute_sums(
-    hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cap: float | None = None
+    hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, cap: float | None = None
 ) -> torch.Tensor:
     logits = hidden_states @ weight.T
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
-    token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")  # 0 where ignored
+    token_losses = F.cross_entropy(logits.transpose(1, 2), target_ids, reduction="none")  # 0 where ignored
     return -token_losses.sum(dim=1)
 
 
@@ -53,10 +54,12 @@ def test_loss_gradient_and_rewards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(models.losses.cross_entropy, "PIECE", piece)
-    hidden_states, weight, labels, reference = batch
-    ratios = compute_sums(hidden_states, weight, labels, getattr(config, "final_logit_softcapping", None)) - reference
+    hidden_states, weight, target_ids, reference = batch
+    ratios = (
+        compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None)) - reference
+    )
     if loss_type == "ipo":
-        ratios = ratios / (labels[:, 1:] != -100).sum(dim=1)
+        ratios = ratios / (target_ids != -100).sum(dim=1)
     h = ratios[::2] - ratios[1::2]
     if loss_type == "ipo":
         expected = ((h - 1 / (2 * BETA)) ** 2).sum() / 2
@@ -67,7 +70,7 @@ def test_loss_gradient_and_rewards(
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight))
 
     loss_function = DPOLoss(config, BETA, label_smoothing=smoothing, loss_type=DPOLossType(loss_type))
-    loss = loss_function((hidden_states, weight), (labels, reference, torch.tensor(2.0)))
+    loss = loss_function((hidden_states, weight), (target_ids, reference, torch.tensor(2.0)))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for gradient, other in zip(torch.autograd.grad(loss, (hidden_states, weight)), expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-13)
@@ -82,19 +85,19 @@ def test_loss_gradient_and_rewards(
     totals = loss_function.take_totals()
     assert len(METRICS) == 4 and totals.tolist() == pytest.approx([*(3 * mean.item() for mean in means), 3])
     assert loss_function.take_totals() is None
-    torch.testing.assert_close(RowScore(config)((hidden_states, weight), (labels, torch.tensor(1.0))), ratios * 0 + compute_sums(
-        hidden_states, weight, labels, getattr(config, "final_logit_softcapping", None)), rtol=1e-12, atol=0)  # fmt: skip
+    torch.testing.assert_close(RowScore(config)((hidden_states, weight), (target_ids, torch.tensor(1.0))), ratios * 0 + compute_sums(
+        hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None)), rtol=1e-12, atol=0)  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_type", DPOLossType)
 def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ...], loss_type: DPOLossType) -> None:
-    hidden_states, weight, labels, reference = batch
+    hidden_states, weight, target_ids, reference = batch
     expected = DPOLoss(CONFIG, BETA, loss_type=loss_type)
-    loss = expected((hidden_states[:4], weight), (labels[:4], reference[:4], torch.tensor(1.0)))
+    loss = expected((hidden_states[:4], weight), (target_ids[:4], reference[:4], torch.tensor(1.0)))
     filled = DPOLoss(CONFIG, BETA, loss_type=loss_type)
-    labels, reference = labels.clone(), reference.clone()
-    labels[4:], reference[4:] = -100, 0
-    other = filled((hidden_states, weight), (labels, reference, torch.tensor(1.0)))
+    target_ids, reference = target_ids.clone(), reference.clone()
+    target_ids[4:], reference[4:] = -100, 0
+    other = filled((hidden_states, weight), (target_ids, reference, torch.tensor(1.0)))
     assert other.item() == pytest.approx(loss.item(), rel=1e-14)
     assert torch.equal(filled.take_totals(), expected.take_totals())
     (gradient,) = torch.autograd.grad(other, hidden_states)
@@ -102,10 +105,10 @@ def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ..
 
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.Tensor, ...]) -> None:
-    hidden_states, weight, labels, _ = batch
-    reference = RowScore(CONFIG)((hidden_states, weight), (labels,)).detach()
+    hidden_states, weight, target_ids, _ = batch
+    reference = RowScore(CONFIG)((hidden_states, weight), (target_ids,)).detach()
     assert DPOLoss(CONFIG, BETA)(
-        (hidden_states, weight), (labels, reference, torch.tensor(3.0))
+        (hidden_states, weight), (target_ids, reference, torch.tensor(3.0))
     ).item() == pytest.approx(math.log(2), rel=1e-12)
 
 
@@ -122,10 +125,10 @@ def test_the_gradient_in_bf16_is_rounded_once(batch: tuple[torch.Tensor, ...], m
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor, ...]) -> None:
-    hidden_states, weight, labels, reference = batch
-    loss = DPOLoss(CONFIG, BETA)((hidden_states, weight.detach()), (labels, reference, torch.tensor(3.0)))
+    hidden_states, weight, target_ids, reference = batch
+    loss = DPOLoss(CONFIG, BETA)((hidden_states, weight.detach()), (target_ids, reference, torch.tensor(3.0)))
     (gradient,) = torch.autograd.grad(loss, hidden_states)
-    whole = DPOLoss(CONFIG, BETA)((hidden_states, weight), (labels, reference, torch.tensor(3.0)))
+    whole = DPOLoss(CONFIG, BETA)((hidden_states, weight), (target_ids, reference, torch.tensor(3.0)))
     torch.testing.assert_close(gradient, torch.autograd.grad(whole, hidden_states)[0], rtol=1e-12, atol=0)
 
 
@@ -133,9 +136,9 @@ def test_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, length, vocabulary = 2, 513, 4000
     monkeypatch.setattr(models.losses.cross_entropy, "PIECE", 16 * vocabulary)
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
-    labels = torch.randint(vocabulary, (rows, length))
+    target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:
         DPOLoss(CONFIG, BETA)(
-            tuple(inputs), (labels, torch.zeros(rows, dtype=torch.float64), torch.tensor(1.0))
+            tuple(inputs), (target_ids, torch.zeros(rows, dtype=torch.float64), torch.tensor(1.0))
         ).backward()
     assert peak.peak < 4 * rows * length * vocabulary / 8

@@ -13,6 +13,7 @@ from support.cases import Case, train_run
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerGroup
 
+from data.collator import unshift_targets
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from training.distributed.ranks import Ranks
@@ -56,7 +57,7 @@ def train_and_listen(case: Case) -> tuple[int, Received]:
 
     def listen(loader: TrainLoader, start_step: int, end_step: int):
         for inputs, targets in iterate(loader, start_step, end_step):
-            taken.append((inputs and inputs[0].tolist(), targets and targets[0].tolist()))
+            taken.append((inputs and inputs[0].tolist(), targets and unshift_targets(targets[0]).tolist()))
             yield inputs, targets
 
     TrainLoader.iterate = listen

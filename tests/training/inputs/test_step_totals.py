@@ -1,0 +1,41 @@
+"""Step totals on every rank, from the one that reads inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from support.workers import WorkerGroup
+
+from data.loader import PlaceholderLoader
+from data.step_totals import StepTotals
+
+LAST_STEP = 40
+
+
+class Loader:
+    """Each step has totals of its own."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def step_totals(self, step: int) -> StepTotals:
+        self.asked.append(step)
+        return StepTotals(*range(2**40 * step, 2**40 * step + 5))
+
+
+def read_totals(first_step: int) -> tuple[list[StepTotals], list[int]]:
+    """What this rank sees of the steps of a run, and those that its own loader computed."""
+    import torch
+    import torch.distributed as dist
+
+    from training.inputs.step_totals import SharedTotals
+
+    loader = Loader() if dist.get_rank() == 0 else PlaceholderLoader(LAST_STEP)
+    totals = SharedTotals(loader, LAST_STEP, torch.device("cpu"))
+    return [totals.of_step(step) for step in range(first_step, LAST_STEP)], getattr(loader, "asked", [])
+
+
+def test_a_rank_without_data_has_the_totals_too(workers: Callable[[int], WorkerGroup]) -> None:
+    (first, asked), (other, none) = workers(2).run(read_totals, 3)
+    assert other == first == [Loader().step_totals(step) for step in range(3, LAST_STEP)]
+    assert asked == list(range(3, LAST_STEP)) and none == []  # each once, and none behind the last
