@@ -26,7 +26,7 @@ TOKENS = [100, 200, 300, 400, 500]
 
 
 class Engine:
-    device, rank, module = torch.device("cpu"), 0, None
+    device, rank, module = torch.device("cpu"), 0, SimpleNamespace(loss_fn=None)
 
     def __init__(self) -> None:
         self.rates: list[float] = []
