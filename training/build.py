@@ -1,7 +1,7 @@
 """The one assembly: from the facts of a setup to this rank's stage, its engine and its loaders.
 
-Runs, evaluations, tests and benchmarks all come here, with all options, so what is proven is what runs. Nothing else constructs a
-`StageModule` or starts an engine.
+Runs, evaluations, tests and benchmarks all come here, with all options, so what is proven is what runs. Nothing else
+constructs a `StageModule` or starts an engine.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def build_loaders(
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
 ) -> tuple[Any, Any | None]:
-    """The training and evaluation loaders of this rank's stage. All ranks call it: what a loader needs of the reference model is computed
-    by the engine, where it is not there yet.
+    """The training and evaluation loaders of this rank's stage. All ranks call it: what a loader needs of the reference
+    model is computed by the engine, where it is not there yet.
     """
     reference = _prepare_reference(
         config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks, key="train_file"

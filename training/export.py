@@ -19,8 +19,8 @@ from training.setup import RunSetup
 
 
 def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
-    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Deletes what an earlier run left
-    where the config says so. Main rank only."""
+    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Deletes what an
+    earlier run left where the config says so. Main rank only."""
     if config.overwrite_output_dir:
         folder.clear()
     source = setup.source

@@ -68,9 +68,11 @@ class TrainingLoop:
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
 
     def run(self) -> TrainerState:
-        """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the run stands.
+        """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the
+        run stands.
 
-        A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is no room to save.
+        A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is
+        no room to save.
         """
         self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
         if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
@@ -82,8 +84,9 @@ class TrainingLoop:
             ended = self.state.step >= self.budget.last_step
             while not ended:
                 ended = self._step_and_after(micro_batches)
+            # Launchers repeat their signals, and the next one would end a rank that no longer listens.
             with self._pause_watchdog():
-                self._writer.wait()  # launchers repeat their signals, and the next one would end a rank that no longer listens
+                self._writer.wait()
         finally:
             self._interrupts.close()
         return self.state
@@ -207,7 +210,8 @@ class TrainingLoop:
 
 
 class _Interval:
-    """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the step."""
+    """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the
+    step."""
 
     def __init__(self, zero: torch.Tensor) -> None:
         self._zero = zero
@@ -235,7 +239,8 @@ class _Interval:
         self._since = time.perf_counter()
 
     def finish(self) -> tuple[float, float, float]:
-        """(mean loss a target token or a pair, tokens a second, seconds a step) since the last call; begins a new interval."""
+        """(mean loss a target token or a pair, tokens a second, seconds a step) since the last call; begins a new
+        interval."""
         loss = self._loss_sum.item() / self._num_terms
         self.pause()
         result = (loss, self._num_tokens / self._seconds, self._seconds / self._num_steps)

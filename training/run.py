@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from training.build import build_engine, build_eval_loader, build_loaders
 from training.checkpoint.run_folder import RunFolder
-from training.checkpoint.state import load_checkpoint
+from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
 from training.config.validate import check_config
 from training.distributed import process
@@ -22,7 +23,7 @@ from training.evaluate import evaluate_checkpoint
 from training.export import export, prepare_folder
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
-from training.inputs.step_budget import compute_step_budget, measure_evaluation
+from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluation
 from training.loop import TrainingLoop
 from training.objectives.registry import check_objective
 from training.observability.metrics import Reporter
@@ -37,7 +38,8 @@ PREPARATION_TIMEOUT = timedelta(hours=12)
 
 
 def run(composed: Any) -> None:
-    """Checks everything that can be known, then trains. A UserError ends the process with one line. composed: a DictConfig."""
+    """Checks everything that can be known, then trains. A UserError ends the process with one line. composed: a
+    DictConfig."""
     ranks = read_ranks()
     process.buffer_library_logs()
     with exit_on_user_error(ranks, speaks=ranks.is_main):
@@ -66,7 +68,8 @@ def find_unread(composed: Any) -> list[str]:
 
 
 def inspect_data(config: RunConfig, ranks: Ranks) -> None:
-    """Prints what the model will see. One process is enough: no layout, device or process group is asked for. Raises UserError."""
+    """Prints what the model will see. One process is enough: no layout, device or process group is asked for. Raises
+    UserError."""
     if not ranks.is_main:
         return
     check_config(config, has_accelerator=True)
@@ -84,9 +87,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
     with Watchdog(ranks, config.stuck_minutes) as watchdog:
         datasets = tokenize(config, tokenizer)  # finds it done
         setup = agree_on_setup(config, setup, ranks)
-        budget, start = process.broadcast_from_main(
-            lambda: compute_step_budget(config, setup.layout, datasets, setup.resume_from), ranks
-        )
+        budget, start = agree_on_steps(config, setup, datasets, ranks)
         hosts = process.gather_hosts()
         prediction = predict_run(config, setup, machine, ranks.say) if ranks.is_main else None
         if prediction is not None:
@@ -155,15 +156,25 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
 
 
 def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:
-    """With the weights of the checkpoint that the run resumes from, and the main rank's split: cards that differ may hold other layers."""
+    """With the weights of the checkpoint that the run resumes from, and the main rank's split: cards that differ may
+    hold other layers."""
     setup = load_resumed(setup, config, ranks.say)
     return replace(setup, bounds=process.broadcast_from_main(lambda: setup.bounds, ranks))
+
+
+def agree_on_steps(
+    config: RunConfig, setup: RunSetup, datasets: dict[str, Path], ranks: Ranks
+) -> tuple[StepBudget, TrainerState]:
+    """How long the run is and where it starts, as the main rank has counted it."""
+    return process.broadcast_from_main(
+        lambda: compute_step_budget(config, setup.layout, datasets, setup.resume_from), ranks
+    )
 
 
 def conclude(
     setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, telemetry: Telemetry, totals: RunTotals
 ) -> None:
-    """Exports what a finished run has made, and says how it ended."""
+    """Exports what a finished run has made, and shows how the run ended."""
     for reporter in loop.reporters:
         reporter.close()
     if summary := telemetry.summarize():

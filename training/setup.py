@@ -143,8 +143,9 @@ def open_reference(
 
 
 def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None]) -> RunSetup:
-    """The setup with the weights of the checkpoint that the run resumes from, the best whole one: the model's, or the adapter's beside
-    the model it started from; as it is for a run that starts anew. All ranks call it, in a process group.
+    """The setup with the weights of the checkpoint that the run resumes from, the best whole one: the model's, or the
+    adapter's beside the model it started from; as it is for a run that starts anew. All ranks call it, in a process
+    group.
 
     say: reports what is wrong with better checkpoints. Raises UserError when none is whole.
     """
@@ -165,7 +166,8 @@ def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
 
 
 def predict_run(config: RunConfig, setup: RunSetup, machine: Machine | None, say: Callable[[str], None]) -> Prediction:
-    """What to expect of the run, on a rank that has counted the costs. machine: None when it is unknown, which is reported."""
+    """What to expect of the run, on a rank that has counted the costs. machine: None when it is unknown, which is
+    reported."""
     if machine is None:
         say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     assert setup.costs is not None
@@ -181,8 +183,8 @@ def predict_run(config: RunConfig, setup: RunSetup, machine: Machine | None, say
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:
-    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training goes on beside the model that it
-    started from, an evaluation has it merged in."""
+    """Where this run's weights lie. The checkpoint of a LoRA run holds the adapter alone: training continues beside
+    the model that it started from, an evaluation has it merged in."""
     adds_adapter = config.adapter.name is AdapterName.lora and not config.evaluate_only
     return weights_path(config) if resume_from is None or adds_adapter else str(resume_from)
 
@@ -203,7 +205,8 @@ def check_compiler(has_accelerator: bool) -> None:
         raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
     if not has_accelerator and shutil.which(compiler) is None:
         raise UserError(
-            f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set compile=false"
+            f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set "
+            "compile=false"
         )
 
 

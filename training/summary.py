@@ -1,4 +1,4 @@
-"""What is said of a run at its beginning and at its end, fact by fact. Main rank only."""
+"""What the screen shows of a run at its start and at its end, fact by fact. Main rank only."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ def show_start(
         facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, budget.evaluation.rows)}; {when}"
     facts |= describe_layout(setup, hosts)
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
-    facts["steps"] = (
-        f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
-    )
-    facts["precision"] = (
-        f"{config.precision.value}; {_describe_recomputation(config)}; attention {setup.source.config._attn_implementation}"
-    )
+    unit = "epoch" if epochs == 1 else "epochs"
+    facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {unit}"
+    attention = setup.source.config._attn_implementation
+    facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
@@ -101,11 +99,12 @@ def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_r
 
 
 def _describe_recomputation(config: RunConfig) -> str:
-    if config.activation_checkpoint_interval == 0:
+    interval, mode = config.activation_checkpoint_interval, config.activation_checkpoint_mode
+    if interval == 0:
         return "all activations kept"
-    if config.activation_checkpoint_mode is CheckpointMode.grouped:
-        return f"activations recomputed in groups of {config.activation_checkpoint_interval} layers"
-    return f"activations recomputed (interval {config.activation_checkpoint_interval}, {config.activation_checkpoint_mode.value})"
+    if mode is CheckpointMode.grouped:
+        return f"activations recomputed in groups of {interval} layers"
+    return f"activations recomputed (interval {interval}, {mode.value})"
 
 
 def _describe_memory(prediction: Prediction) -> str:
@@ -115,7 +114,7 @@ def _describe_memory(prediction: Prediction) -> str:
 
 
 class RunTotals:
-    """A reporter that keeps what the end tells."""
+    """A reporter that keeps what is shown at the end."""
 
     def __init__(self, start: TrainerState) -> None:
         self._start, self._step, self._seconds, self._began = start, start.step, 0.0, time.monotonic()
@@ -136,10 +135,10 @@ class RunTotals:
         """Steps, tokens, time and loss; empty when no step was reported."""
         if self._last is None:
             return {}
-        tokens = self._last["num_tokens"] - self._start.num_tokens
+        steps, tokens = self._step - self._start.step, self._last["num_tokens"] - self._start.num_tokens
         whole = render_seconds(time.monotonic() - self._began)
         return {
-            "trained": f"{self._step - self._start.step} steps, {render_count(tokens)} tokens, {tokens / self._seconds:,.0f} tokens/s",
+            "trained": f"{steps} steps, {render_count(tokens)} tokens, {tokens / self._seconds:,.0f} tokens/s",
             "time": f"{whole}, {render_seconds(self._seconds)} of it in steps",
             "loss": f"{self._last['loss']:.4f} at step {self._step}",
         }

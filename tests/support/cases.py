@@ -1,4 +1,5 @@
-"""What a rank does in a distributed test: the trainer's own parts around a model and a data set. And the oracle beside it."""
+"""What a rank does in a distributed test: the trainer's own parts around a model and a data set. And the oracle beside
+it."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ class Case:
         register_schema()
         overrides = [
             f"model_name_or_path={self.model}", f"train_file={self.train_file}", f"output_dir={self.workdir}/out",
-            f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2", "global_batch_size=8",
-            "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5", "lr_scheduler_type=constant", "warmup_ratio=0",
-            "max_grad_norm=0", "activation_checkpoint_interval=0", f"max_steps={self.steps}",
+            f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2",
+            "global_batch_size=8", "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5",
+            "lr_scheduler_type=constant", "warmup_ratio=0", "max_grad_norm=0", "activation_checkpoint_interval=0", f"max_steps={self.steps}",
             *self.overrides,
         ]  # fmt: skip
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -132,7 +133,8 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an attention mask.
+    """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an
+    attention mask.
 
     model: another one than the case's, such as it is with an adapter.
     """

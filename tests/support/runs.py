@@ -18,8 +18,8 @@ from data.storage.tokenized import TokenizedDataset
 
 # Fields that differ from run to run.
 MEASURED = {
-    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble", "predicted_bubble",
-    "imbalance", "predicted_imbalance", "peak_memory",
+    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble",
+    "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory",
 }  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
     def start(name: str, num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
         defaults = (
-            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2", "max_grad_norm=1.0",
-            "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
+            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2",
+            "max_grad_norm=1.0", "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
         )  # fmt: skip
         case = Case(
             root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides)

@@ -3,8 +3,9 @@
     with WorkerGroup(2) as group:
         results = group.run(function, *args)      # one result a rank
 
-`function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any rank is raised
-here with that rank's stack trace, and the group is started anew for the next case, since its ranks may be out of step.
+`function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any
+rank is raised here with that rank's stack trace, and the group is started anew for the next case, since its ranks may
+be out of step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _FORKSERVER.set_forkserver_preload(
     ["training.run"]
 )  # imported once, which takes seconds, and had by every worker that is started
 _SECONDS_A_CASE = 600
-# Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its process lives. An
-# engine makes several groups: workers with more threads than this are ended, and the next case starts new ones.
+# Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its
+# process lives. An engine makes several groups: workers with more threads than this are ended, and the next case starts
+# new ones.
 _MAX_THREADS = 150
 
 

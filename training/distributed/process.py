@@ -23,9 +23,10 @@ import console
 from training.distributed.ranks import Ranks
 
 T = TypeVar("T")
-# A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here calls: 25 s of
-# compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves a lock on which every later
-# run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as compatible, so none is built.
+# A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here
+# calls: 25 s of compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves
+# a lock on which every later run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as
+# compatible, so none is built.
 deepspeed.ops.__compatible_ops__ = {}
 
 
@@ -59,8 +60,9 @@ def take_device(ranks: Ranks) -> None:
 
 
 def choose_interface() -> None:
-    """Tells gloo the network interface that leads to the main host. Left alone it takes the one that the own host's name resolves to,
-    which is often the loopback, and then no other host can reach it. A name that someone has set is kept.
+    """Tells gloo the network interface that leads to the main host. By default it takes the one that this host's
+    name resolves to, which is often the loopback, and then no other host can reach it. A name that someone has set is
+    kept.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -115,7 +117,8 @@ def buffer_library_logs() -> None:
 
 
 def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
-    """All that libraries print, held noise included, goes to this rank's log file. Their warnings are also said to the person, each once."""
+    """All that libraries print, what was buffered included, goes to this rank's log file. Their warnings are also shown
+    on the screen, each once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     console.redirect_to_console(file)
     sys.stdout = open(file, "a", buffering=1)
@@ -130,16 +133,17 @@ def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
 
 
 class _WarningEcho(logging.Handler):
-    """Says a library's warnings, without a stack trace and each text once. Those about code that will change are for developers."""
+    """Shows a library's warnings, without a stack trace and each text once. Those about code that will change are for
+    developers."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(logging.WARNING)
-        self._log, self._said = log, set[str]()
+        self._log, self._shown = log, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         source, text = record.name.partition(".")[0], record.getMessage().strip().partition("\n")[0]
         if record.name == "py.warnings":  # "FILE:LINE: CATEGORY: TEXT"
             source, _, text = text.partition(": ")[2].partition(": ")
-        if text not in self._said and source not in ("DeprecationWarning", "FutureWarning"):
-            self._said.add(text)
+        if text not in self._shown and source not in ("DeprecationWarning", "FutureWarning"):
+            self._shown.add(text)
             console.say(f"warning ({source}): {text}; more in {self._log}")

@@ -1,6 +1,7 @@
 """What a run asks of whatever trains its stages. Nothing outside of training/engine/ looks behind this interface.
 
-`training/engine/pipeline_engine.py` implements it with DeepSpeed; `training/engine/steps.py` says what a run does with it.
+`training/engine/pipeline_engine.py` implements it with DeepSpeed; `training/engine/steps.py` says what a run does with
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Partition:
 class PartitionSlice:
     """Where a partition holds a run of elements of one parameter.
 
-    partition: which one. start, length: elements of the partition. parameter_start: the first of them in the flattened parameter.
+    partition: which one. start, length: elements of the partition. parameter_start: the first of them in the flattened
+    parameter.
     """
 
     partition: int
@@ -86,7 +88,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of the last step's gradient over all parameters, before clipping; a float64 scalar, still on its device."""
+        """The norm of the last step's gradient over all parameters, before clipping; a float64 scalar, still on its
+        device."""
 
     @abstractmethod
     def has_skipped_step(self) -> bool:
@@ -109,7 +112,8 @@ class Engine(ABC):
 
     @abstractmethod
     def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
-        """Where a partition of this rank holds elements of `parameter`; None where it is frozen, or held by other ranks alone."""
+        """Where a partition of this rank holds elements of `parameter`; None where it is frozen, or held by other ranks
+        alone."""
 
     @abstractmethod
     def read_loss_scaler(self) -> dict[str, float]:

@@ -10,8 +10,8 @@ from training.config.schema import OptimizerName, RunConfig
 
 
 def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW or plain SGD, torch's own: the fused kernels run on a GPU and, when the state is offloaded, on the host, and nothing is
-    compiled on first use. Vectors (norms, biases) do not decay."""
+    """AdamW or plain SGD, torch's own: the fused kernels run on a GPU and, when the state is offloaded, on the host,
+    and nothing is compiled on first use. Vectors (norms, biases) do not decay."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},

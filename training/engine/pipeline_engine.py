@@ -27,7 +27,8 @@ _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hyster
 
 
 def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
-    """Wraps the stage in an engine, with the optimizer over this stage's parameters, or without one when it only evaluates."""
+    """Wraps the stage in an engine, with the optimizer over this stage's parameters, or without one when it only
+    evaluates."""
     optimizer = build_optimizer(module, config) if trains else None
     settings = build_deepspeed_config(config, layout, trains)
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
@@ -43,7 +44,8 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
 
 
 class DeepSpeedPipeline(Engine):
-    """wrapped: DeepSpeed's engine. has_varying_lengths: micro-batches of one step may be longer than those of another."""
+    """wrapped: DeepSpeed's engine. has_varying_lengths: micro-batches of one step may be longer than those of
+    another."""
 
     def __init__(self, wrapped: PipelineEngine, layout: Layout, has_varying_lengths: bool) -> None:
         self.wrapped, self.layout, self._has_varying_lengths = wrapped, layout, has_varying_lengths
@@ -75,8 +77,8 @@ class DeepSpeedPipeline(Engine):
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), dtype=torch.float64)
 
     def has_skipped_step(self) -> bool:
-        """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite, and continue
-        silently (DeepSpeed issue #8415)."""
+        """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite,
+        and continue silently (DeepSpeed issue #8415)."""
         return self.wrapped.optimizer.overflow and not self.wrapped.fp16_enabled()
 
     def restore_step(self, step: int) -> None:
@@ -118,9 +120,9 @@ class DeepSpeedPipeline(Engine):
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """`PipelineEngine._exec_schedule` looks every instruction up in `_INSTRUCTION_MAP`. This engine gets a map of its own, with the
-        same methods between two calls, so nothing of DeepSpeed's is copied and other engines are left alone (0.19.8,
-        runtime/pipe/engine.py)."""
+        """`PipelineEngine._exec_schedule` looks every instruction up in `_INSTRUCTION_MAP`. This engine gets a map of
+        its own, with the same methods between two calls, so nothing of DeepSpeed's is copied and other engines are left
+        alone (0.19.8, runtime/pipe/engine.py)."""
         self.wrapped.__dict__.pop("_INSTRUCTION_MAP", None)
         if observer is not None:
             self.wrapped._INSTRUCTION_MAP = {

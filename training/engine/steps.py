@@ -18,7 +18,8 @@ from training.engine.lr_schedule import learning_rate_at
 def train_step(
     engine: Engine, micro_batches: Iterator[Any], config: RunConfig, step: int, total_steps: int
 ) -> tuple[torch.Tensor, float]:
-    """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning rate.
+    """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning
+    rate.
 
     Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from training.observability.stage_timer import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, Span
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS
+from training.observability.stage_timer import Span
 from training.pipeline.schedule import Schedule, Unit
 from training.planner.timeline import Timeline, TimelineSpan, Work
 

@@ -1,7 +1,8 @@
 """Which stage was the first to see a number that is not finite.
 
-Sums are enough: what is not finite in a tensor is not finite in its sum. Each micro-batch adds the sum of the hidden states that a stage hands
-on, and of the gradient that comes back for them, to two numbers on the device; they are read only at a step that went wrong.
+Sums are enough: what is not finite in a tensor is not finite in its sum. Each micro-batch adds the sum of the hidden
+states that a stage hands on, and of the gradient that comes back for them, to two numbers on the device; they are read
+only at a step that went wrong.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ class NonfiniteProbe:
         self._sums.zero_()
 
     def find_first(self) -> str:
-        """Where it was seen first, in words: values go from the first stage to the loss, gradients from the loss to the first stage."""
-        told: list[Any] = [None] * dist.get_world_size()
+        """Where it was seen first, in words: values go from the first stage to the loss, gradients from the loss to the
+        first stage."""
+        gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            told,
+            gathered,
             [
                 (number * self._num_stages + self._stage_id, *sums.isfinite().tolist())
                 for number, sums in enumerate(self._sums)
             ],
         )
-        of_chunks = sorted(
-            chunk for of_rank in told for chunk in of_rank
-        )  # in the order of the model; of replicas one after the other
+        # in the order of the model; of replicas one after the other
+        of_chunks = sorted(chunk for of_rank in gathered for chunk in of_rank)
         handed_on = [chunk for chunk, finite, _ in of_chunks if not finite]
         came_back = [chunk for chunk, _, finite in of_chunks if not finite]
         if handed_on:

@@ -1,4 +1,4 @@
-"""Who hears of a run: its own file, its loggers and the bar. Main rank only."""
+"""Where a run reports to: its own file, its loggers and the progress bar. Main rank only."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What this rank did in a step, and when: the units of the engine's schedule (forward pass, receive, ...), each followed by a mark of
-the time.
+"""What this rank did in a step, and when: the units of the engine's schedule (forward pass, receive, ...), each
+followed by a mark of the time.
 
-On an accelerator a mark is an event in the stream, read when the step has ended: no unit is waited for. On a CPU it is the host's clock.
+On an accelerator a mark is an event in the stream, read when the step has ended: no unit is waited for. On a CPU it is
+the host's clock.
 
-The gradient's norm makes all ranks wait for the slowest inside `OptimizerStep`. A sum of one number just before takes that wait, so that
-it can be told from the optimizer's work; it costs nothing that the norm would not have cost.
+The gradient's norm makes all ranks wait for the slowest inside `OptimizerStep`. A sum of one number just before takes
+that wait, so that it is kept apart from the optimizer's work; it costs nothing that the norm would not have cost.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Span:
 class RankTimes:
     """Seconds of one rank, summed over `num_steps` steps, and bytes.
 
-    pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and tied stages.
-    recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of them is waiting.
+    pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and
+    tied stages. recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of
+    them is waiting.
     """
 
     num_steps: float = 0
@@ -121,7 +123,8 @@ class StageTimer:
         return spans
 
     def gather(self) -> list[RankTimes]:
-        """The times of all ranks since the last call, in the order of ranks; all ranks call it. One small collective."""
+        """The times of all ranks since the last call, in the order of ranks; all ranks call it. One small
+        collective."""
         self._times.peak_memory = self._memory.read()
         own = torch.tensor(astuple(self._times), dtype=torch.float64, device=self._device)
         rows = [
@@ -172,8 +175,8 @@ class _DeviceMarks:
 
 
 class MemoryPeak:
-    """The most memory that training took: what the device's allocator gave out, or on a CPU this process's resident pages beyond those
-    that it had when this was made."""
+    """The most memory that training took: what the device's allocator gave out, or on a CPU this process's resident
+    pages beyond those that it had when this was made."""
 
     _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -190,7 +193,7 @@ class MemoryPeak:
                 self._CLEAR.write_text("5")  # proc(5): the peak becomes what is resident now
 
     def read(self) -> int:
-        """Bytes; 0 where the system does not tell."""
+        """Bytes; 0 where the system does not report it."""
         if self._device.type != "cpu":
             return torch.get_device_module(self._device).max_memory_allocated(self._device)
         return max(0, self._resident("VmHWM") - self._before)
