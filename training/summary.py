@@ -48,10 +48,12 @@ def show_start(
     facts |= describe_layout(setup, hosts)
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     facts["steps"] = (
-        f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+        f"{start.step} to {budget.last_step} of {budget.total_steps}, "
+        f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
     )
     facts["precision"] = (
-        f"{config.precision.value}; {_describe_recomputation(config)}; attention {setup.source.config._attn_implementation}"
+        f"{config.precision.value}; {_describe_recomputation(config)}; "
+        f"attention {setup.source.config._attn_implementation}"
     )
     facts["memory"] = _describe_memory(prediction)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
@@ -105,7 +107,8 @@ def _describe_recomputation(config: RunConfig) -> str:
         return "all activations kept"
     if config.activation_checkpoint_mode is CheckpointMode.grouped:
         return f"activations recomputed in groups of {config.activation_checkpoint_interval} layers"
-    return f"activations recomputed (interval {config.activation_checkpoint_interval}, {config.activation_checkpoint_mode.value})"
+    how = f"interval {config.activation_checkpoint_interval}, {config.activation_checkpoint_mode.value}"
+    return f"activations recomputed ({how})"
 
 
 def _describe_memory(prediction: Prediction) -> str:
@@ -139,7 +142,8 @@ class RunTotals:
         tokens = self._last["num_tokens"] - self._start.num_tokens
         whole = render_seconds(time.monotonic() - self._began)
         return {
-            "trained": f"{self._step - self._start.step} steps, {render_count(tokens)} tokens, {tokens / self._seconds:,.0f} tokens/s",
+            "trained": f"{self._step - self._start.step} steps, {render_count(tokens)} tokens, "
+            f"{tokens / self._seconds:,.0f} tokens/s",
             "time": f"{whole}, {render_seconds(self._seconds)} of it in steps",
             "loss": f"{self._last['loss']:.4f} at step {self._step}",
         }
