@@ -51,7 +51,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.model} pp{self.pp} dp{self.dp} {self.micro_batches} x {self.micro_batch_size} x {self.seq_length} ckpt{self.checkpoint} {self.precision}"
+        batch = f"{self.micro_batches} x {self.micro_batch_size} x {self.seq_length}"
+        return f"{self.model} pp{self.pp} dp{self.dp} {batch} ckpt{self.checkpoint} {self.precision}"
 
     def config(self) -> Any:
         return compose_run(
@@ -193,7 +194,8 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
 def render_row(row: Row) -> str:
     peaks, predicted = (", ".join(f"{size / GB:.2f}" for size in sizes) for sizes in (row.bytes, row.predicted_bytes))
     ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(row.predicted_bytes, row.bytes, strict=True))
-    return f"| {row.run.name} | {row.seconds:.2f} | {row.predicted_seconds:.2f} | {row.time_ratio:.2f} | {peaks} | {predicted} | {ratios} |"
+    times = f"{row.seconds:.2f} | {row.predicted_seconds:.2f} | {row.time_ratio:.2f}"
+    return f"| {row.run.name} | {times} | {peaks} | {predicted} | {ratios} |"
 
 
 def summarize(rows: list[Row]) -> str:

@@ -30,7 +30,8 @@ def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _describe_device() -> str:
-    """The accelerator's name, else the processor's. Without `check_available` torch names the accelerator that it was built for."""
+    """The accelerator's name, else the processor's. Without `check_available` torch names the accelerator that it was
+    built for."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return platform.processor() or platform.machine()

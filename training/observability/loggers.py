@@ -1,4 +1,5 @@
-"""Where a run's curves go beside `metrics.jsonl`: one page a run, in Weights & Biases or TensorBoard. Main rank only."""
+"""Where a run's curves go beside `metrics.jsonl`: one page a run, in Weights & Biases or TensorBoard. Main rank
+only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Facts = Mapping[
 
 
 def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None) -> list[Reporter]:
-    """What `logger=NAME` asks for. first_step: None for an evaluation alone, which goes on from no step. Raises UserError when it cannot be had."""
+    """What `logger=NAME` asks for. first_step: None for an evaluation alone. Raises
+    UserError when it cannot be had."""
     if config.name is LoggerName.wandb:
         return [WandbLogger(config, output_dir, facts, trains=first_step is not None)]
     if config.name is LoggerName.tensorboard:
@@ -28,8 +30,8 @@ def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_st
 
 
 class WandbLogger:
-    """`logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed run goes on under its own id; an evaluation has a
-    page of its own. The runs of a sweep are one group."""
+    """`logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed run continues under its own
+    id; an evaluation has a page of its own. The runs of a sweep are one group."""
 
     def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool) -> None:
         import wandb  # slow to import, and off unless asked for
@@ -41,8 +43,9 @@ class WandbLogger:
             id_file.write_text(run_id)
         try:
             self._run = wandb.init(
-                project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value, dir=str(output_dir), config=dict(facts),
-                id=run_id, resume="allow", job_type="train" if trains else "evaluate",
+                project=config.project, name=config.run_name or output_dir.name, mode=config.mode.value,
+                dir=str(output_dir), config=dict(facts), id=run_id, resume="allow",
+                job_type="train" if trains else "evaluate",
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise UserError(
@@ -61,7 +64,8 @@ class WandbLogger:
 
 
 class TensorBoardLogger:
-    """Curves in `output_dir/tensorboard/`. What an earlier start wrote beyond the step that a run resumes from disappears."""
+    """Curves in `output_dir/tensorboard/`. What an earlier start wrote beyond the step that a run resumes from
+    disappears."""
 
     def __init__(self, output_dir: Path, facts: Facts, first_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and off unless asked for

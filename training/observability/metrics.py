@@ -1,4 +1,5 @@
-"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/observability/loggers.py` has the rest. Main rank only.
+"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/observability/loggers.py` has the
+rest. Main rank only.
 
 A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
 """
@@ -28,7 +29,8 @@ class MetricsFile:
     """`metrics.jsonl`, one line a report."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Cuts an existing file back to the lines of the first `first_step` steps, then appends. A run from step 0 keeps nothing."""
+        """Cuts an existing file back to the lines of the first `first_step` steps, then appends. A run from step 0
+        keeps nothing."""
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if first_step and _step_of(line) <= first_step]
             write_atomically(path, "".join(f"{line}\n" for line in kept))
@@ -68,13 +70,15 @@ class ProgressBar:
             say(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
             self._bar.note(
-                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
+                f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, "
+                f"{record['tokens_per_second']:,.0f} tokens/s"
             )
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             say(
-                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}grad_norm {record['grad_norm']:.3f}  "
-                f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
+                f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}"
+                f"grad_norm {record['grad_norm']:.3f}  lr {record['learning_rate']:.2e}  "
+                f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""What really happened, beside what was foreseen: the times of all ranks put together into a line of metrics.jsonl, and a closing table.
+"""What was measured, beside what was predicted: the times of all ranks put together into a line of metrics.jsonl, and
+a closing table.
 
 P stages, M micro-batches. Definitions: docs/performance.md.
 """
@@ -27,8 +28,8 @@ from training.planner.timeline import predicted_timeline
 class Measured:
     """A mean step. Seconds and bytes, per stage [P]; of its replicas the mean, of their memory the most.
 
-    compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass, on average.
-    imbalance: by how much the stage with the longest passes exceeds the mean.
+    compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass,
+    on average. imbalance: by how much the stage with the longest passes exceeds the mean.
     """
 
     num_steps: int
@@ -80,8 +81,8 @@ def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
 def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     """Seconds that each rank's transfers take by themselves.
 
-    Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a boundary's two ends the
-    quicker one tells how long the transfer takes.
+    Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a
+    boundary's two ends the quicker one tells how long the transfer takes.
     """
     seconds = [0.0] * len(ranks)
     for rank in (rank for rank in range(len(ranks)) if layout.stage_id(rank) < layout.num_stages - 1):
@@ -96,70 +97,71 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
 class Telemetry:
     """Measures the steps of this rank; what all ranks have measured becomes fields of a report on the main rank."""
 
-    def __init__(self, clock: StageTimer, layout: Layout, expectation: Prediction | None) -> None:
-        """expectation: on the main rank."""
-        self._clock, self._layout, self._expectation = clock, layout, expectation
+    def __init__(self, timer: StageTimer, layout: Layout, prediction: Prediction | None) -> None:
+        """prediction: on the main rank."""
+        self._timer, self._layout, self._prediction = timer, layout, prediction
         self._reported: list[tuple[Measured, Record]] = []
 
     def start_step(self, profiled: bool) -> None:
-        """profiled: its laps are to be drawn, so all ranks start at once."""
+        """profiled: its spans are to be drawn, so all ranks start at once."""
         if profiled:
             dist.barrier()
-        self._clock.start_step()
+        self._timer.start_step()
 
     def finish_step(self) -> list[Span]:
-        return self._clock.finish_step()
+        return self._timer.finish_step()
 
     def gather(self) -> Measured | None:
         """What was measured since the last call; the same on all ranks, and all ranks call it."""
-        return combine(self._clock.gather(), self._layout)
+        return combine(self._timer.gather(), self._layout)
 
     def draw(self, spans: list[Span], step: int, folder: Path) -> None:
-        """Draws a step of the first replica, as it was foreseen and as it was, into `folder`. All ranks call it."""
+        """Draws a step of the first replica, as predicted and as measured, into `folder`. All ranks call it."""
         of_ranks: list[list[Span]] = [[] for _ in range(self._layout.world_size)]
         dist.all_gather_object(of_ranks, spans)
-        if self._expectation is None:
+        if self._prediction is None:
             return
         from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
 
         first_replica = self._layout.topology.groups(PIPE)[0]
         measured = measured_timeline([of_ranks[rank] for rank in first_replica], build_schedule(self._layout))
         draw_timelines(
-            [predicted_timeline(self._expectation.plan), measured],
+            [predicted_timeline(self._prediction.plan), measured],
             f"step {step}, {self._layout.describe()}",
             folder / f"step_{step}.png",
         )
 
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:
         """The fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
-        expectation = self._expectation
-        assert expectation is not None
-        mfu = expectation.compute_mfu(tokens_per_second, measured.step_time)
+        prediction = self._prediction
+        assert prediction is not None
+        mfu = prediction.compute_mfu(tokens_per_second, measured.step_time)
         record: Record = {
             **({} if mfu is None else {"mfu": mfu}),
             "compute_time": measured.compute_time,
             "communication_time": measured.communication_time,
             "wait_time": measured.wait_time,
             "bubble": measured.bubble,
-            "predicted_bubble": expectation.plan.idle,
+            "predicted_bubble": prediction.plan.idle,
             "imbalance": measured.imbalance,
-            "predicted_imbalance": expectation.plan.imbalance,
+            "predicted_imbalance": prediction.plan.imbalance,
             "peak_memory": measured.peak_memory,
-            "predicted_peak_memory": expectation.peak_memory,
+            "predicted_peak_memory": prediction.peak_memory,
         }
         self._reported.append((measured, {**record, "tokens_per_second": tokens_per_second}))
         return record
 
     def summarize(self) -> str:
-        """The run in a table; without its first report, which warms up, where there are others. Empty when nothing was reported."""
-        if self._expectation is None or not self._reported:
+        """The run in a table; without its first report, which warms up, where there are others. Empty when nothing was
+        reported."""
+        if self._prediction is None or not self._reported:
             return ""
-        return render_summary(self._reported[1:] or self._reported, self._expectation)
+        return render_summary(self._reported[1:] or self._reported, self._prediction)
 
 
-def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Prediction) -> str:
-    """reported: what was measured, and told, at each report that counts."""
-    plan = expectation.plan
+def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Prediction) -> str:
+    """reported: what was measured, and its record, at each report that counts."""
+    plan = prediction.plan
     total = sum(measured.num_steps for measured, _ in reported)
 
     def mean(values: Sequence[float]) -> float:
@@ -180,14 +182,14 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], expectation: Pre
                 stage.layers,
                 *map("{:.1%}".format, shares),
                 f"{peak / GIB:.2f}",
-                f"{expectation.peak_memory[s] / GIB:.2f}",
+                f"{prediction.peak_memory[s] / GIB:.2f}",
             )
         )
     figures = [
         f"step {render_seconds(step_time)}",
         f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s",
     ]
-    if expectation.peak_flops is not None:
+    if prediction.peak_flops is not None:
         figures[0] += f" (predicted for full samples {render_seconds(plan.step_seconds)})"
         figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({plan.mfu:.1%})")
     figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")

@@ -1,7 +1,8 @@
 """What one layer costs: parameters, FLOPs a token, and the bytes that a micro-batch leaves for the backward pass.
 
-Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what autograd saves
-is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an architecture.
+Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what
+autograd saves is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an
+architecture.
 
 B micro-batch, T sequence, D hidden, V vocabulary.
 """
@@ -32,18 +33,19 @@ BOUNDARY_BYTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has of it.
+    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has
+    of it.
 
-    num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where experts are chosen.
-    forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean number of keys.
-    frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
-    attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T attention_width FLOPs a token; 0 without.
-    saved_bytes: kept for the backward pass when nothing is recomputed. output_bytes: hidden_states alone.
-    kept_bytes, remade_bytes: kept, and made again in the backward pass, under `activation_checkpoint_mode=selective`.
-    total_parameters, total_trainable: of the whole layer.
-    forward_sums, backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
-    is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate.
-    pass_seconds: of a token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`).
+    num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where
+    experts are chosen. forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean
+    number of keys. frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
+    attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T
+    attention_width FLOPs a token; 0 without. saved_bytes: kept for the backward pass when nothing is recomputed.
+    output_bytes: hidden_states alone. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
+    `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
+    backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
+    is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a
+    token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`).
     """
 
     name: str
@@ -83,8 +85,9 @@ def count_layers(
     freeze: Sequence[str] = (),
     tensor_parallel_size: int = 1,
 ) -> list[LayerCost]:
-    """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is trained are counted
-    once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in training."""
+    """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
+    trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
+    training."""
     known: dict[Any, LayerCost] = {}
     costs = []
     parallel = TensorParallel(size=tensor_parallel_size)
@@ -113,7 +116,8 @@ def count_layers(
 
 @dataclass(frozen=True)
 class _BuiltLayer:
-    """A layer on the meta device, and the micro-batch that it is counted for. tensor_parallel_size: of the group that shares it."""
+    """A layer on the meta device, and the micro-batch that it is counted for. tensor_parallel_size: of the group that
+    shares it."""
 
     layer: Layer
     module: nn.Module
@@ -168,13 +172,15 @@ def _count_shards(module: nn.Module) -> dict[str, float]:
 
 
 def mean_keys(seq_length: int, window: int | None) -> float:
-    """Keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with a sliding window."""
+    """Keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with a sliding
+    window."""
     window = min(window or seq_length, seq_length)
     return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
 
 
 def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
-    """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token embedding."""
+    """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token
+    embedding."""
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(prefix, recurse=False):
             if parameter.ndim < 2:
@@ -194,7 +200,8 @@ def _active_share(name: str, config: PretrainedConfig) -> float:
 
 
 def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
-    """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in every model."""
+    """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in
+    every model."""
     if not any("Attention" in type(child).__name__ for child in module.modules()):
         return 0
     heads = config.num_attention_heads
@@ -230,7 +237,8 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
 
 
 def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
-    """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be kept."""
+    """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be
+    kept."""
     config = built.config
     names = set(_multiplied(built.layer, built.module))
     shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}

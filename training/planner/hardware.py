@@ -54,7 +54,8 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
     machine = Machine(**{**measured, **stated})
     if precision.value not in machine.peak_flops:
         raise UserError(
-            f"precision={precision.value}: hardware={hardware.name} has no peak for it; add it to conf/hardware/{hardware.name}.yaml"
+            f"precision={precision.value}: hardware={hardware.name} has no peak for it; "
+            f"add it to conf/hardware/{hardware.name}.yaml"
         )
     return machine
 
@@ -71,9 +72,9 @@ def _measure(precision: Precision, world_size: int) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     return {
-        "cards_per_node": world_size, "memory": memory / world_size, "peak_flops": {precision.value: flops}, "memory_bandwidth": copied / GB,
-        "intra_node_bandwidth": copied / GB, "inter_node_bandwidth": copied / GB, "host_memory": memory,
-        "host_memory_bandwidth": copied / GB * world_size, "host_link_bandwidth": copied / GB,
+        "cards_per_node": world_size, "memory": memory / world_size, "peak_flops": {precision.value: flops},
+        "memory_bandwidth": copied / GB, "intra_node_bandwidth": copied / GB, "inter_node_bandwidth": copied / GB,
+        "host_memory": memory, "host_memory_bandwidth": copied / GB * world_size, "host_link_bandwidth": copied / GB,
     }  # fmt: skip
 
 

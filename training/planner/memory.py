@@ -1,7 +1,7 @@
 """The bytes of a plan, by kind, and where a card is fullest. What adds to them: `training/planner/levers/`.
 
-The card is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies of the
-gradients, when the activations are gone); the peak is the larger of the two.
+The card is fullest either in the backward pass (activations, or the loss) or at the optimizer step (DeepSpeed's copies
+of the gradients, when the activations are gone); the peak is the larger of the two.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Summed:
 class Memory(Summed):
     """Bytes of a stage on one card, by kind; `host` in the host's memory, for this rank.
 
-    activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is recomputed exceeds what
-    later layers have freed by then. buffers: of communication. step: what the optimizer step allocates for itself.
+    activations: of all micro-batches in flight. recomputation: by how much the one group of layers that is recomputed
+    exceeds what later layers have freed by then. buffers: of communication. step: what the optimizer step allocates for
+    itself.
     """
 
     weights: int = 0

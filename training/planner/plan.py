@@ -1,7 +1,9 @@
-"""The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a machine.
+"""The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a
+machine.
 
-What a stage holds and takes is the sum over the table of levers (`training/planner/levers/`); here stages become a step. Sources and
-assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica in a step.
+What a stage holds and takes is the sum over the table of levers (`training/planner/levers/`); here stages become a
+step. Sources and assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica in a
+step.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from training.planner.time import compute_sending_seconds, find_bandwidth
 class ChunkPlan:
     """Consecutive layers of a stage. FLOPs of a token; bytes and seconds of a micro-batch.
 
-    first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed. sum_seconds: of the two
-    passes, those in which the ranks that share layers sum activations. boundary_bytes: to the next chunk, forward and backward together;
-    transfer_seconds: either way.
+    first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed.
+    sum_seconds: of the two passes, those in which the ranks that share layers sum activations. boundary_bytes: to the
+    next chunk, forward and backward together; transfer_seconds: either way.
     """
 
     first_layer: int
@@ -51,8 +53,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together; reduce_seconds and
-    optimizer_seconds are of a step."""
+    """One stage. chunks: as many as its schedule gives a rank. Figures of passes are those of all its chunks together;
+    reduce_seconds and optimizer_seconds are of a step."""
 
     stage_id: int
     chunks: list[ChunkPlan]
@@ -91,10 +93,10 @@ class StagePlan:
 class Plan:
     """What a run is predicted to need and to do. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1]. transfer_seconds: either way
-    [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven
-    stages counted. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as `compute_model_flops` counts
-    them. peak_flops: FLOP/s of all ranks.
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1]. transfer_seconds:
+    either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven stages
+    counted. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
+    `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks.
     """
 
     layout: Layout
@@ -157,7 +159,8 @@ class Plan:
 def count_costs(
     config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], layout: Layout
 ) -> list[LayerCost]:
-    """What `compute_plan` takes. layers: as `shard_layers` makes them for the layout. Moves what the layers share to the meta device."""
+    """What `compute_plan` takes. layers: as `shard_layers` makes them for the layout. Moves what the layers share to
+    the meta device."""
     return count_layers(
         layers,
         architecture,
@@ -251,8 +254,8 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
 def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     """FLOPs of a token by the convention of MFU (PaLM, 2204.02311, appendix B): 6 N + 6 T x attention width.
 
-    N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal half, and
-    recomputation is not.
+    N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
+    half, and recomputation is not.
     """
     owners = {cost.tied_key or index: cost.num_active for index, cost in enumerate(costs)}
     return 6 * sum(owners.values()) + 6 * seq_length * sum(cost.attention_width for cost in costs)

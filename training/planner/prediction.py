@@ -25,8 +25,8 @@ from training.planner.plan import Plan, build_fits, compute_model_flops, compute
 class Prediction:
     """peak_memory: bytes on the device of a rank, per stage [P]; a CPU also holds what is offloaded.
 
-    peak_flops: FLOP/s of all ranks together; None on a card that no file of conf/hardware describes, and then the plan's times are those
-    of another card.
+    peak_flops: FLOP/s of all ranks together; None on a card that no file of conf/hardware describes, and then the
+    plan's times are those of another card.
     """
 
     plan: Plan
@@ -42,7 +42,8 @@ class Prediction:
         return sum(cost.total_trainable if trained else cost.total_parameters for cost in owners.values())
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
-        """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on average."""
+        """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on
+        average."""
         if self.peak_flops is None:
             return None
         tokens_a_row = tokens_per_second * step_time / self.rows_per_step
@@ -50,9 +51,11 @@ class Prediction:
 
 
 def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, local_size: int) -> Machine | None:
-    """What is known of this machine: `hardware`, when it is about this device, or the file of conf/hardware that is; complete.
+    """What is known of this machine: `hardware`, when it is about this device, or the file of conf/hardware that is;
+    complete.
 
-    device_name: of the accelerator, "cpu" without one. local_size: ranks on this host. None for a card that no file describes.
+    device_name: of the accelerator, "cpu" without one. local_size: ranks on this host. None for a card that no file
+    describes.
     """
     for candidate in (hardware, *load_hardware()):
         has_peak = candidate.peak_flops is None or config.precision.value in candidate.peak_flops
@@ -71,7 +74,8 @@ def predict(
     machine: Machine | None,
     device: Device,
 ) -> Prediction:
-    """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it is unknown."""
+    """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it
+    is unknown."""
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
     plan = compute_plan(costs, bounds, PlannedRun(config, layout, vocab_size, assumed))
     on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
@@ -94,7 +98,8 @@ def find_fits(
     *,
     local_size: int,
 ) -> Fits | None:
-    """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a CPU.
+    """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a
+    CPU.
 
     costs: those of `count_run_costs`. device_name, local_size: as in `find_machine`.
     """
@@ -103,6 +108,7 @@ def find_fits(
 
 
 def count_run_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
-    """The costs of the layers of a run, once for its split and its plan. architecture: with the run's attention kernel."""
+    """The costs of the layers of a run, once for its split and its plan. architecture: with the run's attention
+    kernel."""
     layers = shard_layers(architecture, build_layers(architecture), layout.tensor_parallel_size)
     return count_costs(config, architecture, layers, layout)

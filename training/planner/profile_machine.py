@@ -1,8 +1,10 @@
-"""This machine, tried out for a plan: layers of each kind run for real, in as many processes at once as ranks will share it.
+"""This machine, tried out for a plan: layers of each kind run for real, in as many processes at once as ranks will
+share it.
 
-FLOPs over a peak tell little of a CPU: its rate depends on shapes and dtype, norms and softmax take their part, and the ranks share
-caches and the bandwidth of one memory. So up to CHAIN layers of each kind are built with random weights and timed, a micro-batch forward
-and back, beside an optimizer step and an exchange between two ranks. B micro-batch, T sequence, D hidden.
+FLOPs over a peak tell little of a CPU: its rate depends on shapes and dtype, norms and softmax take their part, and the
+ranks share caches and the bandwidth of one memory. So up to CHAIN layers of each kind are built with random weights and
+timed, a micro-batch forward and back, beside an optimizer step and an exchange between two ranks. B micro-batch, T
+sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ UPDATED, REDUCED = 2**23, 2**22  # elements
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """What one process saw. pass_seconds: of a micro-batch through one layer, forward and backward, by kind. Bandwidths in bytes/s; that
-    between ranks is None where there is one."""
+    """What one process saw. pass_seconds: of a micro-batch through one layer, forward and backward, by kind. Bandwidths
+    in bytes/s; that between ranks is None where there is one."""
 
     pass_seconds: list[tuple[float, float]]
     memory_bandwidth: float
@@ -65,7 +67,8 @@ def profile_layers(
 ) -> tuple[list[LayerCost], Machine]:
     """`costs` with the seconds that layers take here, and `run.hardware` with the bandwidths that were seen.
 
-    costs: as `count_layers` returns them, equal layers the same object. Takes 10 to 20 seconds, and memory of CHAIN layers a process.
+    costs: as `count_layers` returns them, equal layers the same object. Takes 10 to 20 seconds, and memory of CHAIN
+    layers a process.
     """
     config, layout = run.config, run.layout
     indices: dict[int, list[int]] = {}
@@ -76,8 +79,9 @@ def profile_layers(
     size = min(layout.world_size, len(cores))
     share = len(cores) // size
     task = _Task(
-        config, architecture, architecture._attn_implementation, [of_kind[:CHAIN] for of_kind in kinds], layout.micro_batch_size,
-        layout.num_stages > 1, [cores[rank * share : (rank + 1) * share] for rank in range(size)],
+        config, architecture, architecture._attn_implementation, [of_kind[:CHAIN] for of_kind in kinds],
+        layout.micro_batch_size, layout.num_stages > 1,
+        [cores[rank * share : (rank + 1) * share] for rank in range(size)],
     )  # fmt: skip
     seen = _run_at_once(task, size)
     turns = max(1.0, layout.world_size / len(cores))  # more ranks than cores take turns
@@ -134,7 +138,8 @@ def _work(rank: int, size: int, store: str, task: _Task, answer: Connection) -> 
 
 
 def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients included."""
+    """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients
+    included."""
     task.architecture._attn_implementation = task.attention
     layers = build_layers(task.architecture)
     adapter = build_adapter(task.config, layers)
@@ -154,7 +159,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     of_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
-    waiting = []  # two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last
+    # Two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last.
+    waiting = []
     for _ in range(2 + ROUNDS):
         received = input_ids if is_first else hidden_states.clone().requires_grad_()
         values: Any = (received, position_ids.clone(), segment_ids.clone())

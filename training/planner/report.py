@@ -12,7 +12,8 @@ from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
 
 COLUMNS = (
-    "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss", "buffers", "step", "peak", "boundary",
+    "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
+    "buffers", "step", "peak", "boundary",
 )  # fmt: skip
 
 
@@ -24,8 +25,9 @@ def render_plan(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
             f"{get_objective(config).rows_per_sample * config.max_seq_length} tokens a sample",
-            f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, {config.precision.value}, "
-            f"offload_optimizer={config.offload_optimizer.value}, activation_checkpoint_interval={config.activation_checkpoint_interval} "
+            f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
+            f"{config.precision.value}, offload_optimizer={config.offload_optimizer.value}, "
+            f"activation_checkpoint_interval={config.activation_checkpoint_interval} "
             f"({config.activation_checkpoint_mode.value})",
             "",
             *render_table(plan, width),
@@ -63,11 +65,13 @@ def list_figures(plan: Plan) -> dict[str, Any]:
 def render_table(plan: Plan, width: int | None = None) -> list[str]:
     rows = [_row(stage, plan) for stage in plan.stages]
     notes = [
-        "memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, when activations are gone"
+        "memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, "
+        "when activations are gone"
     ]
     if plan.has_estimates:
         notes.append(
-            "activations are estimated from matrix sizes where a layer chooses by its data (experts) and cannot be traced"
+            "activations are estimated from matrix sizes where a layer chooses by its data (experts) "
+            "and cannot be traced"
         )
     return [*render_rows(COLUMNS, rows, width), *notes]
 
@@ -75,7 +79,8 @@ def render_table(plan: Plan, width: int | None = None) -> list[str]:
 def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
     memory = stage.memory
     kinds = (
-        memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss, memory.buffers, memory.step, memory.peak,
+        memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss,
+        memory.buffers, memory.step, memory.peak,
     )  # fmt: skip
     sent = sum(plan.boundary_bytes[stage.stage_id :: plan.layout.num_stages])
     boundary = f"{sent / 2**20:.1f} MiB" if sent else "-"
@@ -93,12 +98,15 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
     return [
         f"bubble {plan.bubble:.1%} = {plan.schedule.bubble_formula}; stages uneven by {plan.imbalance:.1%}; "
         f"a stage waits {plan.idle:.1%} of the pipeline's time",
-        f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} + gradients and weights between replicas "
-        f"{render_seconds(plan.reduce_seconds)} + optimizer {render_seconds(plan.optimizer_seconds)}",
+        f"step {render_seconds(plan.step_seconds)} = pipeline {render_seconds(plan.pipeline_seconds)} "
+        f"+ gradients and weights between replicas {render_seconds(plan.reduce_seconds)} "
+        f"+ optimizer {render_seconds(plan.optimizer_seconds)}",
         *_render_sums(plan),
-        f"{plan.tokens_per_second:,.0f} tokens/s with full samples, {plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
+        f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
+        f"{plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
         f"MFU {plan.mfu:.1%}; while computing, a card is assumed to reach {hardware.efficiency:.0%} of its peak",
-        f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of {min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
+        f"host memory {plan.host_bytes / GIB:,.0f} GiB a node of "
+        f"{min(plan.layout.world_size, hardware.cards_per_node)} ranks, "
         f"of {plan.host_limit / GIB:,.0f}",
     ]
 
@@ -121,7 +129,8 @@ def render_run(plan: Plan, total_steps: int | None) -> list[str]:
         return ["whole run: not known; give max_steps, or a train_file of JSON lines"]
     tokens = total_steps * plan.tokens_per_step
     return [
-        f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, {render_seconds(total_steps * plan.step_seconds)}"
+        f"whole run: {total_steps:,} steps, at most {render_count(tokens)} tokens, "
+        f"{render_seconds(total_steps * plan.step_seconds)}"
     ]
 
 
@@ -138,7 +147,8 @@ def render_verdict(plan: Plan, config: RunConfig) -> list[str]:
         )
     if plan.missing_host_memory > 0:
         lines.append(
-            f"DOES NOT FIT the host: a node needs {plan.host_bytes / GIB:,.0f} GiB, {plan.missing_host_memory / GIB:,.0f} too much; more nodes share it"
+            f"DOES NOT FIT the host: a node needs {plan.host_bytes / GIB:,.0f} GiB, "
+            f"{plan.missing_host_memory / GIB:,.0f} too much; more nodes share it"
         )
     if plan.fits:
         lines.append(f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare")
@@ -190,15 +200,34 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
     recomputed = sum(s.backward_flops - 2 * s.forward_flops for s in plan.stages) / sum(
         s.backward_flops + s.forward_flops for s in plan.stages
     )
-    losses = {
-        f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or activation_checkpoint_interval=0 saves it where activations fit": recomputed,
-        f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size){also} or fewer num_stages lessen it": waiting - uneven,
-        f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it": uneven,
-        f"the optimizer takes {plan.optimizer_seconds / step:.0%} of a step; a larger global_batch_size, or more replicas, lessens it": plan.optimizer_seconds / step,
-        f"the ranks that share layers sum activations for {_share_of_sums(plan):.0%} of a step; a smaller tensor_parallel_size lessens it": _share_of_sums(plan),
-        f"replicas exchange gradients for {plan.reduce_seconds / step:.0%} of a step; a larger global_batch_size lessens it": plan.reduce_seconds / step,
-    }  # fmt: skip
-    return f"what limits speed: {max(losses, key=lambda words: losses[words])}"
+    optimizer, exchange, sums = plan.optimizer_seconds / step, plan.reduce_seconds / step, _share_of_sums(plan)
+    losses = [
+        (
+            recomputed,
+            f"recomputation takes {recomputed:.0%} of the work; activation_checkpoint_mode=selective or "
+            "activation_checkpoint_interval=0 saves it where activations fit",
+        ),
+        (
+            waiting - uneven,
+            f"waiting takes {waiting:.0%} of a step; more micro-batches (a larger global_batch_size){also} or "
+            "fewer num_stages lessen it",
+        ),
+        (uneven, f"uneven stages take {uneven:.0%} of a step; another partition_method or num_stages lessens it"),
+        (
+            optimizer,
+            f"the optimizer takes {optimizer:.0%} of a step; a larger global_batch_size, or more replicas, lessens it",
+        ),
+        (
+            sums,
+            f"the ranks that share layers sum activations for {sums:.0%} of a step; "
+            "a smaller tensor_parallel_size lessens it",
+        ),
+        (
+            exchange,
+            f"replicas exchange gradients for {exchange:.0%} of a step; a larger global_batch_size lessens it",
+        ),
+    ]
+    return f"what limits speed: {max(losses, key=lambda loss: loss[0])[1]}"
 
 
 def render_seconds(seconds: float) -> str:
@@ -220,7 +249,8 @@ def render_count(count: float) -> str:
 
 
 def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by side as fit."""
+    """A table with right-aligned columns. One that is wider than `width` is turned: each row a column, as many side by
+    side as fit."""
     lines = _align([header, *rows])
     if width is None or len(lines[0]) <= width:
         return lines

@@ -1,4 +1,5 @@
-"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or DeepSpeed."""
+"""`plan=true` and `plan=search`: from a composed config to a printed plan, in one process, without weights or
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def run_plan(composed: Any) -> None:
 
 
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
-    """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises UserError."""
+    """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises
+    UserError."""
     check_config(config, has_accelerator=True)
     find_schedule(config.schedule)
     check_objective(config)
@@ -104,7 +106,8 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
     else:
         where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
         raise UserError(
-            f"{where}model=from_checkpoint states no architecture to plan; choose one of conf/model, such as model=llama_7b"
+            f"{where}model=from_checkpoint states no architecture to plan; "
+            "choose one of conf/model, such as model=llama_7b"
         )
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     check_length(architecture, config.max_seq_length)
@@ -126,7 +129,8 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
 
 
 def count_steps(config: RunConfig, global_batch_size: int) -> int | None:
-    """Optimizer steps of the whole run: max_steps, or from the lines of a JSONL train_file; None when neither is there."""
+    """Optimizer steps of the whole run: max_steps, or from the lines of a JSONL train_file; None when neither is
+    there."""
     if config.max_steps is not None:
         return config.max_steps
     file = Path(str(config.train_file))

@@ -1,4 +1,5 @@
-"""The bytes that autograd keeps of a forward pass, counted on the meta device: the pass runs for real, on tensors without storage."""
+"""The bytes that autograd keeps of a forward pass, counted on the meta device: the pass runs for real, on tensors
+without storage."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
 
 
 class _KeptResults(TorchDispatchMode):
-    """The storages of the results that `selective` keeps, by address; attention keeps its output and one number a row."""
+    """The storages of the results that `selective` keeps, by address; attention keeps its output and one number a
+    row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +68,8 @@ class _KeptResults(TorchDispatchMode):
 class _WithoutData(TorchFunctionMode):
     """Lets a forward pass run on the meta device.
 
-    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a question about
-    values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
+    Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a
+    question about values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,8 @@
-"""`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing, best first.
+"""`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing,
+best first.
 
-The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too. With
-another schedule than 1f1b both are tried.
+The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too.
+With another schedule than 1f1b both are tried.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.report import largest_kind, render_rows, render_seconds
 
-# (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of any size, so the
-# size with the least memory is taken. Where two are equally fast, the first is.
+# (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of
+# any size, so the size with the least memory is taken. Where two are equally fast, the first is.
 CHECKPOINTING = (
     ((CheckpointMode.grouped, 0),),
     ((CheckpointMode.selective, 1),),
@@ -87,7 +88,8 @@ def search_plans(
             candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
     if not candidates:
         raise UserError(
-            f"global_batch_size={total} can be cut for no split of world_size={world_size}; give a multiple of a divisor of it"
+            f"global_batch_size={total} can be cut for no split of world_size={world_size}; "
+            "give a multiple of a divisor of it"
         )
     return sorted(candidates, key=_rank)
 
@@ -180,7 +182,8 @@ def render_search(
     rows = [_row(candidate) for candidate in fitting[:SHOWN]]
     return "\n".join(
         [
-            f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; the fastest, as predicted:",
+            f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
+            "the fastest, as predicted:",
             "",
             *render_rows(header, rows, width),
             "",
@@ -194,9 +197,11 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     layout = plan.layout
     chunks = f" x {layout.num_chunks} chunks" if layout.num_chunks > 1 else ""
     return (
-        f"{layout.num_stages}{chunks}", str(layout.dp_size), str(layout.micro_batch_size), str(layout.gradient_accumulation_steps),
-        _name_checkpointing(keys), keys["offload_optimizer"], f"{plan.fullest.memory.peak / GIB:.1f}",
-        f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
+        f"{layout.num_stages}{chunks}", str(layout.dp_size), str(layout.micro_batch_size),
+        str(layout.gradient_accumulation_steps), _name_checkpointing(keys), keys["offload_optimizer"],
+        f"{plan.fullest.memory.peak / GIB:.1f}",
+        f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
+        f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
     )  # fmt: skip
 
 
@@ -216,6 +221,7 @@ def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine) -> s
     if plan.missing_host_memory > 0:
         missing.append(f"{plan.missing_host_memory / GIB:,.0f} GiB of host memory a node")
     return (
-        f"no layout fits world_size={config.world_size} x hardware={hardware.name}; the nearest ({' '.join(nearest.overrides)}) misses "
-        f"{' and '.join(missing)}; raise world_size, take larger cards, or lower max_seq_length"
+        f"no layout fits world_size={config.world_size} x hardware={hardware.name}; "
+        f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}; "
+        "raise world_size, take larger cards, or lower max_seq_length"
     )

@@ -1,4 +1,5 @@
-"""The seconds of a plan, by the part of the step that they fall into, and what ranks send. What adds to them: `training/planner/levers/`."""
+"""The seconds of a plan, by the part of the step that they fall into, and what ranks send. What adds to them:
+`training/planner/levers/`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class PassCost(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost(Summed):
-    """What follows a stage's passes, once a step: seconds to reduce gradients, without sending; what is sent for that; the optimizer step."""
+    """What follows a stage's passes, once a step: seconds to reduce gradients, without sending; what is sent for that;
+    the optimizer step."""
 
     reduce_seconds: float = 0
     reduce_sent: Sent = field(default_factory=Sent)
@@ -49,7 +51,8 @@ def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware:
 
 
 def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
-    """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the first."""
+    """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the
+    first."""
     crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
     return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
 

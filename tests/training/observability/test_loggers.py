@@ -37,8 +37,8 @@ def test_nothing_is_logged_elsewhere_unless_asked_for(tmp_path: Path) -> None:
 
 
 def read_leveldb_log(content: bytes) -> Iterator[bytes]:
-    """The records of a log of LevelDB's format, behind the seven bytes that wandb puts first: blocks of 32 KiB, in them checksum,
-    length, and whether it is a whole record (1), or its first (2), a middle (3) or its last part (4)."""
+    """The records of a log of LevelDB's format, behind the seven bytes that wandb puts first: blocks of 32 KiB, in them
+    checksum, length, and whether it is a whole record (1), or its first (2), a middle (3) or its last part (4)."""
     at, record = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
@@ -122,7 +122,8 @@ def test_the_environment_names_versions_source_and_hosts() -> None:
 
 
 def test_a_build_for_gpus_on_a_machine_without_one_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip's default wheel of torch on Linux: without `check_available` it names the accelerator that it was built for."""
+    """pip's default wheel of torch on Linux: without `check_available` it names the accelerator that it was built
+    for."""
     built_for = torch.device("cuda")
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator", lambda check_available=False: None if check_available else built_for

@@ -13,7 +13,8 @@ import console
 from training.observability.metrics import MetricsFile, ProgressBar, perplexity
 
 RECORD = {
-    "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000, "tokens_per_second": 1234.5, "step_time": 30.0,
+    "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000,
+    "tokens_per_second": 1234.5, "step_time": 30.0,
 }  # fmt: skip
 
 
@@ -77,7 +78,8 @@ def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) ->
     bar.report({"step": 3, "eval_loss": math.log(50), "eval_tokens": 10})
     bar.close()
     assert stream.getvalue() == (
-        "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\nstep 3: eval_loss 3.9120  perplexity 50.00\n"
+        "step 3/123  loss 2.5000  grad_norm 0.125  lr 1.00e-03  1,234 tokens/s  1:00:00 left\n"
+        "step 3: eval_loss 3.9120  perplexity 50.00\n"
     )
 
 

@@ -71,7 +71,7 @@ def test_no_step_no_figures() -> None:
     assert combine([RankTimes(), RankTimes()], LAYOUT) is None
 
 
-def expectation(*overrides: str) -> Prediction:
+def build_prediction(*overrides: str) -> Prediction:
     config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
     return predict_for(config, complete_hardware(config.hardware, config.precision, 4))
 
@@ -89,21 +89,24 @@ def predict_for(config: RunConfig, machine: Machine | None, device: Device = Dev
     )
 
 
-class Clock:
+class Timer:
     def gather(self) -> list[RankTimes]:
         return [FIRST, LAST]
 
 
 def test_a_report_has_the_measured_beside_the_predicted() -> None:
-    expected = expectation()
-    telemetry = Telemetry(Clock(), LAYOUT, expected)
+    prediction = build_prediction()
+    telemetry = Telemetry(Timer(), LAYOUT, prediction)
     record = telemetry.describe(telemetry.gather(), tokens_per_second=25.6)  # 64 tokens a row: full ones
     per_token = (
-        expected.plan.mfu * expected.plan.step_seconds / expected.plan.tokens_per_step
+        prediction.plan.mfu * prediction.plan.step_seconds / prediction.plan.tokens_per_step
     )  # by the plan's own convention
     assert record["mfu"] == pytest.approx(25.6 * per_token)
-    assert record["predicted_bubble"] == expected.plan.idle and record["predicted_imbalance"] == expected.plan.imbalance
-    assert record["predicted_peak_memory"] == [stage.memory.peak for stage in expected.plan.stages]
+    assert (
+        record["predicted_bubble"] == prediction.plan.idle
+        and record["predicted_imbalance"] == prediction.plan.imbalance
+    )
+    assert record["predicted_peak_memory"] == [stage.memory.peak for stage in prediction.plan.stages]
     assert split_stages(record)["stage1/wait_time"] == 2.375
     telemetry.describe(telemetry.gather(), tokens_per_second=51.2)
     lines = telemetry.summarize().splitlines()
@@ -121,13 +124,13 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
 
 
 def test_a_run_that_reported_nothing_has_no_table() -> None:
-    assert Telemetry(Clock(), LAYOUT, expectation()).summarize() == ""
+    assert Telemetry(Timer(), LAYOUT, build_prediction()).summarize() == ""
 
 
 def test_on_an_unknown_card_mfu_is_left_out() -> None:
     config = build_config("num_stages=2", "max_seq_length=64")
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
-    telemetry = Telemetry(Clock(), LAYOUT, predict_for(config, None))
+    telemetry = Telemetry(Timer(), LAYOUT, predict_for(config, None))
     assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
     assert "MFU" not in telemetry.summarize() and "predicted for full samples" not in telemetry.summarize()
 
@@ -135,7 +138,8 @@ def test_on_an_unknown_card_mfu_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("device", "name"),
     [
-        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40g"), ("NVIDIA A100-SXM4-80GB", "a100_80g"),
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40g"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80g"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", "here"),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A lever is a line in a table: what it says reaches the plan, the report and the fit check, and nothing else has to change."""
+"""A lever is a line in a table: what it says reaches the plan, the report and the fit check, and nothing else has to
+change."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def test_uneven_stages() -> None:
 
 
 def test_mfu_by_the_convention_of_palm() -> None:
-    """Llama-3-8B: 8.03 B parameters, 32 layers of width 4096, sequence 4096. A known measurement: 10,471 tokens/s on a peak of 989e12 is 57.8%."""
+    """Llama-3-8B: 8.03 B parameters, 32 layers of width 4096, sequence 4096. A known measurement: 10,471 tokens/s on a
+    peak of 989e12 is 57.8%."""
     attention = replace(layer(), num_active=0, attention_width=2 * 4096)
     whole = replace(layer(), num_active=8_030_261_248)
     flops = compute_model_flops([whole, *[attention] * 32], 4096)

@@ -1,7 +1,7 @@
 """The plan's memory against every byte that PyTorch allocates while the real engine trains, rank by rank.
 
-All storages are counted from the moment they are made until they are freed. A bucket of DeepSpeed counts whole, as on a GPU, though a
-CPU touches only what is written; and what is offloaded counts too, since here the host is the card.
+All storages are counted from the moment they are made until they are freed. A bucket of DeepSpeed counts whole, as on a
+GPU, though a CPU touches only what is written; and what is offloaded counts too, since here the host is the card.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def train_counted(case: Case, bucket: int) -> int:
 
 
 def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
-    """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of bucket."""
+    """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of
+    bucket."""
     from training.engine.steps import train_step
 
     trained = []

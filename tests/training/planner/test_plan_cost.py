@@ -17,8 +17,8 @@ DECODER_MATRICES = D * HEAD * (HEADS + 2 * KV_HEADS) + HEADS * HEAD * D + 3 * D 
 
 def build_config(tied: bool = False, attention: str = "sdpa") -> PretrainedConfig:
     config = LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=I, num_hidden_layers=3, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
-        tie_word_embeddings=tied, pad_token_id=0,
+        vocab_size=V, hidden_size=D, intermediate_size=I, num_hidden_layers=3, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, tie_word_embeddings=tied, pad_token_id=0,
     )  # fmt: skip
     config._attn_implementation = attention
     return config

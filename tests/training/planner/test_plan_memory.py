@@ -127,7 +127,8 @@ def test_1f1b_keeps_the_micro_batches_in_flight(stage_id: int, micro_batches: in
 
 
 def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
-    """Two stages, two chunks, four micro-batches. The first stage goes on with 0 1, chunk by chunk, then 2 through its first chunk."""
+    """Two stages, two chunks, four micro-batches. The first stage goes on with 0 1, chunk by chunk, then 2 through its
+    first chunk."""
     schedule = Interleaved(2, 4, 2)
     layers, layout = (
         [layer(3000), layer(4000), layer(5000)],
@@ -136,7 +137,8 @@ def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
     keep_all = "activation_checkpoint_interval=0"
     first, last = (sum_memory(stage_of(layers, layout, stage, keep_all, chunks=2)) for stage in (0, 1))
     of_batch, of_hidden = IDS + INTEGERS + HIDDEN, HIDDEN + INTEGERS + HIDDEN
-    # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and one more of the second
+    # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and
+    # one more of the second
     assert first.activations == max(
         a * (3000 + of_batch) + b * (9000 + of_hidden) for a, b in schedule.list_in_flight(0)
     )

@@ -1,4 +1,5 @@
-"""The plan as a user meets it: for every config that ships, without weights, and in one line where it cannot be made."""
+"""The plan as a user meets it: for every config that ships, without weights, and in one line where it cannot be
+made."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def plan_of(config: RunConfig) -> Plan:
 def test_every_shipped_config_fits_the_cards_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # test_rehearsal.py times layers on this machine; here it is enough that the plan comes out
+    # test_profile_machine.py times layers on this machine; here it is enough that the plan comes out
     monkeypatch.setattr(
         "training.planner.run.profile_layers", lambda run, architecture, costs: (list(costs), run.hardware)
     )
@@ -86,8 +87,8 @@ def test_a_table_wider_than_the_terminal_is_turned() -> None:
 
 
 def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
-    """A little less memory than the fullest stage needs: another split is found, the least slow of those that fit, and a run on such a
-    card takes the same. With far less memory, none fits, and the split is the balanced one again."""
+    """A little less memory than the fullest stage needs: another split is found, the least slow of those that fit, and
+    a run on such a card takes the same. With far less memory, none fits, and the split is the balanced one again."""
     given = (
         "world_size=8",
         "hardware=a100_80g",
@@ -138,7 +139,8 @@ def test_too_much_is_said_by_how_much_and_on_which_stage(tmp_path: Path) -> None
         plan_run(build("llama_65b_pp8", "plan=true", "world_size=8", "hardware=a100_40g", f"output_dir={tmp_path}"))
     )
     assert re.search(
-        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, in the backward pass, [\d.]+ GiB too much; most of it is gradients",
+        r"DOES NOT FIT: stage \d needs [\d.]+ of 37\.4 GiB, in the backward pass, [\d.]+ GiB too much; "
+        r"most of it is gradients",
         report,
     )
     assert "change: more num_stages" in report  # replicas would share the optimizer, which is not on the card
@@ -192,7 +194,8 @@ def test_a_plan_that_cannot_be_made(overrides: tuple[str, ...], message: str) ->
 def test_an_unknown_machine(tmp_path: Path) -> None:
     ended = run_alone(["-cn", "llama_7b_pp4", "plan=true", "world_size=4", "hardware=a100"], tmp_path)
     assert ended.code == 1 and ended.errors() == [
-        "error: hardware=a100: there is no conf/hardware/a100.yaml; there are a100_40g, a100_80g, h100, h200, here, rtx4090"
+        "error: hardware=a100: there is no conf/hardware/a100.yaml; "
+        "there are a100_40g, a100_80g, h100, h200, here, rtx4090"
     ]
 
 
@@ -219,5 +222,5 @@ def test_every_shipped_size_can_be_counted() -> None:
     ("seconds", "text"),
     [(0.0125, "12.5 ms"), (119.9, "119.9 s"), (145.2, "2 min 25 s"), (3599, "59 min 59 s"), (9000, "2 h 30 min")],
 )
-def test_a_time_is_told_in_units_of_its_size(seconds: float, text: str) -> None:
+def test_a_time_is_rendered_in_units_of_its_size(seconds: float, text: str) -> None:
     assert render_seconds(seconds) == text

@@ -1,4 +1,5 @@
-"""The search: everything that divides is tried, what fits comes first and fastest, and the printed overrides are a run."""
+"""The search: everything that divides is tried, what fits comes first and fastest, and the printed overrides are a
+run."""
 
 from __future__ import annotations
 

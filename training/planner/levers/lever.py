@@ -1,7 +1,7 @@
 """What a lever is: one aspect of a run, and what it adds to a stage's memory, its passes and the end of its step.
 
-A new key that costs or saves memory or time is a file beside this one, with a `Lever` in it, and a line in `table.py`. The plan, the fit
-check and the report read the sums alone.
+A new key that costs or saves memory or time is a file beside this one, with a `Lever` in it, and a line in `table.py`.
+The plan, the fit check and the report read the sums alone.
 
 P stages, V chunks of layers a stage, M micro-batches of one replica in a step, B micro-batch, T sequence.
 """
@@ -82,7 +82,8 @@ class Chunk:
         return build_activation_checkpointing(self.run.config)
 
     def list_recomputed(self) -> list[LayerCost]:
-        """Layers that run again in the backward pass, whole or but for what `selective` keeps; not the head, which is in the loss."""
+        """Layers that run again in the backward pass, whole or but for what `selective` keeps; not the head, which is
+        in the loss."""
         stop = len(self.layers) - self.has_loss
         groups = (group for group in self.checkpointing.list_groups(len(self.layers)) if group.is_recomputed)
         return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
@@ -106,7 +107,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one pipeline rank. costs: of the whole model. indices: of the layers of each chunk; under 1F1B all are one."""
+    """The layers of one pipeline rank. costs: of the whole model. indices: of the layers of each chunk; under 1F1B all
+    are one."""
 
     run: PlannedRun
     stage_id: int
@@ -162,8 +164,8 @@ class Stage:
 class Lever:
     """What one aspect of a run adds; None adds nothing.
 
-    stage_memory: bytes that are there once, by kind, on the card and on the host. chunk_memory: bytes of each micro-batch in flight.
-    chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
+    stage_memory: bytes that are there once, by kind, on the card and on the host. chunk_memory: bytes of each
+    micro-batch in flight. chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
     """
 
     stage_memory: Callable[[Stage], Memory] | None = None

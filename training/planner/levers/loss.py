@@ -20,8 +20,8 @@ def compute_loss(stage: Stage) -> Memory:
 def compute_loss_bytes(num_logits: int, precision: Precision) -> int:
     """Peak of `models.losses.cross_entropy` beside the head's gradient. num_logits: B x T x V, every token a target.
 
-    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all: the logits' gradient in bf16. fp16 takes no pieces: its
-    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all: the logits' gradient in bf16. fp16 takes
+    no pieces: its peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     piece = min(num_logits, PIECE)
     return {Precision.fp32: 8 * piece, Precision.bf16: 10 * piece + 2 * num_logits, Precision.fp16: 12 * num_logits}[
@@ -30,9 +30,9 @@ def compute_loss_bytes(num_logits: int, precision: Precision) -> int:
 
 
 def compute_second_logits(chunk: Chunk) -> PassCost:
-    """A loss that is not a sum over tokens makes its logits again in the backward pass."""
-    is_sum = not get_objective(chunk.run.config).remakes_logits
-    return chunk.run_again(chunk.layers[-1:]) if chunk.has_loss and not is_sum else PassCost()
+    """An objective whose loss is not a sum over tokens makes its logits again in the backward pass."""
+    makes_again = chunk.has_loss and get_objective(chunk.run.config).remakes_logits
+    return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
 
 
 LOSS = Lever(stage_memory=compute_loss, chunk_cost=compute_second_logits)

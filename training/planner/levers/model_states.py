@@ -1,7 +1,8 @@
 """Model states: weights, gradients and optimizer under ZeRO-1 (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
-Whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts. Which of DeepSpeed's two optimizers runs,
-and whether its gradients go through buckets, follows from precision and offload. docs/plan.md names the lines behind each term.
+Whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts. Which of DeepSpeed's two
+optimizers runs, and whether its gradients go through buckets, follows from precision and offload. docs/plan.md names
+the lines behind each term.
 
 n trainable parameters of the stage, dp replicas.
 """
@@ -28,15 +29,16 @@ def compute_model_states(stage: Stage) -> Memory:
 
 
 def _allocate_bf16(stage: Stage) -> Memory:
-    """`BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32. Between replicas the sum is reduced in bf16, from
-    a copy, and flattened first where matrices and vectors together fill less than one bucket."""
+    """`BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32. Between replicas the sum is
+    reduced in bf16, from a copy, and flattened first where matrices and vectors together fill less than one bucket."""
     n = stage.num_trainable
     copies = 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
     return Memory(gradients=(2 + 4) * n, step=copies if stage.run.layout.num_weight_replicas > 1 else 0)
 
 
 def _allocate_fp32(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, then all of this rank's part."""
+    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, then all of this
+    rank's part."""
     n = stage.num_trainable
     return Memory(gradients=4 * n, step=4 * max(_part(stage), min(n, REDUCE_BUCKET), stage.largest_trainable))
 
@@ -52,8 +54,8 @@ def _allocate_fp16(stage: Stage) -> Memory:
 def _allocate_on_host(stage: Stage) -> Memory:
     """`DeepSpeedZeroOptimizer` with its state on the host: gradients leave their bucket for it.
 
-    In bf16 gradients are summed in fp32; a bucket is copied in bf16 to communicate, again in fp32, and this rank's part of it
-    (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself.
+    In bf16 gradients are summed in fp32; a bucket is copied in bf16 to communicate, again in fp32, and this rank's part
+    of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself.
     """
     run, n, part = stage.run, stage.num_trainable, _part(stage)
     in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
@@ -76,7 +78,8 @@ def _allocate_on_host(stage: Stage) -> Memory:
 def _buckets(stage: Stage, element: int) -> tuple[int, int]:
     """Bytes of (the bucket that is there from the first backward pass on, the one that is filled at the step).
 
-    Buckets hold the bytes of what is put in. A GPU's allocator gives a whole one at once, a CPU only the pages that are written.
+    Buckets hold the bytes of what is put in. A GPU's allocator gives a whole one at once, a CPU only the pages that are
+    written.
     """
     if stage.run.hardware.device is Device.cuda:
         return element * REDUCE_BUCKET, element * REDUCE_BUCKET

@@ -10,7 +10,8 @@ from training.planner.time import StepCost
 
 
 def compute_update(stage: Stage) -> StepCost:
-    """`count_update_bytes` of this replica's part; offloaded, its gradient and weight also cross the link to the host."""
+    """`count_update_bytes` of this replica's part; offloaded, its gradient and weight also cross the link to the
+    host."""
     run = stage.run
     config, hardware = run.config, run.hardware
     part = stage.num_trainable / run.layout.num_weight_replicas
@@ -25,9 +26,9 @@ def compute_update(stage: Stage) -> StepCost:
 def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
     """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
 
-    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero; `DeepSpeedZeroOptimizer` takes
-    the norm in fp64, copies the gradient and clips that. Then the gradient is read, master weight and AdamW's moments read and written,
-    and the weight copied from its master.
+    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero;
+    `DeepSpeedZeroOptimizer` takes the norm in fp64, copies the gradient and clips that. Then the gradient is read,
+    master weight and AdamW's moments read and written, and the weight copied from its master.
     """
     gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
     moments = 16 if optimizer is OptimizerName.adamw else 0

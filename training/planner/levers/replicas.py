@@ -19,10 +19,11 @@ def compute_reduction(stage: Stage) -> StepCost:
 
 
 def count_reduce_bytes(config: RunConfig, dp_size: int) -> int:
-    """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's operations.
+    """What is read and written of a gradient to reduce it, beside the sending, as seen of deepspeed 0.19.8's
+    operations.
 
-    Flattened, divided and taken back, in bf16 made bf16 for that; nothing of one replica (`skip_averaging`). In fp16, or offloaded, put
-    into a bucket before, and taken out of it, also of one replica.
+    Flattened, divided and taken back, in bf16 made bf16 for that; nothing of one replica (`skip_averaging`). In fp16,
+    or offloaded, put into a bucket before, and taken out of it, also of one replica.
     """
     in_bucket = config.precision is Precision.fp16 or config.offload_optimizer is not Offload.none
     if dp_size == 1 and not in_bucket:

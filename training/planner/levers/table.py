@@ -28,7 +28,8 @@ LEVERS: tuple[Lever, ...] = (
 
 
 def sum_memory(stage: Stage) -> Memory:
-    """Activations are those of the micro-batches in flight when they take most; one group of layers is recomputed at a time."""
+    """Activations are those of the micro-batches in flight when they take most; one group of layers is recomputed at a
+    time."""
     once = sum(
         (lever.stage_memory(stage) for lever in LEVERS if lever.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
     )

@@ -1,4 +1,5 @@
-"""Tensor parallelism: the sums of hidden states over the ranks that share layers. What it saves is in the costs of the sharded layers."""
+"""Tensor parallelism: the sums of hidden states over the ranks that share layers. What it saves is in the costs of the
+sharded layers."""
 
 from __future__ import annotations
 
