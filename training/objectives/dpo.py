@@ -16,7 +16,11 @@ def build_dpo_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     if get_task(config) is not Task.dpo:
         return None
     return DPOLoss(
-        model_config, config.dpo.beta, config.dpo.label_smoothing, LossType(config.dpo.loss_type.value), parallel
+        model_config,
+        config.dpo.beta,
+        label_smoothing=config.dpo.label_smoothing,
+        loss_type=LossType(config.dpo.loss_type.value),
+        parallel=parallel,
     )
 
 

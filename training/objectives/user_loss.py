@@ -22,7 +22,8 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     if config.loss is None:
         return build_dpo_loss(config, model_config, parallel)
     need = "a class whose objects are called with (outputs, targets)"
-    return AlignedLabels(build_checked_component(config.loss, "loss", "my_losses.MyLoss", callable, need))
+    loss = build_checked_component(config.loss, "loss", example="my_losses.MyLoss", fits=callable, need=need)
+    return AlignedLabels(loss)
 
 
 class AlignedLabels(nn.Module):
