@@ -212,7 +212,8 @@ def render(job: Job, run: Callable[[], list[Outcome]]) -> str:
         return f"{failure} | - | -"
     rate = job.global_batch_size * job.seq_length / max(outcome.seconds for outcome in outcomes)
     mfu = compute_mfu(job, rate / len(outcomes))
-    return f"{rate:,.0f} | {'-' if mfu is None else f'{mfu:.1%}'} | {max(outcome.peak for outcome in outcomes) / 2**30:.1f}"
+    peak = max(outcome.peak for outcome in outcomes) / 2**30
+    return f"{rate:,.0f} | {'-' if mfu is None else f'{mfu:.1%}'} | {peak:.1f}"
 
 
 def compute_mfu(job: Job, rate_of_card: float) -> float | None:
@@ -296,10 +297,11 @@ def measure_trainer(job: Job, in_bf16: bool, gpus: int) -> Outcome:
             marks.append(time.perf_counter())
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, gradient_accumulation_steps=max(1, job.global_batch_size // gpus),
-        max_steps=WARM_UP + job.steps, optim="adamw_torch_fused", max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, ddp_find_unused_parameters=False, use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no",
-        report_to="none", disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1,
+        gradient_accumulation_steps=max(1, job.global_batch_size // gpus), max_steps=WARM_UP + job.steps,
+        optim="adamw_torch_fused", max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False}, ddp_find_unused_parameters=False,
+        use_cpu=job.device == "cpu", save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     (input_ids, *_), _ = next(repeat_batch(1, job.seq_length, job.vocab_size))
     dataset = [{"input_ids": input_ids[0], "labels": input_ids[0]}] * (job.global_batch_size * (WARM_UP + job.steps))

@@ -138,7 +138,8 @@ def _start_engine(work: Work, module_class: type) -> Step:
 
 
 class _Chunk(nn.Module):
-    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: the integers are made here."""
+    """Consecutive layers for `torch.distributed.pipelining`. Only hidden states cross a boundary: the
+    integers are made here."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()

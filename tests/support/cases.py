@@ -49,7 +49,8 @@ class Case:
             f"model_name_or_path={self.model}", f"train_file={self.train_file}", f"output_dir={self.workdir}/out",
             f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2",
             "global_batch_size=8", "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5",
-            "lr_scheduler_type=constant", "warmup_ratio=0", "max_grad_norm=0", "activation_checkpoint_interval=0", f"max_steps={self.steps}",
+            "lr_scheduler_type=constant", "warmup_ratio=0", "max_grad_norm=0",
+            "activation_checkpoint_interval=0", f"max_steps={self.steps}",
             *self.overrides,
         ]  # fmt: skip
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

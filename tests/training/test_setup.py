@@ -1,0 +1,39 @@
+"""What is known of a run before a process group exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from support.configs import build_config
+from support.tiny import save_llama
+
+from training import setup as setups
+from training.distributed.ranks import ALONE
+from training.planner import prediction
+
+
+def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path / "hf")
+    count = Mock(wraps=prediction.count_costs)
+    monkeypatch.setattr(prediction, "count_costs", count)
+    monkeypatch.setattr(setups, "describe_device", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(setups, "has_accelerator", lambda: True)
+    config = build_config(
+        f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
+    )  # fmt: skip
+    setup = setups.check_run(config, ALONE)
+    machine = setups.find_run_machine(config, ALONE)
+    predicted = setups.predict_run(config, setup, machine, say=Mock())
+    assert count.call_count == 1 and predicted.costs is setup.costs
+    assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
+
+
+def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path) -> None:
+    save_llama(tmp_path / "hf")
+    config = build_config(
+        f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
+        "eval_file=eval.jsonl", "evaluate_only=true",
+    )  # fmt: skip
+    assert setups.check_run(config, ALONE).costs is None
