@@ -29,6 +29,7 @@ from training.distributed.process import describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
+from training.engine.optimizer import check_optimizer
 from training.inputs.custom import build_collator
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
@@ -89,6 +90,8 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if not config.evaluate_only:
         check_same_adapter(config, setup.adapter, resume_from)
     build_collator(config.data)
+    if not config.evaluate_only:
+        check_optimizer(config)
     reference = open_reference(config, source, setup.layers, resume_from)
     return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
 

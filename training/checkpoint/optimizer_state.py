@@ -1,29 +1,31 @@
 """The optimizer's state, in files that fit any layout.
 
-Under ZeRO-1 a data-parallel rank holds one slice, its *partition*, of each parameter group of its stage laid end to end: the fp32 weights,
-and as many values again for each of AdamW's moments. What a partition holds of one parameter is a *fragment*: a run of elements of the
-flattened parameter. Saved is each fragment under the parameter's Hugging Face name and the place of its first element,
+Under ZeRO-1 a data-parallel rank holds one slice, its *partition*, of each parameter group of its stage laid end to
+end: the fp32 weights, and as many values again for each of AdamW's moments. What a partition holds of one parameter is
+a *fragment*: a run of elements of the flattened parameter. Saved is each fragment under the parameter's Hugging Face
+name and the place of its first element,
 
     exp_avg/model.layers.3.mlp.up_proj.weight@4096      fp32 [number of elements]
 
-so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a rank has a part of
-the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`, in each `stride` elements of the whole
-those from `first` on (columns 40 to 79 of a matrix with 80 columns),
+so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a
+rank has a part of the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`,
+in each `stride` elements of the whole those from `first` on (columns 40 to 79 of a matrix with 80 columns),
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
-Weight decay groups need not match either: they
-follow from the parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's are
-saved and both read them.
+What an optimizer keeps is declared in `training/engine/optimizer.py`; training/checkpoint/coverage.py checks that all
+of it is saved. Weight decay groups need not match: they follow from the parameters when the optimizer is built. A tied
+weight is in the partitions of two stages, with equal values; the owner's are saved and both read them.
 
-Why not DeepSpeed's universal checkpoint: it is a second format that one process a host has to write from the first, unpickling every file,
-before anyone can load, and it takes the size of the checkpoint once more on the disk. Here every byte is read once, mapped, by who needs
-it, nothing is unpickled, and one path serves all layouts, so the tests of one are the tests of all.
+Why not DeepSpeed's universal checkpoint: it is a second format that one process per host has to write from the first,
+unpickling every file, before anyone can load, and it takes the size of the checkpoint once more on the disk. Here every
+byte is read once, mapped, by who needs it, nothing is unpickled, and one path serves all layouts, so the tests of one
+are the tests of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.parallel.shard import ShardLayout, TensorParallel
-from training.engine.engine import Engine
+from training.engine.engine import Engine, Partition
+from training.engine.optimizer import StateKind, check_state
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
 SCALAR = "scalar"  # the kind of what a whole run has once, such as Adam's step count
@@ -53,7 +56,7 @@ class Fragment:
     @property
     def label(self) -> str:
         """The name in a file, without the kind."""
-        return f"{self.name}{_render_place(self.place)}@{self.start}"
+        return f"{self.name}{render_place(self.place)}@{self.start}"
 
 
 def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
@@ -62,7 +65,11 @@ def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
 
 
 def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here is trained."""
+    """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here
+    is trained. Raises UserError when the optimizer keeps something else than it declares."""
+    for partition in engine.list_partitions():
+        if partition.state:
+            check_state(partition.weights, partition.state, partition.kinds)
     tensors = {
         f"{kind}/{fragment.label}": tensor
         for fragment in _list_fragments(engine)
@@ -76,18 +83,15 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
 def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
     """Fills this rank's partitions from a checkpoint of any layout.
 
-    with_moments: False takes the fp32 weights alone, when another optimizer goes on.
+    with_moments: False takes the fp32 weights alone, when another optimizer continues.
     Raises UserError when a parameter's state is not there, or not all of it.
     """
     files = sorted(step_dir.glob(FILE_PATTERN))
     kinds, scalars = _survey(files)
-    kinds = kinds if with_moments else kinds & {WEIGHT}
+    kinds = (kinds if with_moments else set()) | {WEIGHT}
     for number, partition in enumerate(engine.list_partitions()):
-        flat = partition.weights
-        state = {kind: torch.zeros_like(flat, requires_grad=False) for kind in kinds - {WEIGHT}}
-        if with_moments and "step" in scalars:  # as the fused kernels want it
-            state["step"] = torch.tensor(scalars["step"], dtype=torch.float32, device=flat.device)
-        engine.restore_state(number, state)
+        if kinds != {WEIGHT}:
+            engine.restore_state(number, _make_state(partition, kinds, scalars, step_dir))
     wanted: dict[tuple[str, str], Fragment] = {}
     for fragment in _list_fragments(engine):
         wanted |= {(kind, fragment.name): fragment for kind in kinds}
@@ -96,10 +100,33 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
         _read_overlaps(file, wanted, missing)
     if lacking := sorted(name for (_, name), count in missing.items() if count):
         raise UserError(
-            f"resume: {step_dir} holds no optimizer state for '{lacking[0]}' ({len(lacking)} such); it was saved with other parameters "
-            f"trained. Give the same adapter and freeze, or start a new run with model_name_or_path={step_dir}"
+            f"resume: {step_dir} holds no optimizer state for '{lacking[0]}' ({len(lacking)} such); it was saved with "
+            "other parameters trained. Give the same adapter and freeze, or start a new run with "
+            f"model_name_or_path={step_dir}"
         )
     engine.restore_loss_scaler(scalars)
+
+
+def _make_state(
+    partition: Partition, kinds: Set[str], scalars: Mapping[str, float], step_dir: Path
+) -> dict[str, torch.Tensor]:
+    """The state of a partition: scalars as they were saved, the rest zeros, to be filled. kinds, scalars: of the files.
+    Raises UserError when these are not what the optimizer needs."""
+    needed = {name: kind is StateKind.scalar for name, kind in partition.kinds.items()}
+    found = dict.fromkeys(kinds - {WEIGHT}, False) | {name: True for name in scalars if name in needed}
+    if found != needed:
+        raise UserError(
+            f"resume: the optimizer needs {', '.join(sorted(needed)) or 'nothing'}, and {step_dir} holds "
+            f"{', '.join(sorted(found)) or 'nothing'}; it is of another version of the project or of its optimizer. "
+            f"Start a new run with model_name_or_path={step_dir}"
+        )
+    flat = partition.weights
+    return {
+        name: torch.tensor(scalars[name], dtype=torch.float32, device=flat.device)  # as the fused kernels want it
+        if is_scalar
+        else torch.zeros_like(flat, requires_grad=False)
+        for name, is_scalar in needed.items()
+    }
 
 
 def _list_fragments(engine: Engine) -> Iterator[Fragment]:
@@ -108,21 +135,23 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         held = engine.find_slice(parameter)
         if held is None:
             continue
-        flat = partitions[held.partition].weights
-        states = {WEIGHT: flat.detach().narrow(0, held.start, held.length)}
-        for kind, value in partitions[held.partition].state.items():
-            if torch.is_tensor(value) and value.shape == flat.shape:
-                states[kind] = value.narrow(0, held.start, held.length)
+        partition = partitions[held.partition]
+        states = {WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)}
+        for kind in _names_of(partition, StateKind.elementwise):
+            states[kind] = partition.state[kind].narrow(0, held.start, held.length)
         yield Fragment(name, owned, place, held.parameter_start, states)
 
 
 def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for partition in engine.list_partitions():
-        scalars |= {
-            name: value for name, value in partition.state.items() if torch.is_tensor(value) and value.ndim == 0
-        }
+        scalars |= {name: partition.state[name] for name in _names_of(partition, StateKind.scalar)}
     return scalars | engine.read_loss_scaler()
+
+
+def _names_of(partition: Partition, kind: StateKind) -> list[str]:
+    """The tensors of one kind in the state of a partition; none before the optimizer's first step."""
+    return [name for name, declared in partition.kinds.items() if declared is kind and name in partition.state]
 
 
 def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
@@ -161,7 +190,8 @@ Run = tuple[
 
 
 def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
-    """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length) of each run of them."""
+    """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length)
+    of each run of them."""
     one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
     mine, its = next(one, None), next(other, None)
     while mine is not None and its is not None:
@@ -175,7 +205,8 @@ def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
 
 
 def _list_runs(place: ShardLayout | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
-    """(first in the fragment, first in the whole, length); of parts cut in the same way, the flattened part stands for the whole."""
+    """(first in the fragment, first in the whole, length); of parts cut in the same way, the flattened part stands for
+    the whole."""
     if place is None or is_same:
         yield 0, start, count
         return
@@ -183,7 +214,7 @@ def _list_runs(place: ShardLayout | None, start: int, count: int, is_same: bool)
         yield low - start, whole, length
 
 
-def _render_place(place: ShardLayout | None) -> str:
+def render_place(place: ShardLayout | None) -> str:
     return (
         ""
         if place is None

@@ -35,6 +35,7 @@ from models.weights.safetensors_writer import TensorInfo, write_safetensors_to
 from models.weights.sources import layer_file
 from models.weights.torch_writer import save_torch
 from training.checkpoint import optimizer_state
+from training.checkpoint.coverage import check_coverage
 from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import prune_checkpoints
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
@@ -54,6 +55,10 @@ class ShareFile:
     name: str
     tensors: dict[str, torch.Tensor]
     is_copy: bool = False  # they are not the engine's own
+
+    @property
+    def is_optimizer_state(self) -> bool:
+        return self.name.endswith(".safetensors")
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +94,21 @@ def plan_share(engine: Engine) -> list[ShareFile]:
     if state := optimizer_state.collect_state(engine):
         files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))
     return files
+
+
+def plan_whole_share(engine: Engine, step: int, group: dist.ProcessGroup | None) -> list[ShareFile]:
+    """`plan_share`, for a save of this step. Raises UserError, together on all ranks, where it would leave out state of
+    a trained parameter."""
+    share: list[ShareFile] = []
+    error = None
+    try:
+        share = plan_share(engine)
+    except UserError as mistake:
+        error = mistake
+    raise_together(error)
+    state = {name: tensor for file in share if file.is_optimizer_state for name, tensor in file.tensors.items()}
+    check_coverage(engine, state, step, group)
+    return share
 
 
 class CheckpointWriter:
@@ -135,7 +155,7 @@ class CheckpointWriter:
         Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
         """
         self.wait()
-        share = plan_share(self._engine)
+        share = plan_whole_share(self._engine, state.step, self._group)
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
         fits = self._prepare(
             folder, sum(file.nbytes for file in share), sum(file.nbytes for file in self._copies.values())

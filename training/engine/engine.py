@@ -15,6 +15,7 @@ import torch
 
 from models.losses.cross_entropy import Loss
 from training.distributed.topology import Layout
+from training.engine.optimizer import StateKind
 from training.pipeline.module import StageModule
 
 # The units of a step that are timed, by the names that an observer gets.
@@ -36,11 +37,13 @@ class StepObserver(Protocol):
 class Partition:
     """What this rank's optimizer holds of one parameter group.
 
-    weights: fp32 [number of elements], flat. state: the optimizer's own of them, by kind; empty before its first step.
+    weights: fp32 [number of elements], flat. state: the optimizer's own of them, by name; empty before its first step.
+    kinds: what is declared of that state.
     """
 
     weights: torch.Tensor
     state: Mapping[str, Any]
+    kinds: Mapping[str, StateKind]
 
 
 @dataclass(frozen=True)

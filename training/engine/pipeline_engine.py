@@ -17,7 +17,7 @@ from training.distributed.topology import Layout
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver
 from training.engine.executor import ScheduleEngine
-from training.engine.optimizer import build_optimizer
+from training.engine.optimizer import STATE_KINDS, build_optimizer
 from training.engine.zero_patches import free_gradients_by_bucket, skip_averaging
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import build_schedule
@@ -91,7 +91,8 @@ class DeepSpeedPipeline(Engine):
         if inner is None:
             return []
         flats = [flat for group in inner.param_groups for flat in group["params"][:1]]
-        return [Partition(flat, inner.state.get(flat, {})) for flat in flats]
+        kinds = STATE_KINDS.get(type(inner), {})
+        return [Partition(flat, inner.state.get(flat, {}), kinds) for flat in flats]
 
     def restore_state(self, partition: int, state: Mapping[str, torch.Tensor]) -> None:
         self.wrapped.optimizer.optimizer.state[self.list_partitions()[partition].weights].update(state)

@@ -64,7 +64,8 @@ def saving(checkpoints: Path, rank: int = 0, world_size: int = 1) -> Iterator[Ca
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     state = torch.zeros(VALUES)
     with patch(
-        "training.checkpoint.writer.plan_share", lambda _: [ShareFile(name, {"x@0": state}) for name in files_of(rank)]
+        "training.checkpoint.writer.plan_whole_share",
+        lambda *_: [ShareFile(name, {"x@0": state}) for name in files_of(rank)],
     ):
         writer = CheckpointWriter(object(), checkpoints, keep_last=2, asynchronous=True)
         if rank == 0:

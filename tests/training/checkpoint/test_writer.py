@@ -42,8 +42,8 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
     monkeypatch.setattr(checkpoint_writer, "raise_together", raise_alone)
     monkeypatch.setattr(
         checkpoint_writer,
-        "plan_share",
-        lambda _: [ShareFile(n, {"x@0": torch.full((4, 2), v)}) for n, v in TENSORS.items()],
+        "plan_whole_share",
+        lambda *_: [ShareFile(n, {"x@0": torch.full((4, 2), v)}) for n, v in TENSORS.items()],
     )
     return CheckpointWriter(object(), tmp_path)
 
@@ -116,7 +116,7 @@ def test_a_disk_that_is_full_is_survived(
                 self._file = open("/dev/full", "wb")
 
     monkeypatch.setattr(
-        checkpoint_writer, "plan_share", lambda _: [ShareFile(n, {"x@0": torch.zeros(size)}) for n in TENSORS]
+        checkpoint_writer, "plan_whole_share", lambda *_: [ShareFile(n, {"x@0": torch.zeros(size)}) for n in TENSORS]
     )
     monkeypatch.setattr(checkpoint_writer, "HashedFile", OnFullDisk)
     with pytest.raises(
@@ -198,7 +198,7 @@ def test_training_goes_on_while_a_copy_is_written(
 
     monkeypatch.setattr(checkpoint_writer, "write_share", write_late)
     monkeypatch.setattr(
-        checkpoint_writer, "plan_share", lambda _: [ShareFile("layer_00-model_states.pt", {"x": trained})]
+        checkpoint_writer, "plan_whole_share", lambda *_: [ShareFile("layer_00-model_states.pt", {"x": trained})]
     )
     save(writer, 2)
     trained.fill_(5.0)  # the next step

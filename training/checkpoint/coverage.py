@@ -1,0 +1,77 @@
+"""Whether all ranks together save all state of every trained parameter: what one rank leaves out, no other can know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from training.checkpoint.optimizer_state import SCALAR, WEIGHT, render_place
+from training.distributed.ranks import raise_together
+from training.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a rank trains, and what it saves of the optimizer's state.
+
+    trained: name of a parameter, with its place in the whole one -> number of elements. saved: name in the file of a
+    fragment -> the same of that.
+    """
+
+    trained: Mapping[str, int]
+    saved: Mapping[str, int]
+
+
+def check_coverage(
+    engine: Engine, saved: Mapping[str, torch.Tensor], step: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """saved: as `collect_state` returns it. All ranks call it; of `group` the first compares what they hold.
+
+    Raises UserError, together on all ranks, when state of a trained parameter is missing or there twice.
+    """
+    parameters = engine.module.named_hf_parameters()
+    trained = {f"{name}{render_place(place)}": p.numel() for name, p, _, place in parameters if p.requires_grad}
+    own = Coverage(trained, {key: tensor.numel() for key, tensor in saved.items()})
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, gathered, dst=0, group=group)
+    gap = None if gathered is None else find_gap(gathered)
+    error = None
+    if gap is not None:
+        error = UserError(
+            f"saving: {gap}, so step {step} is not saved; the checkpoints before it are untouched. It is a fault of "
+            "the project, or of a package: pip install -r requirements.txt, then continue with resume=latest"
+        )
+    raise_together(error)
+
+
+def find_gap(ranks: Sequence[Coverage]) -> str | None:
+    """The first elements of a trained parameter that no rank saves, or several, in words; None when all ranks together
+    save each element of each kind of state once."""
+    trained = sorted({item for rank in ranks for item in rank.trained.items()})
+    by_kind = _list_fragments(ranks)
+    for name, count in trained:
+        for kind, fragments in by_kind.items():
+            reached = 0
+            for start, length in [*sorted(fragments.get(name, [])), (count, 0)]:
+                if start != reached:
+                    who = "no rank holds" if start > reached else "several ranks hold"
+                    low, high = sorted((start, reached))
+                    return f"{who} elements {low} to {high - 1} of the optimizer's {kind} of '{name}'"
+                reached += length
+    return None
+
+
+def _list_fragments(ranks: Sequence[Coverage]) -> dict[str, dict[str, list[tuple[int, int]]]]:
+    """Kind of state -> parameter -> (first element, number of elements) of each fragment of it."""
+    by_kind: dict[str, dict[str, list[tuple[int, int]]]] = {WEIGHT: {}}
+    for key, length in (item for rank in ranks for item in rank.saved.items()):
+        kind, _, label = key.partition("/")
+        name, _, start = label.rpartition("@")
+        if kind != SCALAR:
+            by_kind.setdefault(kind, {}).setdefault(name, []).append((int(start), length))
+    return by_kind
