@@ -53,7 +53,7 @@ def main() -> None:
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w")  # one copy of --help and --cfg job is enough
     register_schema()
-    with exit_on_user_error(ranks, speaks=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.is_main):
         check_command_line(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     run_composed()
 

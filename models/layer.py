@@ -105,6 +105,6 @@ class Layer:
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
     return UserError(
-        f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; "
+        f"tensor_parallel_size: a '{config.model_type}' cannot be sharded: {reason}; "
         "give tensor_parallel_size=1 and more num_stages"
     )

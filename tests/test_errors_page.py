@@ -16,7 +16,7 @@ REASONS = {
 }
 # What is said by other means than an exception: file -> the function that says it.
 SAID = {
-    "training/distributed/watchdog.py": "self._tell",
+    "training/distributed/watchdog.py": "self._report",
     "training/distributed/interrupts.py": "_say",
     "scripts/supervise.py": "say",
 }

@@ -113,7 +113,7 @@ def test_a_signal_loses_nothing(
         ended = train(out, *(["resume=latest"] if attempt else []), while_running=befall)
         assert not (out / "completed.json").exists() and ended.left_alive == [], ended.output
         if strike is kill_one:
-            assert any("has ended without a word" in line for line in ended.errors()), ended.output
+            assert any("has ended without a message" in line for line in ended.errors()), ended.output
         assert (step := check_whole(out)) >= seen - 2  # the save of the one before may be under way
     finish(train, out, expected)
 

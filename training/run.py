@@ -42,7 +42,7 @@ def run(composed: Any) -> None:
     DictConfig."""
     ranks = read_ranks()
     process.buffer_library_logs()
-    with exit_on_user_error(ranks, speaks=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.is_main):
         config = to_typed(composed, unread=find_unread(composed))
         if config.evaluate_only:
             config = replace(config, train_file=None)
@@ -145,7 +145,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
 
 def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
     """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
-    with exit_on_user_error(ranks, speaks=ranks.is_main):
+    with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile
         tokenize(config, tokenizer, ranks.say if ranks.is_main else None)

@@ -1,5 +1,7 @@
-"""What stands in a layer that is cut over several ranks, beside transformers' own modules: projections, a norm, and hooks that let the ranks
-speak. `models/parallel/tensor_parallel.py` puts them there and says why they are our own."""
+"""What a sharded layer has beside transformers' own modules: projections, a norm, and hooks that communicate.
+
+`models/parallel/tensor_parallel.py` puts them there and says why the project has its own.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from models.parallel.shard import ShardSpec, TensorParallel, sum_backward, sum_f
 
 
 class PerRankRNG:
-    """Random numbers of this rank's own from a block's entrance to its last projection, for dropout in what it alone has: its heads. Before and
-    behind, all ranks draw the same. What is recomputed draws the same again: all of it follows from the state in front of the block."""
+    """Random numbers of this rank alone from the start of a block to its last projection, for dropout in its own heads.
+
+    Before and after the block all ranks draw the same. A recomputed block draws the same again: all of it follows from
+    the state before the block.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -33,7 +38,7 @@ class PerRankRNG:
 
 
 class RowParallelLinear(nn.Linear):
-    """A projection of which this rank has some of the inputs. The bias is whole, and added once."""
+    """A projection of which this rank has a shard of the inputs. The bias is whole, and added once."""
 
     parallel: TensorParallel
     randomness: PerRankRNG | None = None
@@ -60,13 +65,13 @@ class RowParallelConv1D(Conv1D):
 
 
 class ShardedNorm(nn.Module):
-    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has some of the elements."""
+    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has a shard."""
 
     def __init__(self, norm: Any, parallel: TensorParallel) -> None:
         super().__init__()
         weight = norm.weight
-        cut = ShardSpec(0, (len(weight),))
-        self.weight, self.shard_specs = nn.Parameter(cut.take(weight.detach(), parallel)), {"weight": cut}
+        spec = ShardSpec(0, (len(weight),))
+        self.weight, self.shard_specs = nn.Parameter(spec.take(weight.detach(), parallel)), {"weight": spec}
         self._epsilon, self._length, self._parallel = norm.variance_epsilon, len(weight), parallel
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -78,7 +83,7 @@ class ShardedNorm(nn.Module):
 
 
 class InputGradAllReduce:
-    """The hook in front of a block: its first argument, the hidden states, gets the sum of the ranks' gradients."""
+    """The hook before a block: the gradient of its first argument, the hidden states, is summed over the ranks."""
 
     def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None) -> None:
         self._parallel, self._randomness = parallel, randomness
@@ -93,7 +98,9 @@ class InputGradAllReduce:
 
 
 class VocabParallelEmbedding:
-    """The hooks around an embedding that has the tokens `start` to `stop`: others are looked up as its first, and count as zero."""
+    """The hooks around an embedding of the tokens `start` to `stop`: others are looked up as its first and become
+    zero.
+    """
 
     def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
         self._start, self._stop, self._parallel = start, stop, parallel

@@ -1,4 +1,4 @@
-"""What of a layer tensor parallelism shards: plans that `transformers` publishes, and what follows from a layer's styles."""
+"""What tensor parallelism shards of a layer: plans that `transformers` publishes, and what follows from the styles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from models.layer import Fused, Layer, Style, Styles, refuse_sharding
 
 
 def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
-    """What `transformers` says of a decoder layer in `base_model_tp_plan`. Raises UserError where that is nothing, or no `Style`."""
+    """`base_model_tp_plan` of a decoder layer. Raises UserError where there is none, or it has other values than
+    `Style`.
+    """
     published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix, known = "layers.*.", {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
     plan = {name.removeprefix(prefix): style for name, style in published.items() if name.startswith(prefix)}
@@ -18,13 +20,15 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
     if strange := {name: style for name, style in plan.items() if style not in known}:
         name = min(strange)
         raise refuse_sharding(
-            config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not carried"
+            config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not supported"
         )
     return {name: Style(style) for name, style in plan.items()}
 
 
 def count_sums(layer: Layer) -> tuple[int, int]:
-    """Sums of hidden states over the ranks in a forward and in a backward pass: as `shard_module` and the loss have them."""
+    """Sums of hidden states over the ranks in a forward and in a backward pass, as `shard_module` and the loss do
+    them.
+    """
     styles = list(layer.styles.values())
     if Style.VOCABULARY in styles:
         is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
@@ -33,7 +37,9 @@ def count_sums(layer: Layer) -> tuple[int, int]:
 
 
 def list_blocks(styles: Styles) -> set[str]:
-    """What stands around projections that are cut by their outputs: attention, the MLP; the outermost where one is in another."""
+    """The modules around projections that are sharded by their outputs: attention, the MLP; the outermost where
+    nested.
+    """
     first = {
         name for name, style in styles.items() if style in (Style.COLUMN, Style.EXPERTS) or isinstance(style, Fused)
     }

@@ -1,4 +1,5 @@
-"""Tensors of which each rank of a group has a part: who has what, how the parts become one again, and sums over the ranks that autograd knows."""
+"""Tensors of which each rank of a group has a shard: who has what, how shards become one again, and sums over the ranks
+with gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank among those that share each layer of its stage. group: of these ranks; None while no process group is needed."""
+    """This rank among those that share each layer of its stage. group: of these ranks; None where none is needed."""
 
     rank: int = 0
     size: int = 1
@@ -32,13 +33,17 @@ def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where the elements of a rank's part lie in the whole tensor, flattened: in each `stride` elements, the runs (first element, length)."""
+    """Where the elements of a rank's shard lie in the whole tensor, flattened: in each `stride` elements, the runs
+    (first element, length).
+    """
 
     stride: int
     runs: tuple[tuple[int, int], ...]
 
     def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements `start` to `stop` of the flattened part: (first in the part, first in the whole, length) of each run, in order."""
+        """The elements `start` to `stop` of the flattened shard: (first in it, first in the whole, length) of each
+        run.
+        """
         in_stride = sum(length for _, length in self.runs)
         for period in range(start // in_stride, -(-stop // in_stride)):
             first = period * in_stride
@@ -51,8 +56,11 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor is shared out: along dimension `dim`, which is several parts of these `sizes` end to end, most often one; each is cut by
-    itself, and a rank's pieces of them are end to end too."""
+    """How a tensor is sharded: along dimension `dim`, which is several matrices of these `sizes` end to end, most
+    often one.
+
+    Each is sharded by itself, and a rank's runs of them are end to end too.
+    """
 
     dim: int
     sizes: tuple[int, ...]
@@ -62,37 +70,37 @@ class ShardSpec:
         return sum(self.sizes)
 
     def intervals(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """(start, stop) along `dim`, in each of the parts, of what a rank has."""
+        """(start, stop) along `dim` of what a rank has, one run for each of the `sizes`."""
         firsts = (stop - length for stop, length in zip(accumulate(self.sizes), self.sizes, strict=True))
-        pieces = (split_evenly(length, size)[rank] for length in self.sizes)
-        return [(first + start, first + stop) for first, (start, stop) in zip(firsts, pieces, strict=True)]
+        runs = (split_evenly(length, size)[rank] for length in self.sizes)
+        return [(first + start, first + stop) for first, (start, stop) in zip(firsts, runs, strict=True)]
 
     def width(self, rank: int, size: int) -> int:
         return sum(stop - start for start, stop in self.intervals(rank, size))
 
-    def place(self, part_shape: Sequence[int], parallel: TensorParallel) -> ShardLayout:
-        """Of this rank's part, whose shape is `part_shape`."""
-        inner = math.prod(part_shape[self.dim + 1 :])
+    def locate(self, shape: Sequence[int], parallel: TensorParallel) -> ShardLayout:
+        """Where this rank's shard lies. shape: the shard's."""
+        inner = math.prod(shape[self.dim + 1 :])
         runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
         return ShardLayout(self.length * inner, tuple(runs))
 
     def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """This rank's part: a view, unless it is of several."""
-        pieces = [
+        """This rank's shard: a view, unless it has several runs."""
+        runs = [
             whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)
         ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        return runs[0] if len(runs) == 1 else torch.cat(runs, self.dim)
 
-    def gather(self, part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """The whole tensor, from the parts of all ranks of the group, which all call it."""
-        rows = part.movedim(self.dim, 0)
-        # Collectives want equal shapes: the shorter parts are sent with rows that are not read.
+    def gather(self, shard: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+        """The whole tensor, from the shards of all ranks of the group, which all call it."""
+        rows = shard.movedim(self.dim, 0)
+        # Collectives want equal shapes: the shorter shards are sent with rows that are not read.
         sent = rows.new_zeros(self.width(0, parallel.size), *rows.shape[1:])
         sent[: len(rows)] = rows
-        parts = [torch.empty_like(sent) for _ in range(parallel.size)]
-        dist.all_gather(parts, sent, group=parallel.group)
+        shards = [torch.empty_like(sent) for _ in range(parallel.size)]
+        dist.all_gather(shards, sent, group=parallel.group)
         whole = rows.new_empty(self.length, *rows.shape[1:])
-        for rank, received in enumerate(parts):
+        for rank, received in enumerate(shards):
             first = 0
             for start, stop in self.intervals(rank, parallel.size):
                 whole[start:stop] = received[first : first + stop - start]
@@ -101,12 +109,12 @@ class ShardSpec:
 
 
 def sum_backward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The tensor, whose gradient will be the sum of the ranks'."""
+    """The tensor, whose gradient will be summed over the ranks."""
     return _SumBackward.apply(tensor, parallel)
 
 
 def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The sum of the ranks' tensors, of which each gets the gradient."""
+    """The sum of the tensors over the ranks, each of which gets its gradient."""
     return _SumForward.apply(tensor, parallel)
 
 
@@ -132,7 +140,7 @@ class _SumForward(torch.autograd.Function):
 
 
 def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """A new tensor. Without a group, as in a plan, the tensor's like."""
+    """A new tensor, the sum. Without a group, as in a plan, a copy."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     if parallel.group is not None:
         dist.all_reduce(total, group=parallel.group)

@@ -1,18 +1,22 @@
-"""Tensor parallelism (1909.08053): the layers of a stage cut over several ranks, which compute each micro-batch together.
+"""Tensor parallelism (1909.08053): the layers of a stage sharded over several ranks, which compute each micro-batch
+together.
 
-The modules of `transformers` stay, cut in place. A projection that is cut by its outputs (COLUMN) is followed, behind whatever works head by
-head or neuron by neuron, by one that is cut by its inputs (ROW), and two functions around such a block make it one again:
+The modules of `transformers` stay and are sharded in place. A projection that is sharded by its outputs (COLUMN) is
+followed, after whatever works head by head or neuron by neuron, by one that is sharded by its inputs (ROW), and two
+functions around such a block make it one again:
 
-    in front of the block    forward: nothing              backward: the sum of the ranks' gradients
-    behind its last product  forward: the sum of outputs   backward: nothing
+    before the block         forward: nothing              backward: the sum of the gradients over the ranks
+    after its last product   forward: the sum of outputs   backward: nothing
 
-Embedding and head are cut by their tokens; the loss sums what the ranks have of its softmax (`models/losses/cross_entropy.py`), so nothing ever holds all
-logits. Sizes that do not divide are cut unevenly, the first ranks having one more; nothing is padded. Heads must divide: the views of
-`transformers` work in whole ones, with as many of keys and values. What of a module is cut is described once, by a `ShardSpec` (`models/parallel/shard.py`), and the
-readers of weights, checkpoints and the optimizer's state go by that.
+Embedding and head are sharded by the vocabulary; the loss sums its softmax over the ranks
+(`models/losses/cross_entropy.py`), so nothing ever holds all logits. Sizes that do not divide are sharded unevenly:
+the first ranks have one more, and nothing is padded. Heads must divide: the views of `transformers` work in whole
+ones, with as many of keys and values. What is sharded of a module is described once, by a `ShardSpec`
+(`models/parallel/shard.py`), which the readers of weights, checkpoints and the optimizer's state follow.
 
-Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient once a projection
-instead of once a block and are no `nn.Linear`, so peft does not see them; the latter's parameters cannot lie in ZeRO's flat buffers.
+Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient
+once per projection instead of once per block and are not `nn.Linear`, so peft does not see them; the latter's
+parameters cannot be in ZeRO's flat buffers.
 """
 
 from __future__ import annotations
@@ -40,13 +44,13 @@ from models.parallel.layers import (
     VocabParallelEmbedding,
 )
 from models.parallel.plan import list_blocks
-from models.parallel.shard import ShardSpec, TensorParallel, sum_forward, sum_over_ranks
+from models.parallel.shard import ShardSpec, TensorParallel, sum_forward
 
 
 def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
-    """The layers, each with what `tensor_parallel_size=size` cuts of it.
+    """The layers, each with the styles by which `tensor_parallel_size=size` shards it.
 
-    Raises UserError for a family that cannot be cut, or heads that do not divide.
+    Raises UserError for a family that cannot be sharded, or heads that do not divide.
     """
     if size == 1:
         return list(layers)
@@ -64,12 +68,8 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
     module = layer.build_on_meta()
     parts = {name for name, _ in module.named_modules()}
     styles = {name: style for name, style in plan.items() if name in parts}
-    for (
-        name,
-        _,
-    ) in (
-        module.named_parameters()
-    ):  # in a block each rank sees a part of what follows, so the gradient of anything else would be one too
+    # In a block each rank sees a share of what follows, so the gradient of anything else would be a share too.
+    for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(
             name.startswith(f"{part}.") for part in styles
         ):
@@ -91,7 +91,7 @@ def _check_heads(config: PretrainedConfig, size: int) -> None:
 
 
 def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
-    """Cuts a layer's module, built on the meta device, to what this rank has of it, and puts the communication around its blocks."""
+    """Shards a layer's module, built on the meta device, in place, and puts the communication around its blocks."""
     for name, style in styles.items():
         part = module.get_submodule(name)
         if style is Style.VOCABULARY:
@@ -116,9 +116,8 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
 
 
 def _drops_attention(block: nn.Module) -> bool:
-    values = (
-        getattr(block, name, 0.0) for name in ("attention_dropout", "attn_dropout", "attn_dropout_p")
-    )  # as transformers names it
+    names = ("attention_dropout", "attn_dropout", "attn_dropout_p")  # in transformers
+    values = (getattr(block, name, 0.0) for name in names)
     return any(getattr(value, "p", value) for value in values)
 
 
@@ -135,32 +134,32 @@ def _shard_projection(part: nn.Module, style: Style | Fused, parallel: TensorPar
         outputs = shard_specs["bias"].width(parallel.rank, parallel.size)
     with torch.device("meta"):
         if is_conv:
-            cut: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
+            sharded: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
         else:
-            cut = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
-    cut.to(part.weight.dtype)
-    cut.shard_specs, cut.parallel = shard_specs, parallel
-    return cut
+            sharded = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
+    sharded.to(part.weight.dtype)
+    sharded.shard_specs, sharded.parallel = shard_specs, parallel
+    return sharded
 
 
 def _shard_experts(part: Any, parallel: TensorParallel) -> None:
     """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
     length = part.down_proj.shape[2]
     part.shard_specs = {"gate_up_proj": ShardSpec(1, (length, length)), "down_proj": ShardSpec(2, (length,))}
-    for name, cut in part.shard_specs.items():
-        setattr(part, name, nn.Parameter(cut.take(getattr(part, name).detach(), parallel)))
+    for name, spec in part.shard_specs.items():
+        setattr(part, name, nn.Parameter(spec.take(getattr(part, name).detach(), parallel)))
     part.intermediate_dim = part.down_proj.shape[2]
     part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
 
 
 def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
-    """Of an embedding or a head, which may be the same module."""
+    """Shards an embedding or a head, which may be the same module."""
     weight = part.weight
     assert isinstance(weight, torch.Tensor)
-    cut = ShardSpec(0, (weight.shape[0],))
-    start, stop = cut.intervals(parallel.rank, parallel.size)[0]
-    part.weight = nn.Parameter(cut.take(weight.detach(), parallel))
-    part.shard_specs = {"weight": cut}  # type: ignore[assignment]
+    spec = ShardSpec(0, (weight.shape[0],))
+    start, stop = spec.intervals(parallel.rank, parallel.size)[0]
+    part.weight = nn.Parameter(spec.take(weight.detach(), parallel))
+    part.shard_specs = {"weight": spec}  # type: ignore[assignment]
     if not isinstance(part, nn.Embedding):
         return
     part.num_embeddings = stop - start
@@ -172,16 +171,17 @@ def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
 
 
 def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
-    """Puts the communication around what peft has added to a projection that is cut; A and B as in LoRA (2106.09685), B A beside the weight.
+    """Puts the communication around what peft has added to a sharded projection: A and B of LoRA (2106.09685), B A
+    beside the weight.
 
-    Behind cut inputs A is cut like them, and what comes out of it is summed. In front of cut outputs B is cut like them, and A sees the
+    Where inputs are sharded, so is A, and its outputs are summed. Where outputs are sharded, so is B, and A sees the
     gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
     """
     shard_specs, first, second = getattr(projection.base_layer, "shard_specs", {}), projection.lora_A, projection.lora_B
     if shard_specs and "weight" not in shard_specs:
         raise UserError(
-            "tensor_parallel_size: adapters of experts are not cut; leave gate_proj, up_proj and down_proj out of adapter.target_modules, "
-            "or give tensor_parallel_size=1"
+            "tensor_parallel_size: adapters of experts are not sharded; leave gate_proj, up_proj and down_proj out of "
+            "adapter.target_modules, or give tensor_parallel_size=1"
         )
     for name in first:
         if not shard_specs:
@@ -196,24 +196,21 @@ def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
 
 
 def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
-    """The tensors of a layer's module that are cut, by name."""
+    """The tensors of a layer's module that are sharded, by name."""
     parts = (
         (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs")
     )
     return {
-        prefix + of: cut
+        prefix + of: spec
         for prefix, part in parts
-        for of, cut in part.shard_specs.items()
+        for of, spec in part.shard_specs.items()
         if getattr(part, of) is not None
     }  # type: ignore[operator, union-attr]
 
 
-def mark_parameters(module: nn.Module, parallel: TensorParallel) -> None:
-    """Once the weights are there: tells DeepSpeed's norm which parameters are parts, and sums the gradients of those that only see parts."""
-    shard_specs = list_shard_specs(module)
-    for name, parameter in module.named_parameters():
-        parameter.model_parallel = name in shard_specs  # type: ignore[attr-defined]  # `is_model_parallel_parameter` of deepspeed/runtime/utils.py
-    for part in (part for part in module.modules() if hasattr(part, "sums_gradients")):
-        for parameter in part.parameters(recurse=False):
-            if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, parallel))
+def list_partial_gradients(module: nn.Module) -> set[str]:
+    """The parameters of a layer's module that each rank has whole, but of whose gradient it computes a share."""
+    parts = (
+        (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "sums_gradients")
+    )
+    return {prefix + name for prefix, part in parts for name, _ in part.named_parameters(recurse=False)}

@@ -63,7 +63,7 @@ class Sources:
                             self._constants.setdefault(target.id, set()).add(node.value.value)
 
     def calls(self, callee: str, argument: int | str = 0, file: str | None = None) -> list[Message]:
-        """What is given to `callee` (`UserError`, `self._tell`), as its `argument`, in all files or in one."""
+        """What is given to `callee` (`UserError`, `self._report`), as its `argument`, in all files or in one."""
         found = []
         for name, tree in self._trees.items():
             if file in (None, name):

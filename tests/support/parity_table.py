@@ -74,7 +74,7 @@ class Table:
             group.close()
 
     def measure(self, family: str, tied: bool, layout: str) -> list[float | None]:
-        """The figures of one row, in the order of COLUMNS; None for adapters of experts, which are not cut."""
+        """The figures of one row, in the order of COLUMNS; None for adapters of experts, which are not sharded."""
         folder = self.model(family, tied)
         case = lambda *overrides, steps=5: self.case(folder, layout, *overrides, steps=steps)  # noqa: E731
         gradient = (f"learning_rate={LARGE}", "max_grad_norm=0")

@@ -8,7 +8,7 @@ name and the place of its first element,
     exp_avg/model.layers.3.mlp.up_proj.weight@4096      fp32 [number of elements]
 
 so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a
-rank has a part of the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`,
+rank has a shard of the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`,
 in each `stride` elements of the whole those from `first` on (columns 40 to 79 of a matrix with 80 columns),
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
@@ -34,9 +34,11 @@ import torch
 from safetensors import safe_open
 
 from errors import UserError
-from models.parallel.shard import ShardLayout, TensorParallel
+from models.parallel.shard import ShardLayout
+from training.distributed.topology import PIPE, Topology
 from training.engine.engine import Engine, Partition
 from training.engine.optimizer import StateKind, check_state
+from training.pipeline.placement import parse_shard, render_shard
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
 SCALAR = "scalar"  # the kind of what a whole run has once, such as Adam's step count
@@ -48,20 +50,30 @@ class Fragment:
     """What this rank's optimizer holds of a parameter."""
 
     name: str  # the parameter's, in Hugging Face's naming
-    owned: bool  # this rank saves it; False for the other end of a tie, and for what ranks have in common
-    place: ShardLayout | None  # of the parameter in the whole one, where it is a part
+    owned: (
+        bool  # this rank saves it; False for the other end of a tie, and on all but one of the ranks that have it alike
+    )
+    shard: ShardLayout | None  # where the parameter lies in the whole one, where it is a shard
     start: int  # the first element, in the flattened parameter
     states: dict[str, torch.Tensor]  # kind -> view of the partition, fp32 [number of elements]
 
     @property
     def label(self) -> str:
         """The name in a file, without the kind."""
-        return f"{self.name}{render_place(self.place)}@{self.start}"
+        return f"{self.name}{render_shard(self.shard)}@{self.start}"
 
 
-def file_name(stage_id: int, dp_rank: int, parallel: TensorParallel) -> str:
-    shared = f"-tp_{parallel.rank:02d}" if parallel.size > 1 else ""
-    return f"optimizer-stage_{stage_id:02d}-dp_{dp_rank:02d}{shared}.safetensors"
+def file_name(topology: Topology, rank: int) -> str:
+    """Of what a rank saves: its stage, its place among the ranks with the same weights, and its shards where there are
+    some.
+    """
+    stage_id, replica = topology.index(rank, PIPE), topology.index(rank, *topology.weight_replica_axes)
+    shards = "".join(
+        f"-{axis.label}_{topology.index(rank, axis.name):02d}"
+        for axis in topology.axes
+        if axis.splits_weights and axis.name != PIPE and topology.size(axis.name) > 1
+    )
+    return f"optimizer-stage_{stage_id:02d}-dp_{replica:02d}{shards}.safetensors"
 
 
 def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -131,7 +143,7 @@ def _make_state(
 
 def _list_fragments(engine: Engine) -> Iterator[Fragment]:
     partitions = engine.list_partitions()
-    for name, parameter, owned, place in engine.module.named_hf_parameters():
+    for name, parameter, placement in engine.module.named_hf_parameters():
         held = engine.find_slice(parameter)
         if held is None:
             continue
@@ -139,7 +151,7 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         states = {WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)}
         for kind in _names_of(partition, StateKind.elementwise):
             states[kind] = partition.state[kind].narrow(0, held.start, held.length)
-        yield Fragment(name, owned, place, held.parameter_start, states)
+        yield Fragment(name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states)
 
 
 def _read_scalars(engine: Engine) -> dict[str, Any]:
@@ -173,12 +185,12 @@ def _read_overlaps(file: Path, wanted: dict[tuple[str, str], Fragment], missing:
     """Copies what `file` has of the wanted fragments, and counts it off."""
     with safe_open(file, framework="pt") as saved:
         for key in saved.keys():
-            kind, name, place, start = _parse(key)
+            kind, name, shard, start = _parse(key)
             fragment = wanted.get((kind, name))
             if fragment is None:
                 continue
             piece, target = saved.get_tensor(key), fragment.states[kind]  # mapped: what is not copied is not read
-            here, there = (place, start, piece.numel()), (fragment.place, fragment.start, target.numel())
+            here, there = (shard, start, piece.numel()), (fragment.shard, fragment.start, target.numel())
             for low, to, length in _list_overlaps(here, there):
                 target[to : to + length].copy_(piece[low : low + length])
                 missing[kind, name] -= length
@@ -191,7 +203,8 @@ Run = tuple[
 
 def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
     """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length)
-    of each run of them."""
+    of each run of them.
+    """
     one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
     mine, its = next(one, None), next(other, None)
     while mine is not None and its is not None:
@@ -204,31 +217,18 @@ def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
             its = next(other, None)
 
 
-def _list_runs(place: ShardLayout | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
-    """(first in the fragment, first in the whole, length); of parts cut in the same way, the flattened part stands for
-    the whole."""
-    if place is None or is_same:
+def _list_runs(shard: ShardLayout | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
+    """(first in the fragment, first in the whole, length); where both are the same shard, it stands for the whole."""
+    if shard is None or is_same:
         yield 0, start, count
         return
-    for low, whole, length in place.list_runs(start, start + count):
+    for low, whole, length in shard.list_runs(start, start + count):
         yield low - start, whole, length
 
 
-def render_place(place: ShardLayout | None) -> str:
-    return (
-        ""
-        if place is None
-        else f"[{place.stride}:" + ",".join(f"{first}+{length}" for first, length in place.runs) + "]"
-    )
-
-
 def _parse(key: str) -> tuple[str, str, ShardLayout | None, int]:
-    """(kind, name, place, start) of a key in a file."""
+    """(kind, name, shard, start) of a key in a file."""
     kind, _, rest = key.partition("/")
     label, _, start = rest.rpartition("@")
-    name, _, described = label.partition("[")
-    if not described:
-        return kind, name, None, int(start)
-    stride, _, runs = described.removesuffix("]").partition(":")
-    pairs = (run.split("+") for run in runs.split(","))
-    return kind, name, ShardLayout(int(stride), tuple((int(first), int(length)) for first, length in pairs)), int(start)
+    name, bracket, described = label.partition("[")
+    return kind, name, parse_shard(bracket + described), int(start)

@@ -80,19 +80,22 @@ class ShareFile:
 def plan_share(engine: Engine) -> list[ShareFile]:
     """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put
     them together, one after the other, in the host's memory of the one that writes it."""
-    module, layout, parallel = engine.module, engine.layout, engine.module.parallel
-    stage_id, dp_rank, dp_size = layout.stage_id(engine.rank), layout.dp_rank(engine.rank), layout.dp_size
+    module, topology, parallel = engine.module, engine.layout.topology, engine.module.parallel
+    num_replicas, replica = (
+        engine.layout.num_weight_replicas,
+        topology.index(engine.rank, *topology.weight_replica_axes),
+    )
     files = []
     for index, _, layer_module in module.local_layers():
-        if not module.owns(index) or index % dp_size != dp_rank:
+        if not module.owns(index) or index % num_replicas != replica:
             continue
-        name, writer = layer_file(Path(), index).name, index // dp_size % parallel.size
+        name, writer = layer_file(Path(), index).name, index // num_replicas % parallel.size
         if parallel.size == 1:
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
         elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
     if state := optimizer_state.collect_state(engine):
-        files.append(ShareFile(optimizer_state.file_name(stage_id, dp_rank, parallel), state))
+        files.append(ShareFile(optimizer_state.file_name(topology, engine.rank), state))
     return files
 
 

@@ -1,11 +1,12 @@
-"""What is asked of a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the clock of `save_minutes`.
+"""Requests to a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the interval
+`save_minutes`.
 
-Whichever rank hears of it, all ranks act at the same step boundary: one all-reduce of four numbers on the host, before which the ranks
-have met anyway (the gradient norm and the loss are reduced over all of them).
+Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, before
+which the ranks have synchronized anyway (the gradient norm and the loss are reduced over all of them).
 
-A signal is seen while the main thread is deep in a collective, where Python runs no handler: the interpreter's C handler writes a byte into
-a socket, and a thread of ours reads it. A step that does not end within `grace_seconds` of it ends the process, and no checkpoint is
-touched: the one being written has its temporary name.
+A signal may arrive while the main thread is in a collective, where Python runs no handler: the interpreter's C handler
+writes a byte into a socket, and a thread reads it. If the step does not end within `grace_seconds`, the process exits
+and no checkpoint is touched: the one being written has its temporary name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Interrupt:
     signum: int = 0  # save and leave, without evaluation and export; 0: no signal
     stop: bool = False  # save and end as at the last step
     save: bool = False
-    nonfinite: bool = False  # some rank found the step's loss or gradient to be no number
+    nonfinite: bool = False  # the step's loss or gradient is not finite on some rank
 
     @property
     def ends(self) -> bool:
@@ -42,17 +43,16 @@ class Interrupt:
 
 
 class Interrupts:
-    """Listens from `start` to `close`. All ranks call `agree` after each step."""
+    """Receives requests from `start` to `close`. All ranks call `agree` after each step."""
 
     def __init__(self, output_dir: Path, grace_seconds: float, save_minutes: float | None, is_main: bool) -> None:
         self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
         self._save_seconds = None if save_minutes is None else 60 * save_minutes
-        self._group = (
-            None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        )  # the numbers are the host's
+        # The numbers are in the host's memory.
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._numbers = torch.zeros(4, dtype=torch.int32)
         self._signum = 0
-        self._heard_at_boundary = threading.Event()
+        self._agreed = threading.Event()
         self._last_save = time.monotonic()
 
     def start(self) -> Interrupts:
@@ -67,28 +67,31 @@ class Interrupts:
         signal.set_wakeup_fd(self._wakeup)
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
-        self._heard_at_boundary.set()
+        self._agreed.set()
         self._writer.close()  # ends the thread
 
     def agree(self, nonfinite: bool = False) -> Interrupt:
-        """The same on every rank. nonfinite: what this rank has found of the step that has just ended. The files are removed, so that one file is one request."""
+        """What all ranks do now, the same on each. nonfinite: whether the step that has just ended was, on this rank.
+
+        The files are removed, so that one file is one request.
+        """
         stop = self._is_main and (self._output_dir / STOP_NAME).exists()
         save = self._is_main and ((self._output_dir / SAVE_NAME).exists() or self._is_time())
         for place, number in enumerate((self._signum, stop, save, nonfinite)):
             self._numbers[place] = int(number)
         dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group)
-        signum, *asked = self._numbers.tolist()
-        request = Interrupt(signum, *map(bool, asked))
+        signum, *requested = self._numbers.tolist()
+        request = Interrupt(signum, *map(bool, requested))
         if request.ends:
-            self._heard_at_boundary.set()
+            self._agreed.set()
         if self._is_main:
-            for name, is_asked in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
-                if is_asked:
+            for name, is_requested in ((STOP_NAME, request.stop), (SAVE_NAME, request.save)):
+                if is_requested:
                     (self._output_dir / name).unlink(missing_ok=True)
         return request
 
     def saved(self) -> None:
-        """Restarts the clock of `save_minutes`."""
+        """Restarts the interval `save_minutes`."""
         self._last_save = time.monotonic()
 
     def _is_time(self) -> bool:
@@ -105,20 +108,21 @@ class Interrupts:
         name = signal.Signals(self._signum).name
         if self._is_main:
             _say(f"{name}: saving at the end of this step, then leaving")
-        if not self._heard_at_boundary.wait(self._grace_seconds):
+        if not self._agreed.wait(self._grace_seconds):
             _say(
-                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without a save, continue with resume=latest"
+                f"error: {name}: the step did not end within grace_seconds={self._grace_seconds:g}; leaving without "
+                "a save, continue with resume=latest"
             )
             os._exit(exit_code(self._signum))
 
 
 def exit_code(signum: int) -> int:
-    """What shells and schedulers expect of a process that a signal ended."""
+    """The code that shells and schedulers expect from a process that a signal ended."""
     return 128 + signum
 
 
 def _wake(signum: int, frame: object) -> None:
-    """In place of the default, which would end the process. The byte in the socket does the rest."""
+    """Replaces the default, which would end the process. The byte in the socket does the rest."""
 
 
 def _say(text: str) -> None:

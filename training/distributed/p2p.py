@@ -12,7 +12,9 @@ SENDS_IN_FLIGHT = 2  # to another rank: with one, even stages never wait for it;
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
-    """All waiting for other ranks is done here; by this the watchdog tells a rank that waits from one that is stuck."""
+    """All waiting for other ranks is done here: so the watchdog distinguishes a rank that waits from one that is
+    stuck.
+    """
     for work in works:
         work.wait()
 

@@ -1,4 +1,6 @@
-"""Who this process is among the started ones, as the launcher says it in the environment."""
+"""Which of the started processes this one is, from the launcher's environment variables; and errors that end all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from pathlib import Path
 import console
 from errors import UserError, explain_refusal
 
-SECONDS_TO_LET_ANOTHER_SPEAK = 10
-# What gloo and torch's store say when the process at the other end is gone.
+SECONDS_FOR_ANOTHER_TO_REPORT = 10
+# Messages of gloo and torch's store when the process at the other end is gone.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|broken pipe|connection was (closed|reset)|failed to recv|recvvalue failed",
     re.IGNORECASE,
@@ -36,7 +38,7 @@ class Ranks:
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """Tells the person at the screen, once: on the main rank alone."""
+        """Prints to the screen, once: on the main rank alone."""
         if self.is_main:
             console.say(text)
 
@@ -45,13 +47,13 @@ ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 
 
 def read_ranks() -> Ranks:
-    """From the variables that `deepspeed`, `torchrun` and `srun` set; a process started without any is alone, and made so for torch.
+    """From the variables that `deepspeed`, `torchrun` and `srun` set; without any a process is alone, and torch's are
+    set.
 
-    Raises UserError when `srun` spans several hosts and nobody has said which is the main one.
+    Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one.
     """
-    if (
-        "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
-    ):  # a batch script itself lacks the latter: it is alone
+    # A batch script itself lacks the latter: it is alone.
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         _translate_slurm()
     if "RANK" not in os.environ:
         os.environ.update(
@@ -78,9 +80,8 @@ def _translate_slurm() -> None:
                 "srun on several hosts needs MASTER_ADDR, the first host of the job; scripts/slurm.sh sets it"
             )
         environ["MASTER_ADDR"] = "127.0.0.1"
-    environ.setdefault(
-        "MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)
-    )  # jobs that share a host keep apart
+    # Jobs that share a host get different ports.
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))
     tasks_per_node = environ["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]  # "8(x4)"
     environ.update(
         RANK=environ["SLURM_PROCID"],
@@ -91,41 +92,46 @@ def _translate_slurm() -> None:
 
 
 @contextmanager
-def exit_on_user_error(ranks: Ranks, speaks: bool = True, log: Path | None = None) -> Iterator[None]:
+def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = None) -> Iterator[None]:
     """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1.
 
-    speaks: False on a rank that is about to find the same error as another: it keeps quiet, and gives the other the time to speak,
-    since the launcher ends all ranks as soon as one of them has ended.
-    log: this rank's, once it has one. Then any other exception is one line too, which names the rank, and its stack trace is in the log,
-    not between the other ranks' words. A rank whose peer is gone first waits to be ended by the launcher: the peer has said why.
+    reports: False on a rank that is about to find the same error as another: it prints nothing, and gives the other
+    time to report, since the launcher ends all ranks as soon as one of them has ended. log: this rank's, once it has
+    one. Then any other exception is one line too, which names the rank, and its stack trace is in the log, not between
+    the other ranks' lines. A rank whose peer is gone first waits to be ended by the launcher: the peer has reported
+    the cause.
     """
     try:
         yield
     except Exception as error:
-        told = error if isinstance(error, UserError) else explain_refusal(error) if isinstance(error, OSError) else None
-        if told is None and log is not None:
+        known = (
+            error if isinstance(error, UserError) else explain_refusal(error) if isinstance(error, OSError) else None
+        )
+        if known is None and log is not None:
             with open(log, "a") as stream:
                 traceback.print_exception(error, file=stream)
-        if not speaks or is_lost_peer(error):
-            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
-        if told is None and log is None:
+        if not reports or is_lost_peer(error):
+            time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
+        if known is None and log is None:
             raise
-        if speaks:
+        if reports:
             where = f" (rank {ranks.rank})" if log is not None and ranks.world_size > 1 else ""
-            text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if told is None else _words(told)
+            text = f"{_describe_unexpected(error)}; the stack trace is in {log}" if known is None else _message(known)
             console.say_last(f"\nerror{where}: {text}\n")
         sys.exit(1)
 
 
 def _describe_unexpected(error: Exception) -> str:
     if is_lost_peer(error):
-        return "another rank has ended, and the error is what it has said"
-    return f"{type(error).__name__}: {_words(error)}"
+        return "another rank has ended, and its message is the cause"
+    return f"{type(error).__name__}: {_message(error)}"
 
 
-def _words(error: Exception) -> str:
-    """What an exception says, on one line. One from a process of a DataLoader says its whole stack trace, and the words at the end of it."""
-    lines = str(error).strip().splitlines() or ["no words"]
+def _message(error: Exception) -> str:
+    """The message of an exception on one line. One from a process of a DataLoader is a stack trace that ends with
+    it.
+    """
+    lines = str(error).strip().splitlines() or ["no message"]
     return (lines[-1].partition(": ")[2] or lines[-1]) if lines[0].startswith("Caught ") else lines[0]
 
 
@@ -135,11 +141,11 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def raise_together(error: UserError | None) -> None:
-    """Ends all ranks when any of them has an error; the lowest that has one raises it, the others go quietly.
+    """Ends all ranks when any of them has an error; the lowest that has one raises it, the others exit silently.
 
-    All ranks call it, in a process group. For mistakes that several ranks may find, and should not all tell.
+    All ranks call it, in a process group. For mistakes that several ranks may find, and should not all report.
     """
-    import torch.distributed as dist  # not above: a mistyped key need not wait for torch
+    import torch.distributed as dist  # not above: a mistyped key is reported without waiting for torch
 
     failed: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(failed, error is not None)
@@ -147,5 +153,5 @@ def raise_together(error: UserError | None) -> None:
         return
     if error is not None and failed.index(True) == dist.get_rank():
         raise error
-    time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
+    time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
     sys.exit(1)

@@ -1,14 +1,17 @@
-"""A rank that is dead or stuck is found and named, and ends the run. Without this the others wait for it in a collective, without a word.
+"""Finds a rank that is dead or stuck, names it and ends the run. Otherwise the others wait for it in a collective,
+silently.
 
-*Dead or stopped.* A thread of each rank tells rank 0 once a second that it is there, and rank 0 answers, over gloo groups of their own. A
-connection that closes without a farewell is a rank that was killed; one that says nothing for `stuck_minutes` is stopped, or its host is
-gone. Nothing that the main threads wait for holds this up.
+*Dead or stopped.* A thread of each rank sends rank 0 a heartbeat once a second, and rank 0 answers, over separate gloo
+groups. A connection that closes without notice is a rank that was killed; a rank that sends nothing for
+`stuck_minutes` is stopped, or its host is gone. Nothing that the main threads wait for delays this.
 
-*Stuck.* A rank whose main thread has seen no forward pass for `stuck_minutes` looks at where that thread is. In a collective it waits for
-another rank, and leaves it a quarter of the time more to find itself out; anywhere else it is the one, and names the line. With NCCL the
-host waits for the GPU anywhere in the engine, so there the first rank speaks and says what it knows.
+*Stuck.* A rank whose main thread has run no forward pass for `stuck_minutes` looks at where that thread is. In a
+collective it waits for another rank, and gives that one a quarter of the time more to report itself; anywhere else it
+is the stuck one, and names the line. With NCCL the host waits for the GPU anywhere in the engine, so there the first
+rank reports what it knows.
 
-Behind both stands the timeout of the process groups themselves, over twice as long: for an interpreter that a C call never gives back.
+The last resort is the timeout of the process groups themselves, over twice as long: for a C call that never returns to
+the interpreter.
 """
 
 from __future__ import annotations
@@ -30,31 +33,32 @@ import torch.distributed as dist
 
 import console
 from training.distributed.p2p import wait_for
-from training.distributed.ranks import SECONDS_TO_LET_ANOTHER_SPEAK, Ranks, is_lost_peer
+from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_lost_peer
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_BETWEEN_BEATS = 1.0
-_SECONDS_TO_ANSWER = 10.0  # rank 0 may hear of a silent rank as late as the others could hear of a silent rank 0
+_SECONDS_TO_ANSWER = 10.0  # rank 0 may notice a silent rank as late as the others could notice a silent rank 0
 _LONGEST = timedelta(days=365)  # for `stuck_minutes=null`; gloo takes no infinity
-# What a rank says with a beat; the highest that any says is rank 0's answer.
+# What a rank sends with a heartbeat; the highest of all is rank 0's answer.
 _HERE, _DONE, _LEAVING, _LOST = range(4)
 
 
 class Watchdog:
-    """Watches from the block's begin to its end, which all ranks leave together. All ranks enter it at once, in a process group."""
+    """Watches within its `with` block, which all ranks enter and leave together, in a process group."""
 
     def __init__(self, ranks: Ranks, stuck_minutes: float | None) -> None:
         self._ranks = ranks
         self._seconds = math.inf if stuck_minutes is None else 60 * stuck_minutes
         self._named_timeout = f"stuck_minutes={stuck_minutes}"
         self._timeout = _LONGEST if stuck_minutes is None else timedelta(minutes=stuck_minutes)
-        self._says, self._heard = _HERE, _HERE
+        self._status, self._answer = _HERE, _HERE
         self._hurry, self._ended = threading.Event(), threading.Event()
         self._is_watched, self._last_progress = False, time.monotonic()
         self._main_thread = threading.get_ident()
         self._threads = [threading.Thread(target=self._watch_progress, daemon=True)]
         if ranks.world_size > 1:
-            # Two: a wait that times out closes all connections of its group (gloo), and the others are still to be answered.
+            # Two: a wait that times out closes all connections of its group (gloo), and the others are still to be
+            # answered.
             longest = self._timeout + timedelta(seconds=2 * _SECONDS_TO_ANSWER)
             self._to_main, self._from_main = (dist.new_group(backend="gloo", timeout=longest) for _ in range(2))
             self._threads.append(threading.Thread(target=self._exchange_beats, daemon=True))
@@ -67,19 +71,19 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the other ranks, however long; with an error, tells them that this one is about to leave."""
+        """Waits for the other ranks, however long; with an error, notifies them that this one is about to leave."""
         self._is_watched = False
         if not is_lost_peer(error):  # else the thread is about to find out who that was
-            self._says = _DONE if error is None else _LEAVING
+            self._status = _DONE if error is None else _LEAVING
         self._hurry.set()
         for thread in self._threads[1:]:
-            thread.join(None if error is None else SECONDS_TO_LET_ANOTHER_SPEAK)
+            thread.join(None if error is None else SECONDS_FOR_ANOTHER_TO_REPORT)
         self._ended.set()
         self._threads[0].join()
 
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within it the main thread must get on: a forward pass of this rank's stage is its sign."""
+        """Within it the main thread must make progress: a forward pass of this rank's stage shows it."""
         hook = module.register_forward_hook(self._progress)
         self._progress()
         self._is_watched = True
@@ -91,7 +95,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the main thread may take its time: for the disk, say."""
+        """Within it the main thread may take long: for the disk, for example."""
         watched, self._is_watched = self._is_watched, False
         try:
             yield
@@ -100,7 +104,7 @@ class Watchdog:
             self._is_watched = watched
 
     def limit_collectives(self) -> None:
-        """Gives every process group there is a timeout to match."""
+        """Sets a matching timeout on every process group there is."""
         for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public way (2.13.0)
             if self._ranks.world_size == 1 or group not in (self._to_main, self._from_main):
                 dist.distributed_c10d._set_pg_timeout(
@@ -111,46 +115,46 @@ class Watchdog:
         self._last_progress = time.monotonic()
 
     def _exchange_beats(self) -> None:
-        exchange = self._hear_all if self._ranks.is_main else self._ask_main
-        while self._heard == _HERE:
+        exchange = self._collect_beats if self._ranks.is_main else self._ask_main
+        while self._answer == _HERE:
             self._hurry.wait(_SECONDS_BETWEEN_BEATS)
-            if self._says == _HERE:
+            if self._status == _HERE:
                 self._hurry.clear()
-            self._heard = exchange()
-        if self._heard == _LOST:
-            time.sleep(SECONDS_TO_LET_ANOTHER_SPEAK)
+            self._answer = exchange()
+        if self._answer == _LOST:
+            time.sleep(SECONDS_FOR_ANOTHER_TO_REPORT)
             os._exit(1)
 
-    def _hear_all(self) -> int:
-        """Rank 0: what each rank says, and the answer to each that is there."""
-        said, lost = {0: self._says}, {}
+    def _collect_beats(self) -> int:
+        """On rank 0: receives what each rank sends, and answers each that is there."""
+        received, lost = {0: self._status}, {}
         for rank in range(1, self._ranks.world_size):
             try:
-                said[rank] = _receive(rank, self._to_main, self._timeout)
+                received[rank] = _receive(rank, self._to_main, self._timeout)
             except RuntimeError as error:
                 lost[rank] = error
-        answer = max(said.values())
+        answer = max(received.values())
         if lost and answer != _LEAVING:
             answer = _LOST
-        elif answer == _DONE and min(said.values()) == _HERE:
+        elif answer == _DONE and min(received.values()) == _HERE:
             answer = _HERE
         if answer == _LOST:
-            self._tell("; ".join(self._describe_lost(rank, error) for rank, error in lost.items()))
-        for rank in said.keys() - {0}:
+            self._report("; ".join(self._describe_lost(rank, error) for rank, error in lost.items()))
+        for rank in received.keys() - {0}:
             with suppress(RuntimeError):
                 dist.send(torch.tensor([answer], dtype=torch.int32), dst=rank, group=self._from_main)
         if answer == _LOST:
-            time.sleep(_SECONDS_BETWEEN_BEATS)  # a connection that closes with bytes unread takes what was sent along
+            time.sleep(_SECONDS_BETWEEN_BEATS)  # a connection that closes with bytes unread drops what was sent
             os._exit(1)
         return answer
 
     def _ask_main(self) -> int:
         try:
-            dist.send(torch.tensor([self._says], dtype=torch.int32), dst=0, group=self._to_main)
+            dist.send(torch.tensor([self._status], dtype=torch.int32), dst=0, group=self._to_main)
             return _receive(0, self._from_main, self._timeout + timedelta(seconds=_SECONDS_TO_ANSWER))
         except RuntimeError as error:
-            if self._ranks.rank == 1:  # one voice is enough
-                self._tell(self._describe_lost(0, error))
+            if self._ranks.rank == 1:  # one report is enough
+                self._report(self._describe_lost(0, error))
                 os._exit(1)
             return _LOST
 
@@ -165,23 +169,25 @@ class Watchdog:
             if (log := sys.stdout or sys.__stderr__) is not None:  # the rank's
                 faulthandler.dump_traceback(log)
             known = (
-                "it waits for another rank, or for its GPU, and none has named itself"
+                "it waits for another rank, or for its GPU, and none has reported itself"
                 if waits
                 else "the other ranks wait for it"
             )
-            self._says = _LEAVING
+            self._status = _LEAVING
             self._hurry.set()
-            self._tell(f"rank {self._ranks.rank} has not got on for {self._named_timeout}: it is at {place}; {known}")
+            self._report(
+                f"rank {self._ranks.rank} has made no progress for {self._named_timeout}: it is at {place}; {known}"
+            )
             for thread in self._threads[1:]:
                 thread.join(2 * _SECONDS_BETWEEN_BEATS)
             os._exit(1)
 
     def _describe_lost(self, rank: int, error: RuntimeError) -> str:
         if is_lost_peer(error):
-            return f"rank {rank} has ended without a word: it was killed, or its host ran out of memory"
+            return f"rank {rank} has ended without a message: it was killed, or its host ran out of memory"
         return f"rank {rank} has not answered for {self._named_timeout}: it is stopped or stuck, or its host is gone"
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         console.say_last(f"\nerror: {text}; continue with resume=latest\n")
 
 
@@ -196,7 +202,8 @@ def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:
 def find_place(frame: FrameType | None) -> tuple[str, bool]:
     """The line of this project that a stack is in, and whether it waits there for another rank.
 
-    On a GPU the host may wait for it, and so for another rank, in any line that asks a tensor for its content; in `data/` there are none.
+    On a GPU the host may wait for it, and so for another rank, in any line that reads the content of a tensor; in
+    `data/` there are none.
     """
     waits, on_gpu = False, dist.is_initialized() and dist.get_backend() != "gloo"
     while frame is not None:

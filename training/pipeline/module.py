@@ -18,14 +18,15 @@ from models.adapters import Adapter, adapter_names
 from models.decoder import PipelineDecoderLayer
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
-from models.parallel.shard import ALONE, ShardLayout, TensorParallel
-from models.parallel.tensor_parallel import list_shard_specs, mark_parameters, shard_module
+from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
+from models.parallel.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
 from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
 from training.distributed.topology import PIPE, TENSOR, Topology, join_group
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.partition import list_chunks
+from training.pipeline.placement import Placement
 from training.pipeline.trainable import choose_trained
 
 
@@ -40,7 +41,9 @@ def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
 
 
 def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopology:
-    """The same ranks on the three axes that DeepSpeed knows; its `data` axis is all of those along which ranks have the same weights."""
+    """The same ranks on the three axes that DeepSpeed knows; its `data` axis is all of those along which ranks have
+    the same weights.
+    """
     assert topology.axes[0].name == PIPE and topology.axes[-1].name == TENSOR, "all else is one axis to DeepSpeed"
     return PipeModelDataParallelTopology(
         num_pp=topology.size(PIPE), num_mp=topology.size(TENSOR), num_dp=topology.size(*topology.weight_replica_axes)
@@ -56,9 +59,9 @@ def join_tensor_parallel(topology: Topology, rank: int) -> TensorParallel:
 class StageModule(PipelineModule):
     """This rank's stage of the model.
 
-    DeepSpeed's class builds each layer in fp32 with random weights and casts it later. Here a layer is built on the meta device and
-    takes over the tensors that are read for it, in the training dtype and on this rank's device: nothing is initialised that will be
-    loaded, and no rank touches a layer that is not its own.
+    DeepSpeed's class builds each layer in fp32 with random weights and casts it later. Here a layer is built on the
+    meta device and takes over the tensors that are read for it, in the training dtype and on this rank's device:
+    nothing is initialised that will be loaded, and no rank touches a layer that is not its own.
 
     A stage may hold several chunks of layers; `forward` runs the one that `expose` has chosen.
     """
@@ -79,11 +82,11 @@ class StageModule(PipelineModule):
         compiles: bool = False,
         parallel: TensorParallel = ALONE,
     ) -> None:
-        """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages. adapter: put on
-        the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not trained. topology: of all
-        ranks. loss: of the last stage; next-token cross entropy by default. compiles: the decoder layers, each by itself.
-        parallel: the ranks that share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an
-        initialised process group.
+        """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
+        adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
+        trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
+        decoder layers, each by itself. parallel: the ranks that share the layers, which
+        `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -115,7 +118,9 @@ class StageModule(PipelineModule):
         ]
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every layer)."""
+        """Takes the bounds as they are (DeepSpeed has no manual split, and its own counts parameters by building every
+        layer).
+        """
         self.parts = method
         self.chunks = list_chunks(method, self.num_stages, self.stage_id)
 
@@ -157,8 +162,9 @@ class StageModule(PipelineModule):
                 self._load(module, index)
 
     def _compile_layers(self) -> None:
-        """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all layers of a kind, and
-        lengths that change from step to step make it general once."""
+        """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all
+        layers of a kind, and lengths that change from step to step make it general once.
+        """
         for _, _, module in self.local_layers():
             if isinstance(module, PipelineDecoderLayer):
                 module.compile()
@@ -166,8 +172,9 @@ class StageModule(PipelineModule):
     def _fill_groups(self) -> None:
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
 
-        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves that waiting
-        for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen). In no layer, so in no file.
+        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves
+        that waiting for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen).
+        In no layer, so in no file.
         """
         device = get_accelerator().device_name(self.local_rank)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -175,7 +182,7 @@ class StageModule(PipelineModule):
         if self.parallel.size > 1 and not shapes and not any(p.model_parallel for p in trained):
             shapes = [
                 (1,)
-            ]  # of what ranks have in common only the first counts it for the norm; the others must have something too
+            ]  # of what ranks have alike only the first counts for the norm; the others must count something
         self.placeholders = torch.nn.ParameterList(
             torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes
         )
@@ -206,11 +213,44 @@ class StageModule(PipelineModule):
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
         choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
-        if self.parallel.size > 1:
-            mark_parameters(module, self.parallel)
+        self._mark_parameters(index, module)
+
+    def _mark_parameters(self, index: int, module: torch.nn.Module) -> None:
+        """Once the weights are there: tells DeepSpeed's norm which ranks count for a parameter, and sums gradients of
+        which each rank has a share.
+        """
+        for _, parameter, placement in self._place_parameters(index, module):
+            # For `is_model_parallel_parameter` of deepspeed/runtime/utils.py
+            parameter.model_parallel = TENSOR in placement.norm_axes  # type: ignore[attr-defined]
+            if TENSOR in placement.gradient_axes and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: sum_over_ranks(gradient, self.parallel))
+
+    def _place_parameters(
+        self, index: int, module: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
+        """The parameters of layer `index`, which owns its weights."""
+        shard_specs, partial = list_shard_specs(module), list_partial_gradients(module)
+        stages = self._list_stages(index)
+        for name, parameter in module.named_parameters():
+            spec = shard_specs.get(name)
+            placement = Placement(
+                self.rank_topology,
+                stages,
+                sharded=(TENSOR,) if spec else (),
+                shard=spec.locate(parameter.shape, self.parallel) if spec else None,
+                partial=(TENSOR,) if name in partial else (),
+            )
+            yield name, parameter, placement
+
+    def _list_stages(self, index: int) -> tuple[int, ...]:
+        """The stages that hold the weights of layer `index`, its own first."""
+        holders = [self.stage_owner(i) for i in range(len(self._layers)) if self._owner_of(i) == index]
+        return tuple(dict.fromkeys([self.stage_owner(index), *holders]))
 
     def _read(self, source: WeightSource, index: int, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not read."""
+        """The layer's tensors, as much of each as this rank has: views of mapped files, so what is not copied is not
+        read.
+        """
         shard_specs = list_shard_specs(module)
         return {
             name: shard_specs[name].take(tensor, self.parallel) if name in shard_specs else tensor
@@ -218,7 +258,8 @@ class StageModule(PipelineModule):
         }
 
     def copy_weights(self, source: WeightSource) -> None:
-        """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own stays. All ranks call it.
+        """Takes over the weights of another source of the same model, in place; what the optimizer keeps of its own
+        stays. All ranks call it.
 
         Raises UserError when a tensor is missing or has another shape. Not for a module with an adapter.
         """
@@ -233,7 +274,9 @@ class StageModule(PipelineModule):
         raise_together(mistake)
 
     def forward(self, forward_input: Any) -> Any:
-        """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs its backward pass."""
+        """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs
+        its backward pass.
+        """
         outputs = super().forward(forward_input)
         if self.parallel.size > 1 and self.training and torch.is_grad_enabled():
             # DeepSpeed's norm in bf16 wants a gradient that counts on each rank (`get_global_norm_of_tensors`, 0.19.8).
@@ -245,14 +288,17 @@ class StageModule(PipelineModule):
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """Outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass would warn of it (0.19.8)."""
+        """Outside of autograd: the broadcast of a trained weight would be recorded, and the first backward pass would
+        warn of it (0.19.8).
+        """
         super()._synchronize_tied_weights()
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Those whose gradients the stages that share them must sum: frozen ones have none.
 
-        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and nothing, without a word, where that is None. In bf16 with
-        offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`; zero/stage_1_and_2.py), so it gets that to sum.
+        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and nothing, without a word, where that
+        is None. In bf16 with offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`;
+        zero/stage_1_and_2.py), so it gets that to sum.
         """
         shared = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
         return [
@@ -267,8 +313,9 @@ class StageModule(PipelineModule):
         return {name: state[name].detach() for name in names}
 
     def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:
-        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on the others, which
-        call it too."""
+        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on
+        the others, which call it too.
+        """
         shard_specs = list_shard_specs(layer_module)
         gathered = {}
         for name, tensor in self.saved_tensors(layer_module).items():
@@ -278,7 +325,9 @@ class StageModule(PipelineModule):
         return gathered if writer == self.parallel.rank else None
 
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
-        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns its weights."""
+        """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns
+        its weights.
+        """
         seen: set[int] = set()
         for index in self._functions:
             module, owner = self._module_of(index), self._owner_of(index)
@@ -290,19 +339,11 @@ class StageModule(PipelineModule):
         """False for a layer of another stage whose weights this stage shares."""
         return index in self._functions
 
-    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool, ShardLayout | None]]:
-        """Hugging Face name, parameter, whether it is this rank's to save, and where it lies in the whole one of which it is a part; those
-        of `local_layers`."""
+    def named_hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
+        """Hugging Face name, parameter, and where it is on the axes; those of `local_layers`."""
         for index, layer, module in self.local_layers():
-            shard_specs = list_shard_specs(module)
-            for name, parameter in module.named_parameters():
-                place = shard_specs[name].place(parameter.shape, self.parallel) if name in shard_specs else None
-                yield (
-                    layer.hf_prefix + name,
-                    parameter,
-                    self.owns(index) and (place is not None or self.parallel.rank == 0),
-                    place,
-                )
+            for name, parameter, placement in self._place_parameters(index, module):
+                yield layer.hf_prefix + name, parameter, placement
 
     @property
     def has_first_layer(self) -> bool:
@@ -314,5 +355,5 @@ class StageModule(PipelineModule):
 
     @property
     def reports_loss(self) -> bool:
-        """The ranks that share the last stage's layers have the same loss; the first of them speaks for all."""
+        """The ranks that share the last stage's layers have the same loss; the first of them reports it."""
         return self.has_loss and self.parallel.rank == 0

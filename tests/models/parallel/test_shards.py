@@ -1,4 +1,4 @@
-"""Cuts put together again, where their elements lie, and who cannot be cut; without processes."""
+"""Shards put together again, where their elements lie, and who cannot be sharded; without processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from models.parallel.tensor_parallel import shard_layers
 from models.pipeline_plan import shrink
 
 WHOLE = torch.arange(7 * 12).reshape(7, 12)
-CUTS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
+SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]
 
 
-@pytest.mark.parametrize(("cut", "size"), list(product(CUTS, (1, 2, 3))), ids=str)
-def test_the_parts_are_the_whole(cut: ShardSpec, size: int) -> None:
-    parts = [cut.take(WHOLE, TensorParallel(rank, size)) for rank in range(size)]
+@pytest.mark.parametrize(("spec", "size"), list(product(SPECS, (1, 2, 3))), ids=str)
+def test_the_parts_are_the_whole(spec: ShardSpec, size: int) -> None:
+    parts = [spec.take(WHOLE, TensorParallel(rank, size)) for rank in range(size)]
     found = torch.full((WHOLE.numel(),), -1)
     for rank, part in enumerate(parts):
-        place = cut.place(part.shape, TensorParallel(rank, size))
+        place = spec.locate(part.shape, TensorParallel(rank, size))
         flat = part.flatten()
         for start in range(0, len(flat), 5):  # fragments of it, as ZeRO's partitions have them
             for low, whole, length in place.list_runs(start, min(start + 5, len(flat))):
@@ -63,16 +63,18 @@ def test_a_family_has_a_plan_for_all_of_its_blocks_or_is_refused() -> None:
                 family
             )  # and embedding and head
         else:
-            with pytest.raises(UserError, match=f"a '{family}' cannot be cut: its file in models/ has no plan for it"):
+            with pytest.raises(
+                UserError, match=f"a '{family}' cannot be sharded: its file in models/ has no plan for it"
+            ):
                 shard_layers(config, build_layers(config), 2)
     assert sum(map(has_sharding_plan, FAMILIES)) >= 10
 
 
-def test_a_published_plan_that_is_not_carried_is_refused_by_name() -> None:
+def test_a_published_plan_that_is_not_supported_is_refused_by_name() -> None:
     config = shrink(AutoConfig.for_model("glm4"))
     with pytest.raises(
         UserError,
-        match="a 'glm4' cannot be cut: the plan .* has mlp.down_proj: rowwise_split_input, which is not carried",
+        match="a 'glm4' cannot be sharded: the plan .* has mlp.down_proj: rowwise_split_input, which is not supported",
     ):
         shard_layers(config, build_layers(config), 2)
 

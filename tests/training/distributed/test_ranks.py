@@ -98,7 +98,7 @@ def test_what_the_disk_or_its_owner_refuse_is_one_line_too(
 
 def test_a_rank_that_finds_the_same_lets_the_other_speak(naps: list[float], monkeypatch, capfd) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
-    assert fail(UserError("x"), OTHER, speaks=False) == 1
+    assert fail(UserError("x"), OTHER, reports=False) == 1
     assert capfd.readouterr() == ("", "") and naps == [10]
 
 
@@ -117,9 +117,9 @@ def test_a_bug_keeps_its_trace_and_a_lost_peer_waits_to_be_ended(
 
 
 BUGS = [
-    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and the error is what it has said"),
+    (RuntimeError(f"{LOST}\nsecond line"), [10], "another rank has ended, and its message is the cause"),
     (ValueError("a bug\nsecond line"), [], "ValueError: a bug"),
-    (KeyError(), [], "KeyError: no words"),
+    (KeyError(), [], "KeyError: no message"),
 ]
 
 
@@ -161,7 +161,7 @@ def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
 
 
 def test_before_there_is_a_log_one_of_the_ranks_traces_comes_first(naps: list[float]) -> None:
-    with pytest.raises(KeyError), exit_on_user_error(OTHER, speaks=False):
+    with pytest.raises(KeyError), exit_on_user_error(OTHER, reports=False):
         raise KeyError("x")
     assert naps == [10]
 

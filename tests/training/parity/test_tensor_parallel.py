@@ -104,7 +104,7 @@ def test_five_clipped_checkpointed_steps_with_an_uneven_vocabulary(workers, mate
     compare(workers, case)
 
 
-# Adapters of experts are not cut.
+# Adapters of experts are not sharded.
 @pytest.mark.parametrize(
     ("family", "layout", "tied"),
     [pytest.param(*c, marks=() if c == FAST[0] else pytest.mark.full) for c in FAST + REST if c[0] != "deepseek_v3"],

@@ -1,0 +1,72 @@
+"""Where parameters are on the axes: who sums their gradients, counts them and saves them, and under which names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from models.parallel.shard import ShardLayout
+from training.checkpoint.optimizer_state import Fragment, file_name
+from training.distributed import topology
+from training.distributed.topology import AXES, DATA, PIPE, TENSOR, Axis, Topology
+from training.pipeline.placement import Placement, parse_shard, render_shard
+
+RANKS = Topology.of(8, pipe=2, tensor=2)
+SHARD = ShardLayout(80, ((40, 40),))
+WHOLE = Placement(RANKS, stages=(1,))
+PARTIAL = replace(WHOLE, partial=(TENSOR,))  # the norm of heads, of which each rank has some
+SHARDED = replace(WHOLE, sharded=(TENSOR,), shard=SHARD)
+TIED = replace(SHARDED, stages=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("placement", "gradient", "norm", "savers"),
+    [
+        (WHOLE, (DATA,), (PIPE,), [4, 6]),
+        (PARTIAL, (DATA, TENSOR), (PIPE,), [4, 6]),
+        (SHARDED, (DATA,), (PIPE, TENSOR), [4, 5, 6, 7]),
+        (TIED, (PIPE, DATA), (TENSOR,), [0, 1, 2, 3]),
+    ],
+)
+def test_what_follows_from_a_placement(
+    placement: Placement, gradient: tuple[str, ...], norm: tuple[str, ...], savers: list[int]
+) -> None:
+    assert (placement.gradient_axes, placement.norm_axes) == (gradient, norm)
+    assert [rank for rank in range(8) if placement.is_saved_by(rank)] == savers
+
+
+def test_a_norm_counts_each_element_once() -> None:
+    """Over the ranks that count: one per element of a stage's parameter, and of a tied one in all."""
+    for placement in (WHOLE, PARTIAL, SHARDED, TIED):
+        alike = placement.topology.others(*placement.norm_axes)
+        stages = {rank for rank in range(8) if RANKS.index(rank, PIPE) in placement.stages}
+        counting = [rank for rank in stages if RANKS.index(rank, *alike) == 0]
+        assert len(counting) == RANKS.size(*placement.sharded)
+
+
+def test_another_axis_needs_no_line_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Axis("context", "context_parallel_size", "cp", splits_weights=False)
+    monkeypatch.setattr(topology, "AXES", (*AXES[:2], context, AXES[2]))
+    ranks = Topology.of(16, pipe=2, context=2, tensor=2)
+    whole = replace(WHOLE, topology=ranks)
+    assert whole.gradient_axes == (DATA, "context")
+    savers = [rank for rank in range(16) if whole.is_saved_by(rank)]
+    assert savers == [8, 10, 12, 14]  # each has a fragment of the state
+    assert len({file_name(ranks, rank) for rank in range(16)}) == 16
+
+
+def test_names_on_disk_stay_as_they_were() -> None:
+    def label(shard: ShardLayout | None) -> str:
+        return Fragment("model.norm.weight", owned=True, shard=shard, start=7, states={}).label
+
+    assert label(None) == "model.norm.weight@7"
+    assert label(SHARD) == "model.norm.weight[80:40+40]@7"
+    assert label(ShardLayout(9, ((0, 2), (5, 1)))) == "model.norm.weight[9:0+2,5+1]@7"
+    for shard in (None, SHARD, ShardLayout(9, ((0, 2), (5, 1)))):
+        assert parse_shard(render_shard(shard)) == shard
+    assert [file_name(RANKS, rank) for rank in (0, 7)] == [
+        "optimizer-stage_00-dp_00-tp_00.safetensors",
+        "optimizer-stage_01-dp_01-tp_01.safetensors",
+    ]
+    assert file_name(Topology.of(4, pipe=2), 3) == "optimizer-stage_01-dp_01.safetensors"
