@@ -1,7 +1,8 @@
-"""From the rows of a micro-batch to tensors. One's own has the same two methods: they run on different ranks, one where inputs are read,
-the other where labels are.
+"""From the rows of a micro-batch to tensors. A user-defined collator has the same two methods: they run on different
+ranks, one where inputs are read, the other where labels are.
 
-B rows of a micro-batch, T tokens of each; `shape` is (B, T) and there may be fewer rows than B (a batch of evaluation that runs short).
+B rows of a micro-batch, T tokens of each; `shape` is (B, T) and there may be fewer rows than B (a batch of evaluation
+that runs short).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from data.encoders.sample import IGNORE_INDEX
 from errors import UserError
 
-NumpyRows = Sequence[np.ndarray]  # int, one array a row, of its own length
+NumpyRows = Sequence[np.ndarray]  # int, one array per row, of its own length
 Shape = tuple[int, int]
 
 
@@ -50,7 +51,7 @@ class PadRight:
 
 @dataclass(frozen=True)
 class Checked:
-    """One's own collator; `name` is what errors call it."""
+    """A user-defined collator; `name` is what errors call it."""
 
     collator: Collator
     name: str
@@ -71,7 +72,8 @@ class Checked:
         found = int((collated[:, 1:] != IGNORE_INDEX).sum())
         if found != expected:
             raise UserError(
-                f"{self.name}: {found} targets in a micro-batch that had {expected}; which tokens carry loss is for the encoder to say"
+                f"{self.name}: {found} targets in a micro-batch that had {expected}; "
+                "which tokens carry loss is for the encoder to say"
             )
         return collated
 
@@ -104,7 +106,7 @@ def _pad(rows: NumpyRows, shape: Shape, value: int, dtype: type[np.integer] = np
 
 
 def _pad_positions(rows: NumpyRows, shape: Shape) -> Tensor:
-    """Padding goes on with the last document's positions, so that a batch without packed rows needs no mask at all."""
+    """Padding continues the last document's positions, so that a batch without packed rows needs no mask at all."""
     padded = np.tile(np.arange(shape[1]), (shape[0], 1))
     for row, positions in zip(padded, rows):
         row -= len(positions) - 1 - positions[-1]

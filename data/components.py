@@ -1,4 +1,7 @@
-"""One's own code, named in a config: `{_target_: my_data.MyEncoder, field: text}` is `my_data.MyEncoder(field="text")`."""
+"""User-defined components, named in a config.
+
+`{_target_: my_data.MyEncoder, field: text}` is `my_data.MyEncoder(field="text")`.
+"""
 
 import importlib
 import inspect
@@ -15,8 +18,8 @@ TARGET = "_target_"
 def build_component(spec: Mapping[str, Any], key: str) -> Any:
     """What the function or class named by `_target_` returns for the other fields.
 
-    Modules are also looked for in the working directory. Raises `UserError`, naming the config key, when there is none, or when
-    it does not take these fields. What its own code raises passes through.
+    Modules are also looked for in the working directory. Raises `UserError`, naming the config key, when there is none,
+    or when it does not take these fields. What its own code raises passes through.
     """
     name = spec[TARGET]
     arguments = {field: value for field, value in spec.items() if field != TARGET}
@@ -30,8 +33,10 @@ def build_component(spec: Mapping[str, Any], key: str) -> Any:
     return target(**arguments)
 
 
-def build_checked_component(spec: Any, key: str, example: str, fits: Callable[[Any], bool], need: str) -> Any:
-    """What `spec` builds, if it fits. example: a name for messages. need: what it must be, in words. Raises `UserError`."""
+def build_checked_component(spec: Any, key: str, *, example: str, fits: Callable[[Any], bool], need: str) -> Any:
+    """What `spec` builds, if it fits. example: a name for messages. need: what it must be, in words. Raises
+    `UserError`.
+    """
     if not isinstance(spec, dict):
         raise UserError(f"{key}={spec}: give a mapping, such as {{_target_: {example}, field: value}}")
     built = build_component({TARGET: None, **spec}, key)
@@ -68,7 +73,9 @@ def _import_module(module_name: str, name: object, key: str) -> Any:
 
 
 def describe_code(thing: object) -> str:
-    """The source of the module that defines a function or an object's class: what it computes may change when this does."""
+    """The source of the module that defines a function or an object's class: what it computes may change when this
+    does.
+    """
     defined_by = thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing)
     try:
         return inspect.getsource(sys.modules[defined_by.__module__])

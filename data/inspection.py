@@ -1,4 +1,4 @@
-"""What the model will see, told before training: counts, lengths, how full the rows are, and a few rows in words.
+"""What the model will see, shown before training: counts, lengths, how full the rows are, and a few rows in words.
 
 Nothing here needs an engine; `describe_dataset` and `render_row` return text, `save_histogram` writes a PNG.
 """
@@ -27,12 +27,15 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
     low, median, high, top = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     lines = [
         summary.describe(),
-        f"records: {summary.num_records:,}, of them {summary.num_skipped:,} skipped as bad, {summary.lengths.num_dropped:,} dropped,"
+        f"records: {summary.num_records:,}, of them {summary.num_skipped:,} skipped as bad,"
+        f" {summary.lengths.num_dropped:,} dropped,"
         f" {summary.lengths.num_truncated:,} truncated, {summary.lengths.num_split:,} split;"
         f" {summary.lengths.num_lost_tokens:,} tokens lost by it",
-        f"tokens a sample: {low:,} to {top:,}, mean {lengths.mean():,.1f}, median {median:,}, 95% have {high:,} or fewer",
+        f"tokens a sample: {low:,} to {top:,}, mean {lengths.mean():,.1f}, median {median:,},"
+        f" 95% have {high:,} or fewer",
         f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",
-        f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled{_compare(rows, lengths, plan)}",
+        f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
+        f"{_compare(rows, lengths, plan)}",
     ]
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
 

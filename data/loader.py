@@ -1,10 +1,11 @@
 """Stage-aware loaders: inputs where the first layer is, targets where the loss is, placeholders between.
 
-A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets, loss_denominator))`; the half that a
-rank does not read is None. input_ids, position_ids and targets are int64 [B, T], padded on the right (a causal model needs no mask for
-that). targets are the labels shifted: at each place the token to predict from it, -100 where there is none. position_ids restart at each
-document of a packed row; padding continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from
-1. loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator.
+A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets,
+loss_denominator))`; the half that a rank does not read is None. input_ids, position_ids and targets are int64 [B, T],
+padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each place the token to
+predict from it, -100 where there is none. position_ids restart at each document of a packed row; padding continues
+those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1. loss_denominator is a
+float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator.
 
 In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
@@ -13,9 +14,9 @@ loss is a sum.
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
 
-Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs, tensors are
-[2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of each row travels with
-the targets: `(targets, reference_log_probabilities, loss_denominator)`, float64 [2 B].
+Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs,
+tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of
+each row travels with the targets: `(targets, reference_log_probabilities, loss_denominator)`, float64 [2 B].
 """
 
 import signal
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.collator import Collator, PadRight, pad_segments, shift_labels
 from data.options import MeanOver, PadTo
-from data.order import GlobalOrder, micro_batch_ids
+from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.step_totals import StepTotals, compute_step_totals
 from data.storage.rows import RowPlan, Rows, list_rows
 
@@ -69,6 +70,12 @@ class LoaderOptions:
     @property
     def group_size(self) -> int:
         return self.row_plan.group_size
+
+    def take_micro_batch(self, ids: Ids, number: int) -> Ids:
+        """Those that this rank reads as its micro-batch number `number`. ids: of a global batch, or of all."""
+        return micro_batch_ids(
+            ids, number, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size
+        )
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
@@ -114,12 +121,10 @@ class TrainLoader:
         step, micro_batch = divmod(index, self._gradient_accumulation_steps)
         options = self._options
         seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
-        ids = micro_batch_ids(
-            self._order.sample_ids(step), micro_batch, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
+        ids = options.take_micro_batch(self._order.sample_ids(step), micro_batch)
         num_terms = self.step_totals(step).count_terms(options.mean_over)
         denominator = num_terms / (options.dp_size * self._gradient_accumulation_steps)
-        return _collate(self._rows, ids, seq_length, denominator, options)
+        return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=options)
 
 
 class EvalLoader:
@@ -145,17 +150,15 @@ class EvalLoader:
 
     def _build_batch(self, index: int) -> Batch:
         options = self._options
-        ids = micro_batch_ids(
-            range(self._num_samples), index, options.dp_rank, options.dp_size, options.micro_batch_size
-        )
-        return _collate(self._rows, ids, self._seq_length, 1.0, options)
+        ids = options.take_micro_batch(range(self._num_samples), index)
+        return _collate(self._rows, ids, self._seq_length, loss_denominator=1.0, options=options)
 
 
 class ScoringLoader:
     """Every row exactly once over all data-parallel ranks, the longest first, in chunks of micro-batches of one shape.
 
-    For what is computed of each row by itself: rows go without those of their group. A chunk that runs short ends with rows whose
-    labels are all -100.
+    For what is computed of each row by itself: rows go without those of their group. A chunk that runs short ends with
+    rows whose labels are all -100.
     """
 
     def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
@@ -173,11 +176,11 @@ class ScoringLoader:
         options = self._options
         ids = self._ids[number * self._per_chunk : (number + 1) * self._per_chunk]
         seq_length = options.compute_seq_length(self._rows.lengths[ids])
-        rows = [
-            micro_batch_ids(ids, index, options.dp_rank, options.dp_size, options.micro_batch_size)
-            for index in range(_count_eval_micro_batches(len(ids), options))
-        ]
-        return (_collate(self._rows, of_batch, seq_length, 1.0, options) for of_batch in rows), rows
+        rows = [options.take_micro_batch(ids, index) for index in range(_count_eval_micro_batches(len(ids), options))]
+        batches = (
+            _collate(self._rows, of_batch, seq_length, loss_denominator=1.0, options=options) for of_batch in rows
+        )
+        return batches, rows
 
 
 class PlaceholderLoader:
@@ -239,7 +242,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
         options.row_plan,
         options.reads_inputs,
         options.reads_labels,
-        options.reference_file if options.reads_labels else None,
+        reference_file=options.reference_file if options.reads_labels else None,
     )
     # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
     if len(rows) != num_rows * options.group_size:
@@ -250,7 +253,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
 
 
 def _collate(
-    rows: Rows, groups: np.ndarray | range, seq_length: int, loss_denominator: float, options: LoaderOptions
+    rows: Rows, groups: np.ndarray | range, seq_length: int, *, loss_denominator: float, options: LoaderOptions
 ) -> Batch:
     ids = list_rows(groups, options.group_size)
     shape = (options.micro_batch_size * options.group_size, seq_length)

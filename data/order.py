@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, epoch, step), whatever the layout.
 
 Global batch k of an epoch is the k-th slice of the epoch's permutation, so resuming is a lookup and not a replay, and
-a run that goes on with other numbers of stages, ranks or workers sees the same data. An epoch is floor(samples / global
-batch) steps; which few samples an epoch leaves out changes from epoch to epoch.
+a run that continues with other numbers of stages, ranks or workers sees the same data. An epoch is floor(samples /
+global batch) steps; which few samples an epoch leaves out changes from epoch to epoch.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class GlobalOrder:
     num_samples: int
     global_batch_size: int
     seed: int
-    unit: str = "samples"  # what the user is told that there are too few of
+    unit: str = "samples"  # what messages say that there are too few of
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -59,9 +59,9 @@ def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
 def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Where a permutation of range(size), picked by (seed, epoch), takes these places: int64, of their shape.
 
-    No table of the permutation is made, so it costs no memory however many samples there are: a Feistel network (Luby, Rackoff 1988)
-    permutes the next power of four, and what falls outside of range(size) is sent through it again until it is inside (cycle walking;
-    Black, Rogaway 2002), fewer than four times on average.
+    No table of the permutation is made, so it costs no memory however many samples there are: a Feistel network (Luby,
+    Rackoff 1988) permutes the next power of four, and what falls outside of range(size) is sent through it again until
+    it is inside (cycle walking; Black, Rogaway 2002), fewer than four times on average.
     """
     half = np.uint64(max(3, ((size - 1).bit_length() + 1) // 2))  # bits; fewer shuffle badly
     keys = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, 2**64, ROUNDS, np.uint64)
@@ -80,13 +80,13 @@ def _encipher(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarr
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on all bits of the value: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Each bit of the result depends on all bits of the value: SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
-def micro_batch_ids(sample_ids: Ids, micro_batch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Ids:
+def micro_batch_ids(sample_ids: Ids, micro_batch: int, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> Ids:
     """The slice of a global batch that a data-parallel rank reads as its micro-batch number `micro_batch`."""
     start = (micro_batch * dp_size + dp_rank) * micro_batch_size
     return sample_ids[start : start + micro_batch_size]

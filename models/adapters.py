@@ -1,8 +1,9 @@
-"""LoRA (2106.09685) through peft: put on the layers of a stage, saved as a standard peft folder, merged layer by layer; and QLoRA
-(2305.14314), the projections beside the adapters in 4 bits, through bitsandbytes.
+"""LoRA (2106.09685) through peft: put on the layers of a stage, saved as a standard peft folder, merged layer by layer;
+and QLoRA (2305.14314), the projections beside the adapters in 4 bits, through bitsandbytes.
 
 peft works on the modules of one layer at a time, so it never sees a whole model; what it would name
-"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own, and the name in the layer.
+"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own, and the name in the
+layer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-# What peft imports tells, on machines without a GPU, of a kernel that nobody asked for: a line for the log of the rank, where there is one.
+# What peft imports reports, on machines without a GPU, a kernel that nobody asked for: a line for the log of the rank,
+# where there is one.
 logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 ReadAdapter = Callable[
@@ -69,7 +71,8 @@ def build_lora_config(layers: Sequence[Layer], target_modules: str | list[str], 
     for target in targets:
         if not any(_is_named(name, target) for name in known):
             raise UserError(
-                f"adapter.target_modules: no projection of the model is named '{target}'; there are {', '.join(short)}, or {ALL_LINEAR} for all"
+                f"adapter.target_modules: no projection of the model is named '{target}'; "
+                f"there are {', '.join(short)}, or {ALL_LINEAR} for all"
             )
     transposed = any(issubclass(module_class, Conv1D) for module_class in known.values())
     return LoraConfig(target_modules=targets, fan_in_fan_out=transposed, task_type="CAUSAL_LM", **options)
@@ -84,7 +87,8 @@ def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
 class Adapter:
     """What is put on the layers.
 
-    tensors: weights to start from, named as in a peft folder; none: peft's random ones, equal at every layout for one seed.
+    tensors: weights to start from, named as in a peft folder; none: peft's random ones, equal at every layout for one
+    seed.
     in_4bit: whether the projections of the layers that get adapters are kept in 4 bits (nf4).
     """
 
@@ -94,7 +98,8 @@ class Adapter:
     in_4bit: bool = False
 
     def attach(self, module: nn.Module, index: int, layer: Layer, parallel: TensorParallel = ALONE) -> None:
-        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules; cut as those are.
+        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its target modules; cut
+        as those are.
 
         Raises UserError for start weights that do not fit.
         """
@@ -154,7 +159,9 @@ def _list_adapted(module: nn.Module) -> list[Any]:
 
 
 def quantize_projections(module: nn.Module) -> None:
-    """Replaces a layer's projections, weights loaded, by ones in nf4 with quantized constants, which compute in the old dtype."""
+    """Replaces a layer's projections, weights loaded, by ones in nf4 with quantized constants, which compute in the old
+    dtype.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, linear in list_projections(module).items():
@@ -199,7 +206,7 @@ def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) 
 
 
 def load_lora_config(path: Path) -> LoraConfig:
-    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is no LoRA."""
+    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is not a LoRA."""
     from peft import LoraConfig
 
     fields = load_json(path / ADAPTER_CONFIG)
@@ -208,12 +215,14 @@ def load_lora_config(path: Path) -> LoraConfig:
         raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
     if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; adapters of all layers alike are carried, without it"
+            f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; "
+            "adapters of all layers alike are carried, without it"
         )
     patterns = [key for name in ("alpha_pattern", "rank_pattern") for key in fields.get(name) or {}]
     if single := [key for key in patterns if re.search(r"\d", key)]:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; adapters of all layers alike are carried, without it"
+            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; "
+            "adapters of all layers alike are carried, without it"
         )
     if not isinstance(fields.get("target_modules"), list):
         raise UserError(
@@ -222,7 +231,9 @@ def load_lora_config(path: Path) -> LoraConfig:
     try:
         return LoraConfig.from_pretrained(str(path))
     except Exception as error:  # peft validates with types of its own
-        raise UserError(f"{path / ADAPTER_CONFIG} is no config of this peft: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} is not a valid config of this peft: {' '.join(str(error).split())}"
+        ) from None
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
@@ -233,7 +244,9 @@ def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
 
 
 def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or damaged."""
+    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or
+    damaged.
+    """
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
@@ -242,7 +255,7 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a tensor, by peft's name, that no layer takes: its share of what was learned would be lost."""
+    """Raises UserError for a tensor, by peft's name, that no layer takes: what it has learned would be lost."""
     taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
     if left := sorted(set(names) - taken):
         raise UserError(

@@ -4,23 +4,28 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/pipeline_plan.py`). Trainer, converter and tests all look it up here by the checkpoint's own `model_type`. A file may
-also say, where its family differs from most:
+and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/pipeline_plan.py`). Trainer,
+converter and tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
+differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
     ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
-    tensor_parallel_plan(config)     how tensor parallelism cuts a decoder layer: the name of a part -> its Style, or Fused
-                                     without: it cannot be cut
+    tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
+                                     Fused; without it the layer cannot be sharded
 
 What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
 
-    first layer   (input_ids [B, T], position_ids [B, T], segment_ids [B, T])  -> (hidden_states [B, T, D], position_ids, segment_ids)
-    each decoder  (hidden_states, position_ids, segment_ids)                   -> (hidden_states, position_ids, segment_ids)
-    head          (hidden_states, position_ids, segment_ids)                   -> (hidden_states, head_weight [V, D])
+    first layer   (input_ids [B, T], *integers)       -> (hidden_states [B, T, D], *integers)
+    each decoder  (hidden_states, *integers)          -> (hidden_states, *integers)
+    head          (hidden_states, *integers)          -> (hidden_states, head_weight [V, D])
 
-`segment_ids` (int32) are 0 for padding, and the documents of a row from 1. Only `hidden_states` is floating, so DeepSpeed sends one gradient
-back across each boundary. Masks, angles and whatever else follows from the integers: `models/context.py`. The loss takes what the head hands
+    integers      position_ids int64 [B, T]: from 0 in each document
+                  segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
+
+`segment_ids` (int32) are 0 for padding, and the documents of a row from 1. Only `hidden_states` is floating, so
+DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever else follows from the integers:
+`models/context.py`. The loss takes what the head hands
 out: `models/losses/cross_entropy.py`.
 """
 
@@ -56,7 +61,8 @@ _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 def build_layers(config: PretrainedConfig) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
-    Raises UserError for a `model_type` that is neither in the table nor published, and for a feature that its layers do not carry.
+    Raises UserError for a `model_type` that is neither in the table nor published, and for a feature that its layers do
+    not carry.
     """
     return _load_architecture(config).build_layers(config)
 
@@ -83,17 +89,22 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         and max_seq_length > config.max_position_embeddings
     ):
         raise UserError(
-            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned {config.max_position_embeddings} positions; "
-            f"give at most max_seq_length={config.max_position_embeddings}"
+            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned "
+            f"{config.max_position_embeddings} positions; give at most max_seq_length={config.max_position_embeddings}"
         )
 
 
 def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
-    """What to tell of samples longer than the model was made for, where `check_length` lets them pass: rotary angles go on, and say nothing."""
+    """What to tell of samples longer than the model was made for, where `check_length` lets them pass: rotary angles go
+    on, and say nothing.
+    """
     known = getattr(config, "max_position_embeddings", None)
     if known is None or max_seq_length <= known:
         return ""
-    return f"max_seq_length={max_seq_length} is more than the {known:,} positions that the model is made for (max_position_embeddings)"
+    return (
+        f"max_seq_length={max_seq_length} is more than the {known:,} positions that the model is made for "
+        "(max_position_embeddings)"
+    )
 
 
 def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
@@ -127,6 +138,6 @@ def is_supported(config: PretrainedConfig) -> bool:
 
 def unsupported(model_type: str | None) -> str:
     return (
-        f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, and Llama-like ones for which transformers "
-        "publishes a pipeline plan. docs/add_a_model.md says how to add one"
+        f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
+        "and Llama-like ones for which transformers publishes a pipeline plan. docs/add_a_model.md says how to add one"
     )

@@ -1,4 +1,5 @@
-"""What the layers of a stage need beside hidden states, derived once per micro-batch from the integers that cross a boundary.
+"""What the layers of a stage need beside hidden states, derived once per micro-batch from the integers that cross a
+boundary.
 
 B micro-batch, T sequence, D hidden.
 """
@@ -16,8 +17,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding, the documents of a
-# row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
+# hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
+# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -26,12 +27,12 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 class MicroBatchContext:
     """Attention masks and rotary angles of the micro-batch that a stage is working on.
 
-    All layers of a stage share one object, and none of them derives such a thing for itself: whatever else follows from the integers of a
-    micro-batch (cumulative lengths of its documents, its padding) is derived here, once, when a layer needs it. A family that differs
-    overrides `derive_shared` or `build_mask`.
+    All layers of a stage share one object, and none of them derives such a thing for itself: whatever else follows from
+    the integers of a micro-batch (cumulative lengths of its documents, its padding) is derived here, once, when a layer
+    needs it. A family that differs overrides `derive_shared` or `build_mask`.
 
-    Not an `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to bf16 turn long
-    positions into noise.
+    Not an `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to
+    bf16 turn long positions into noise.
     """
 
     def __init__(self, config: PretrainedConfig, rotary: nn.Module | None = None) -> None:
@@ -47,9 +48,10 @@ class MicroBatchContext:
     def __call__(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
         """Keyword arguments for the `forward` of a layer whose attention is "full_attention" or "sliding_attention".
 
-        The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on untouched, so its identity (kept alive here)
-        names the micro-batch. A checkpointed layer that is recomputed later misses and computes again. Selective checkpointing follows a
-        layer operator by operator and must find the same ones again, so what is computed here is hidden from it.
+        The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on untouched, so its
+        identity (kept alive here) names the micro-batch. A checkpointed layer that is recomputed later misses and
+        computes again. Selective checkpointing follows a layer operator by operator and must find the same ones again,
+        so what is computed here is hidden from it.
         """
         position_ids = inputs[1]
         with _disable_current_modes():
@@ -72,8 +74,9 @@ class MicroBatchContext:
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
         """The mask of one type of attention, in the form that the attention implementation takes.
 
-        Documents of a packed row are kept apart by positions that restart, as `transformers` does it. Padding needs no mask: it is behind the
-        tokens, and its positions continue those of the last document, so a batch without packed rows has none at all.
+        Documents of a packed row are kept apart by positions that restart, as `transformers` does it. Padding needs no
+        mask: it is behind the tokens, and its positions continue those of the last document, so a batch without packed
+        rows has none at all.
         """
         hidden_states, position_ids, _ = inputs
         return _MASKS[attention_type](

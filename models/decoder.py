@@ -1,7 +1,8 @@
-"""What decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`' decoder layers.
+"""What decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`' decoder
+layers.
 
-The classes subclass the modules whose parameters they hold, so a layer's parameter names are the Hugging Face names without
-their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
+The classes subclass the modules whose parameters they hold, so a layer's parameter names are the Hugging Face names
+without their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Embedding(nn.Embedding):
 
 
 class PipelineDecoderLayer(nn.Module):
-    """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden states."""
+    """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden
+    states.
+    """
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
@@ -48,7 +51,9 @@ class PipelineDecoderLayer(nn.Module):
         return super().forward(inputs[0], **self.context(inputs, self.attention_type)), *inputs[1:]
 
     def share_heads(self, rank: int, size: int) -> None:
-        """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks how many heads it has."""
+        """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks
+        how many heads it has.
+        """
 
 
 class PipelineNorm(nn.Module):
@@ -81,8 +86,8 @@ class LMHead(nn.Linear):
 def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
     """(hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
 
-    The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up with each
-    micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
+    The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up
+    with each micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)

@@ -1,8 +1,8 @@
 """DeepSeek V3 (2412.19437): latent attention, the first layers dense, then a mixture of experts with one shared expert.
 
-On disk each expert has its own matrices; in memory those of a layer are stacked, so that they can be multiplied in one call.
-The bias that balances the experts' load is a buffer, kept in its own dtype and not trained. Layers past `num_hidden_layers` in
-the published weights predict further tokens; they are left out, as `transformers` does.
+On disk each expert has its own matrices; in memory those of a layer are stacked, so that they can be multiplied in one
+call. The bias that balances the experts' load is a buffer, kept in its own dtype and not trained. Layers past
+`num_hidden_layers` in the published weights predict further tokens; they are left out, as `transformers` does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class FinalNorm(PipelineNorm, DeepseekV3RMSNorm):
 
 
 def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
-    """Heads are cut behind the compressed queries, keys and values, which each rank has whole; the router too. Dense layers have the MLP's
-    parts, the others the experts'."""
+    """Heads are cut behind the compressed queries, keys and values, which each rank has whole; the router too. Dense
+    layers have the MLP's parts, the others the experts'.
+    """
     whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     attention = {
         "q_proj": Style.COLUMN,
@@ -64,7 +65,9 @@ def build_layers(config: DeepseekV3Config) -> list[Layer]:
 
 
 def stacked_experts(num_experts: int, intermediate_size: int) -> dict[str, list[Piece]]:
-    """Which matrices on disk make up the stacked ones: gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
+    """Which matrices on disk make up the stacked ones: gate_up_proj [experts, 2 x intermediate, D], down_proj [experts,
+    D, intermediate].
+    """
     gate, up = slice(0, intermediate_size), slice(intermediate_size, 2 * intermediate_size)
     name = "mlp.experts.{}.{}_proj.weight"
     return {

@@ -1,6 +1,8 @@
-"""Gemma 2 (2408.00118): scaled embedding, soft caps on attention scores and logits, windows in every other layer, tied head.
+"""Gemma 2 (2408.00118): scaled embedding, soft caps on attention scores and logits, windows in every other layer, tied
+head.
 
-The cap on the logits is the loss's business (`models.losses.cross_entropy.build_loss`); the one on attention scores rules out SDPA.
+The cap on the logits is the loss's business (`models.losses.cross_entropy.build_loss`); the one on attention scores
+rules out SDPA.
 """
 
 from __future__ import annotations

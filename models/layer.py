@@ -1,4 +1,5 @@
-"""What a model is made of: layers, the pieces that their tensors are stored in, and how tensor parallelism shards their parts.
+"""What a model is made of: layers, the pieces that their tensors are stored in, and how tensor parallelism shards their
+parts.
 
 Below every family, so that a family imports this and nothing that looks families up.
 """
@@ -19,19 +20,25 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A Hugging Face tensor that is a part of one of the module's: `tensor[index]`. `hf_name` is without the layer's prefix."""
+    """A Hugging Face tensor that is a part of one of the module's: `tensor[index]`. `hf_name` is without the layer's
+    prefix.
+    """
 
     hf_name: str
     index: tuple[int | slice, ...] = ()
 
 
 class Style(Enum):
-    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and `models/parallel/tensor_parallel.py`."""
+    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and
+    `models/parallel/tensor_parallel.py`.
+    """
 
     COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
     ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
-    SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, in a block that is cut behind it: the gradients are summed
-    EXPERTS = "experts"  # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
+    # whole on each rank, in a block that is cut behind it: the gradients are summed
+    SUMMED = "replicated_with_grad_allreduce"
+    # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
+    EXPERTS = "experts"
     NORM = (
         "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
     )
@@ -40,7 +47,9 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Fused:
-    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each cut by itself."""
+    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each
+    cut by itself.
+    """
 
     sizes: tuple[int, ...]
 
@@ -56,7 +65,8 @@ class Layer:
     tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
     pieces: of a tensor that Hugging Face keeps in several.
-    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty without it.
+    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty
+    without it.
     """
 
     hf_prefix: str
@@ -89,11 +99,12 @@ class Layer:
         return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
 
     def get_pieces(self, name: str) -> list[Piece]:
-        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; most often one, all of it."""
+        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""
         return [Piece(self.hf_prefix + piece.hf_name, piece.index) for piece in self.pieces.get(name, (Piece(name),))]
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
     return UserError(
-        f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; give tensor_parallel_size=1 and more num_stages"
+        f"tensor_parallel_size: a '{config.model_type}' cannot be cut: {reason}; "
+        "give tensor_parallel_size=1 and more num_stages"
     )

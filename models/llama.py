@@ -1,4 +1,6 @@
-"""Llama 1 to 3.x: rotary positions with every rope scaling of `transformers`, grouped-query attention, tied or untied head."""
+"""Llama 1 to 3.x: rotary positions with every rope scaling of `transformers`, grouped-query attention, tied or untied
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """MPT: ALiBi (2108.12409) in place of positions, no biases, tied head.
 
-`transformers` has one attention for it, written out: scores of [B, heads, T, T] are made, whatever `attn_implementation` says.
+`transformers` has one attention for it, written out: scores of [B, heads, T, T] are made, whatever
+`attn_implementation` says.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def tensor_parallel_plan(config: MptConfig) -> Styles:
 
 
 def build_layers(config: MptConfig) -> list[Layer]:
-    """Raises UserError for what MosaicML's own code has and `transformers` leaves out without a word."""
+    """Raises UserError for what MosaicML's own code has and `transformers` leaves out silently."""
     for field, ignored in {"prefix_lm": False, "qk_ln": False, "alibi": True}.items():
         if getattr(config.attn_config, field) != ignored:
             raise UserError(
-                f"config.json: attn_config.{field}={getattr(config.attn_config, field)} is not carried by transformers' MPT"
+                f"config.json: attn_config.{field}={getattr(config.attn_config, field)} "
+                "is not carried by transformers' MPT"
             )
     return build_decoder(config, DecoderLayer, FinalNorm, AlibiContext(config), names=NAMES)

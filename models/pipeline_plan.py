@@ -1,8 +1,10 @@
-"""Families without a file here, through the pipeline plan that `transformers` publishes for them (`base_model_pp_plan`).
+"""Families without a file here, through the pipeline plan that `transformers` publishes for them
+(`base_model_pp_plan`).
 
-The plan names the embedding, the layers and the final norm. It does not say what else a model does: a scaled embedding, capped or scaled
-logits, a mask of its own kind. So before such a model is used it is proven: a small one of the same config, random weights, run here and by
-`transformers`, must give the same loss and the same gradients. What differs is refused, with the difference.
+The plan names the embedding, the layers and the final norm. It does not say what else a model does: a scaled embedding,
+capped or scaled logits, a mask of its own kind. So before such a model is used it is proven: a small one of the same
+config, random weights, run here and by `transformers`, must give the same loss and the same gradients. What differs is
+refused, with the difference.
 """
 
 from __future__ import annotations
@@ -23,12 +25,23 @@ from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 BOUND = 1e-5  # of a relative difference, in fp32
-# A small model keeps the config's other fields. Those that it does not have are left away.
+# A small model keeps the config's other fields. Those that it does not have are omitted.
 _SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
-    "max_position_embeddings": 64, "sliding_window": 6, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attention_dropout": 0.0,
-    "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "sliding_window": 6,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout"), 0.0),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+}
 _NUM_LAYERS = 4
 _proven: dict[str, str | None] = {}  # a config -> why its plan does not suffice
 
@@ -40,8 +53,9 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
         _proven[key] = _find_fault(config)
     if _proven[key] is not None:
         raise UserError(
-            f"model_type '{config.model_type}' has no file in models/, and the pipeline plan that transformers publishes for it does not "
-            f"suffice: {_proven[key]}. docs/add_a_model.md says how to write the file"
+            f"model_type '{config.model_type}' has no file in models/, "
+            f"and the pipeline plan that transformers publishes for it does not suffice: {_proven[key]}. "
+            "docs/add_a_model.md says how to write the file"
         )
     return _assemble(config)
 
@@ -56,10 +70,14 @@ def _find_fault(config: PretrainedConfig) -> str | None:
     except UserError as error:
         return str(error)
     except Exception as error:  # other people's code, on a config it was not made for
-        return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        words = " ".join(str(error).split())[:160]
+        return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {words})"
     if worst < BOUND:
         return None
-    return f"it does something that its plan does not tell, since '{name}' of a small model differs by {worst:.0e} from that of transformers"
+    return (
+        f"it does something that its plan does not say, since '{name}' of a small model differs by {worst:.0e} "
+        "from that of transformers"
+    )
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:

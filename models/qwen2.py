@@ -1,4 +1,6 @@
-"""Qwen2 and 2.5: biases on the query, key and value projections; a sliding window in the upper layers where the config asks for it."""
+"""Qwen2 and 2.5: biases on the query, key and value projections; a sliding window in the upper layers where the config
+asks for it.
+"""
 
 from __future__ import annotations
 

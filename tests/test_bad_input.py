@@ -268,7 +268,7 @@ def edit_json(file: Path, **fields: object) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "missing": (shutil.rmtree, ("model_name_or_path '{folder}' is no folder here",)),
+    "missing": (shutil.rmtree, ("model_name_or_path '{folder}' is not a folder here",)),
     "no checkpoint": (lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()], ("{folder} holds no config.json",)),
     "half-copied": (lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(), ("{folder}/global_step0 is incomplete", "layer_03-model_states.pt")),
     "without its step": (lambda d: shutil.rmtree(d / "global_step0"), ("{folder}/latest names 'global_step0'", "incomplete")),
@@ -358,7 +358,7 @@ def test_a_malformed_line_through_the_launcher(root: Path, tmp_path: Path) -> No
         run_deepspeed(arguments(root, tmp_path, f"train_file={file}"), tmp_path),
         "error",
         f"{file}:11: not valid JSON",
-        "mend or remove the line",
+        "fix or remove the line",
     )
 
 

@@ -1,8 +1,8 @@
 """Conversations: `chat template up to an assistant turn | the turn up to its end token | ... | the last one`.
 
-Loss is on assistant turns alone, each with its end token; system, user and tool turns are masked. Three layouts of a record
-are read, told apart by its fields: `messages` (role, content), ShareGPT's `conversations` (from, value), and Alpaca's
-`instruction`, `input`, `output`.
+Loss is on assistant turns alone, each with its end token; system, user and tool turns are masked. Three layouts of a
+record are read, distinguished by its fields: `messages` (role, content), ShareGPT's `conversations` (from, value), and
+Alpaca's `instruction`, `input`, `output`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ ALPACA_FIELDS = ("instruction", "output")
 
 @dataclass(frozen=True)
 class ChatEncoder(PieceEncoder):
-    """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. A field `tools` goes to the chat template."""
+    """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. `tools` goes to the chat template."""
 
     messages_field: str = "messages"
 
@@ -70,14 +70,15 @@ def read_sharegpt(record: dict, location: str) -> object:
         isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns
     ):
         raise UserError(
-            f"{location}: {SHAREGPT_FIELD} must be a list of objects with a from and a value; mend or remove the record"
+            f"{location}: {SHAREGPT_FIELD} must be a list of objects with a from and a value; fix or remove the record"
         )
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for number, turn in enumerate(turns, start=1):
         role = SHAREGPT_ROLES.get(check_text(turn["from"], f"{location}: turn {number}: from"))
         if role is None:
             raise UserError(
-                f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; mend or remove the record"
+                f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; "
+                "fix or remove the record"
             )
         messages.append({"role": role, "content": turn["value"]})
     return messages
@@ -93,10 +94,11 @@ def read_alpaca(record: dict, location: str) -> list[dict]:
 
 
 def split_messages(
-    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None, first_target: int = 0
+    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None, *, first_target: int = 0
 ) -> list[Piece]:
-    """The pieces of a conversation; `tools` are the descriptions that the template shows the model. first_target: the message before which
-    assistant turns are no targets."""
+    """The pieces of a conversation; `tools` are the descriptions that the template shows the model. first_target: the
+    message before which assistant turns are no targets.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             f"{location}: the record holds messages, but the tokenizer has no chat template; use the tokenizer of a"
@@ -104,8 +106,8 @@ def split_messages(
         )
     turns = _check_messages(messages, location)
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; mend or remove the record")
-    pieces = _split_conversation(turns, location, tokenizer, tools, first_target)
+        raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; fix or remove the record")
+    pieces = _split_conversation(turns, location, tokenizer, tools, first_target=first_target)
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
     last, _ = pieces[-1]
@@ -117,7 +119,7 @@ def split_messages(
 def _check_messages(messages: object, location: str) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise UserError(
-            f"{location}: messages must be a list of objects with a role and a content; mend or remove the record"
+            f"{location}: messages must be a list of objects with a role and a content; fix or remove the record"
         )
     before = ""
     for number, message in enumerate(messages, start=1):
@@ -130,12 +132,10 @@ def _check_messages(messages: object, location: str) -> list[dict]:
 def _check_message(message: object, before: str, where: str) -> str:
     """The role of a message that stands behind one of role `before`."""
     if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & message.keys():
-        raise UserError(f"{where} must be an object with a role and a content; mend or remove the record")
+        raise UserError(f"{where} must be an object with a role and a content; fix or remove the record")
     role = check_text(message["role"], f"{where}: role")
     if role not in PREDECESSORS:
-        raise UserError(
-            f"{where} has the role '{role}'; known are {', '.join(PREDECESSORS)}; mend or remove the record"
-        )
+        raise UserError(f"{where} has the role '{role}'; known are {', '.join(PREDECESSORS)}; fix or remove the record")
     calls = message.get("tool_calls")
     content = (
         "" if calls and message.get("content") is None else check_text(message.get("content"), f"{where}: content")
@@ -148,14 +148,14 @@ def _check_message(message: object, before: str, where: str) -> str:
         allowed = " or ".join(name or "nothing" for name in PREDECESSORS[role])
         article = "an" if role == ASSISTANT else "a"
         raise UserError(
-            f"{where} is {article} {role} turn behind {before or 'nothing'}, where only {allowed} may stand; mend the order, join"
-            " the turns, or remove the record"
+            f"{where} is {article} {role} turn behind {before or 'nothing'}, where only {allowed} may stand; "
+            "fix the order, join the turns, or remove the record"
         )
     return role
 
 
 def _split_conversation(
-    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, first_target: int
+    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, *, first_target: int
 ) -> list[Piece]:
     """Cut the rendered conversation before each assistant turn and after its end token.
 
@@ -187,8 +187,8 @@ def _keep_shown(
 ) -> tuple[list[Piece], str]:
     """The pieces, and their text, as the template shows them once there are more turns: `before`.
 
-    Phi-3's ends a conversation, and no turn, with the eos token: the last piece goes without. Qwen 3's and others leave the thoughts of earlier
-    turns out: what the model is shown then was never its target, so none of it is one.
+    Phi-3's ends a conversation, and no turn, with the eos token: the last piece goes without. Qwen 3's and others leave
+    the thoughts of earlier turns out: what the model is shown then was never its target, so none of it is one.
     """
     shorter = done.removesuffix(str(tokenizer.eos_token))
     if not before.startswith(shorter):
@@ -218,5 +218,5 @@ def _render(
     except (TemplateError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{location}: the chat template refuses the messages: {reason}; mend or remove the record"
+            f"{location}: the chat template refuses the messages: {reason}; fix or remove the record"
         ) from None

@@ -23,7 +23,8 @@ from errors import UserError
 class Encoding:
     """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
 
-    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one first.
+    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one
+    first.
     """
 
     encoder: Encoder
@@ -89,7 +90,8 @@ def _encode_records(
             made = encode(parse_record(record.location, record.text), record.location, tokenizer)
             if isinstance(made, tuple) != (encoding.samples_per_record == 2):
                 raise UserError(
-                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, and one sample otherwise"
+                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
+                    "and one sample otherwise"
                 )
             encoded.append(made)
         except UserError as error:

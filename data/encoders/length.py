@@ -43,16 +43,17 @@ def fit_sample(
 ) -> tuple[list[Sample], LengthCounts]:
     """The samples of at most `max_seq_length` tokens (None: of any length) that a sample becomes.
 
-    None of them has a label on its first token, which nothing predicts. A piece without a target is left out and counted.
-    Raises `UserError` for a sample without a target, and for one whose targets are all cut away by `truncate`.
+    None of them has a label on its first token, which nothing predicts. A piece without a target is left out and
+    counted. Raises `UserError` for a sample without a target, and for one whose targets are all cut away by `truncate`.
     """
     length, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
     if length != len(sample["labels"]):
         raise UserError(
-            f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; one for each is needed"
+            f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; "
+            "one for each is needed"
         )
     if num_targets == 0:
-        raise UserError(f"{location}: no token of the record carries loss; mend or remove it")
+        raise UserError(f"{location}: no token of the record carries loss; fix or remove it")
     if max_seq_length is None or length <= max_seq_length:
         return [_cut(sample, 0, length)], LengthCounts()
     starts = {
@@ -105,7 +106,8 @@ def fit_pair(
         return [], counts
     if fitted[0] == fitted[1]:
         raise UserError(
-            f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; raise it, or remove the record"
+            f"{location}: the two answers are the same up to max_seq_length={max_seq_length} tokens; "
+            "raise it, or remove the record"
         )
     return fitted, counts
 
@@ -123,5 +125,6 @@ def _describe_lost(sample: Sample, location: str, max_seq_length: int) -> str:
     prompt_length = next(i for i, label in enumerate(sample["labels"]) if label != IGNORE_INDEX)
     return (
         f"{location}: the prompt has {prompt_length} tokens and max_seq_length is {max_seq_length}, so no token of the"
-        " completion is left to train on; raise max_seq_length, set data.length_policy=drop, or shorten or remove the record"
+        " completion is left to train on; raise max_seq_length, set data.length_policy=drop, or shorten or remove the"
+        " record"
     )

@@ -1,10 +1,14 @@
-"""Preferences: one prompt and two answers, of which the first was preferred; each answer is a sample, and the two stay together.
+"""Preferences: one prompt and two answers, of which the first was preferred; each answer is a sample, and the two stay
+together.
 
-Text:      `[bos] prompt_template(prompt) | chosen eos` and `[bos] prompt_template(prompt) | rejected eos`, targets behind the bar.
-Messages:  the conversation up to the answers by the tokenizer's chat template, and in the answers assistant turns alone are targets.
+Text:      `[bos] prompt_template(prompt) | chosen eos` and `[bos] prompt_template(prompt) | rejected eos`, targets
+           behind the bar.
+Messages:  the conversation up to the answers by the tokenizer's chat template, and in the answers assistant turns
+           alone are targets.
 
-Prompt and answers may each be a text or a list of messages; a text among messages is what the user asks, or what the assistant answers.
-Answers that are whole conversations, from their first turn, need no prompt: it is the turns that both have in common.
+Prompt and answers may each be a text or a list of messages; a text among messages is what the user asks, or what the
+assistant answers. Answers that are whole conversations, from their first turn, need no prompt: it is the turns that
+both have in common.
 """
 
 from collections.abc import Sequence
@@ -33,7 +37,9 @@ class PreferenceEncoder(PieceEncoder):
         check_template(self.prompt_template)
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
-        """The pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or nothing is preferred."""
+        """The pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or nothing
+        is preferred.
+        """
         get_eos(tokenizer)  # there is one
         prompt, *answers = self._read_fields(record, location)
         for field, answer in zip((self.chosen_field, self.rejected_field), answers):
@@ -43,7 +49,8 @@ class PreferenceEncoder(PieceEncoder):
                 raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
         if answers[0] == answers[1]:
             raise UserError(
-                f"{location}: fields '{self.chosen_field}' and '{self.rejected_field}' are the same, so nothing is preferred; mend or remove the record"
+                f"{location}: fields '{self.chosen_field}' and '{self.rejected_field}' are the same, "
+                "so nothing is preferred; fix or remove the record"
             )
         if not isinstance(prompt, list):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
@@ -54,7 +61,7 @@ class PreferenceEncoder(PieceEncoder):
                 return chosen, rejected
         turns = _as_messages(prompt, "user")
         chosen, rejected = (
-            _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, record.get("tools"))
+            _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, tools=record.get("tools"))
             for answer in answers
         )
         return chosen, rejected
@@ -85,7 +92,7 @@ def _as_messages(value: str | list, role: str) -> list:
 
 
 def _split_answer(
-    prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, tools: object
+    prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, *, tools: object
 ) -> list[Piece]:
     """The pieces of the conversation, those of assistant turns in the prompt no targets."""
     return split_messages([*prompt, *answer], location, tokenizer, tools, first_target=len(prompt))

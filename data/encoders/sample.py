@@ -1,7 +1,8 @@
 """What an encoder makes of a record: token ids, and labels aligned with them as in Hugging Face.
 
-`labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets. So the
-first token of a sample is never predicted, and targets are counted after the shift. A kind of data is a class with the shape of `Encoder`.
+`labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets.
+So the first token of a sample is never predicted, and targets are counted after the shift. A kind of data is a class
+with the shape of `Encoder`.
 """
 
 from typing import Protocol, TypedDict
@@ -9,7 +10,8 @@ from typing import Protocol, TypedDict
 from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
-# A sample that is cut goes on with the last token of the piece before: the token after the cut is predicted from something.
+# A sample that is cut goes on with the last token of the piece before: the token after the cut is predicted from
+# something.
 OVERLAP = 1
 
 
@@ -25,7 +27,9 @@ class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
-        """The whole sample, of any length; two of them where the data is preferences. Raises `UserError` naming `location` for a record that cannot be read."""
+        """The whole sample, of any length; two of them where the data is preferences. Raises `UserError` naming
+        `location` for a record that cannot be read.
+        """
         ...
 
 

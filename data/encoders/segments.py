@@ -1,7 +1,7 @@
 """Text in pieces, tokenized so that no token straddles the place where loss begins or ends.
 
-Pieces are tokenized separately: that is where generation starts too. Targets are marked by their place and never by their
-id, so a tokenizer whose pad token is its eos token trains the end token like any other.
+Pieces are tokenized separately: that is where generation starts too. Targets are marked by their place and never by
+their id, so a tokenizer whose pad token is its eos token trains the end token like any other.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,9 @@ class PieceEncoder(ABC):
     def split(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase
     ) -> list[Piece] | tuple[list[Piece], list[Piece]]:
-        """The pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming `location` for a record that cannot be read."""
+        """The pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming `location` for a
+        record that cannot be read.
+        """
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
         pieces = self.split(record, location, tokenizer)
@@ -44,21 +46,24 @@ def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
 def check_text(value: object, where: str) -> str:
     """`value`, if it is text. Raises `UserError` naming `where` if it is not."""
     if not isinstance(value, str):
-        raise UserError(f"{where} must be text, not {type(value).__name__}; mend or remove the record")
+        raise UserError(f"{where} must be text, not {type(value).__name__}; fix or remove the record")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError(f"{where} holds half of a surrogate pair, no character; mend or remove the record") from None
+        raise UserError(f"{where} holds half of a surrogate pair, no character; fix or remove the record") from None
     return value
 
 
 def get_fields(record: dict, named: dict[str, str], location: str) -> list[object]:
-    """The values of the fields that config keys name (key -> field). Raises `UserError` with what the record has instead."""
+    """The values of the fields that config keys name (key -> field). Raises `UserError` with what the record has
+    instead.
+    """
     missing = {key: field for key, field in named.items() if field not in record}
     if missing:
         present = ", ".join(f"'{field}'" for field in record) or "no fields"
         raise UserError(
-            f"{location}: no field '{next(iter(missing.values()))}'; the record has {present}; set {' and '.join(missing)}"
+            f"{location}: no field '{next(iter(missing.values()))}'; the record has {present}; "
+            f"set {' and '.join(missing)}"
         )
     return [record[field] for field in named.values()]
 

@@ -1,4 +1,4 @@
-"""Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss behind the bar, the end token included."""
+"""Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss behind the bar, end token included."""
 
 from dataclasses import dataclass
 

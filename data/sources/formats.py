@@ -1,4 +1,4 @@
-"""One reader a file format, told by the file's name: records as JSON text with the place where they stand.
+"""One reader per file format, chosen by the file's name: records as JSON text with their place in the file.
 
     .parquet                  a record a row
     .csv .tsv                 a record a row, the fields named by the first line
@@ -6,8 +6,8 @@
     .json                     an array of objects, or JSON lines
     anything else             JSON lines
 
-All but Parquet may be compressed: `.gz`, `.zst`. What spoils one record (a line that is not UTF-8) is told in its `problem`;
-what spoils the file (a damaged archive, a broken array) raises `UserError`.
+All but Parquet may be compressed: `.gz`, `.zst`. What spoils one record (a line that is not UTF-8) is named in its
+`problem`; what spoils the file (a damaged archive, a broken array) raises `UserError`.
 """
 
 import csv
@@ -37,7 +37,7 @@ MAX_CSV_FIELD = 2**31 - 1
 
 @dataclass(frozen=True)
 class RawRecord:
-    """location: what an error message names (`train.jsonl:12`). problem: the message where the record cannot be read."""
+    """location: what an error message names (`train.jsonl:12`). problem: the message if the record cannot be read."""
 
     location: str
     text: str = ""
@@ -61,7 +61,9 @@ def read_file(path: str) -> Iterator[RawRecord]:
 
 
 def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
-    """From the size of the file and from what the first records (of this file, or of one like it) are long; exact where the format says it."""
+    """From the size of the file and from what the first records (of this file, or of one like it) are long; exact where
+    the format says it.
+    """
     kind, compression = _split_suffixes(path)
     if kind in TEXT_SUFFIXES:
         return 1
@@ -151,7 +153,7 @@ def _read_array(path: str) -> Iterator[RawRecord]:
         records = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(f"{path}:{line}: not valid JSON: {describe_json_error(error)}; mend the file") from None
+        raise UserError(f"{path}:{line}: not valid JSON: {describe_json_error(error)}; fix the file") from None
     for number, record in enumerate(records, start=1):
         yield RawRecord(f"{path}: record {number}", json.dumps(record))
 
@@ -175,7 +177,7 @@ def _read_whole(path: str) -> str:
 
 def _read_table(path: str, separator: str) -> Iterator[RawRecord]:
     csv.field_size_limit(MAX_CSV_FIELD)
-    # A byte that is not UTF-8 becomes half of a surrogate pair, and is told with the record that it spoils.
+    # A byte that is not UTF-8 becomes half of a surrogate pair, and is reported with the record that it spoils.
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         rows = csv.reader(text, delimiter=separator, strict=True)
         names: list[str] = []
@@ -187,7 +189,7 @@ def _read_table(path: str, separator: str) -> Iterator[RawRecord]:
                 return
             except csv.Error as error:
                 raise UserError(
-                    f"{path}:{line}: not valid CSV: {error}; mend the quotes that open on that line"
+                    f"{path}:{line}: not valid CSV: {error}; fix the quotes that open on that line"
                 ) from None
             location = f"{path}:{line}"
             line = rows.line_num + 1
@@ -205,7 +207,10 @@ def _check_header(names: list[str], location: str) -> list[str]:
 
 def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
     if len(row) != len(names):
-        problem = f"{location}: {len(row)} columns, but the first line names {len(names)} ({', '.join(names)}); mend or remove the row"
+        problem = (
+            f"{location}: {len(row)} columns, but the first line names {len(names)} ({', '.join(names)}); "
+            "fix or remove the row"
+        )
         return RawRecord(location, problem=problem)
     try:
         "".join(row).encode("utf-8")
@@ -215,8 +220,9 @@ def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
 
 
 def drop_absent(record: dict) -> dict:
-    """A record of Arrow without what it has not: all objects of a column have the fields of each of them there, null where they have none,
-    which a chat template would take for a call of a tool, or show the model."""
+    """A record of Arrow without what it has not: all objects of a column have the fields of each of them there, null
+    where they have none, which a chat template would take for a call of a tool, or show the model.
+    """
     return {name: _drop_nulls(value) for name, value in record.items()}
 
 
@@ -233,12 +239,13 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
             for batch in file.iter_batches(batch_size=1000):
                 for record in batch.to_pylist():
                     number += 1
-                    # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+                    # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are
+                    # text.
                     yield RawRecord(f"{path}: row {number}", json.dumps(drop_absent(record), default=str))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"{path} cannot be read after row {number}: {reason}; it is damaged or no Parquet file"
+            f"{path} cannot be read after row {number}: {reason}; it is damaged or not a Parquet file"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """Several sources in given proportions: how often each sample comes in one epoch.
 
-By `weight`, an epoch is as short as it can be with every source seen whole at least once: the source that is scarcest against
-its weight is seen more often, never the others less. By `epochs`, each source comes that many times. A part of an epoch is a
-random choice of samples, the same in every run.
+By `weight`, an epoch is as short as it can be with every source seen whole at least once: the source that is scarcest
+against its weight is seen more often, never the others less. By `epochs`, each source comes that many times. A part of
+an epoch is a random choice of samples, the same in every run.
 
 N samples, S sources, P samples of the mixture.
 """
@@ -68,7 +68,7 @@ class Mixture:
         if not totals.all():
             number = int(np.flatnonzero(totals == 0)[0]) + 1
             raise UserError(
-                f"train_file: entry {number} of the mixture has no sample left; leave it out, or mend its data"
+                f"train_file: entry {number} of the mixture has no sample left; leave it out, or fix its data"
             )
         shares = np.array(self.shares)
         if self.kind is ShareKind.EPOCHS:

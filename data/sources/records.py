@@ -1,9 +1,9 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
-A source is one file, in a format that its name tells (`data/sources/formats.py`), `hf:NAME[:SPLIT]`, read through `datasets`, or
-`own:SPEC`, one's own function that returns records (`data/components.py`). A record travels as JSON text and is parsed where it is
-tokenized, so that parsing is spread over the processes too. Every mistake in a file raises `UserError`; one that spoils a single record
-travels with it, so that the record can be skipped.
+A source is one file, in a format that its name says (`data/sources/formats.py`), `hf:NAME[:SPLIT]`, read through
+`datasets`, or `own:SPEC`, a user-defined function that returns records (`data/components.py`). A record travels as JSON
+text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every mistake in a file
+raises `UserError`; one that spoils a single record travels with it, so that the record can be skipped.
 """
 
 import glob
@@ -67,7 +67,9 @@ def read_records(source: str) -> Iterator[RawRecord]:
 
 
 def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | None:
-    """first: the first records of this source or of one like it. None for one's own function, which must be called to know."""
+    """first: the first records of this source or of one like it. None for a user-defined function, which must be
+    called to know.
+    """
     if source.startswith(COMPONENT_PREFIX):
         return None
     return len(_load_hub(source)) if source.startswith(HUB_PREFIX) else formats.estimate_num_records(source, first)
@@ -111,7 +113,9 @@ def _load_hub(source: str) -> Dataset:
 
 @contextmanager
 def _offline_unless_reached() -> Iterator[None]:
-    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); told so, it looks for a copy in its cache at once."""
+    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); offline, it looks for a copy
+    in its cache at once.
+    """
     offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = offline or not _reaches_hub()
     try:
@@ -136,8 +140,9 @@ def parse_record(location: str, json_text: str) -> dict:
         )  # else what is missing at the end is reported in column 1 of a line after it
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{location}: not valid JSON: {describe_json_error(error)}; mend or remove the line (JSON lines hold one whole object a line)"
+            f"{location}: not valid JSON: {describe_json_error(error)}; fix or remove the line "
+            "(JSON lines hold one whole object per line)"
         ) from None
     if not isinstance(record, dict):
-        raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; mend or remove it")
+        raise UserError(f"{location}: a record must be a JSON object, not a {type(record).__name__}; fix or remove it")
     return record

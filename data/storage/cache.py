@@ -1,7 +1,7 @@
 """The cache of tokenized data: the names of its folders, and one writer at a time.
 
-A folder's name is a hash of everything that its tokens depend on. So whatever changes, a file among it, leads to another
-folder and is tokenized again.
+A folder's name is a hash of everything that its tokens depend on. So whatever changes, a file among it, leads to
+another folder and is tokenized again.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ BACKEND_CALL_STATE = ("truncation", "padding")
 def compute_cache_key(
     sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """A hash of the sources (path, size, time of change), the encoder, the tokenizer and whatever else is in `options`."""
+    """A hash of the sources (path, size, time of change), the encoder, the tokenizer and what else is in `options`."""
     state = {
         "format_version": FORMAT_VERSION,
         "sources": [[_describe_source(source) for source in group] for group in sources],
@@ -63,7 +63,9 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
 
 @contextmanager
 def lock_folder(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """A kernel lock on what is made at `path`: it ends with the process that holds it, however that ends. The empty file stays."""
+    """A kernel lock on what is made at `path`: it ends with the process that holds it, however that ends. The empty
+    file stays.
+    """
     file = path.with_suffix(".lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How much disk a tokenized folder will need, told before it is made."""
+"""How much disk a tokenized folder will need, computed before it is made."""
 
 import shutil
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SizeEstimate:
 
 
 def estimate_size(sources: Sequence[Sequence[str]], encoding: Encoding) -> SizeEstimate | None:
-    """sources: the files of each entry. None where nothing tells how many records there are, or how large they get."""
+    """sources: the files of each entry. None where nothing says how many records there are, or how large they get."""
     skipping = replace(encoding, on_bad_record=OnBadRecord.skip)
     num_records = num_bytes = 0.0
     for group in sources:
@@ -48,8 +48,8 @@ def check_room(num_bytes: int, folder: Path, key: str) -> int:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise UserError(
-            f"{key}: tokenized it will need about {describe_bytes(num_bytes)}, and in {folder} {describe_bytes(free)} are free; make room, or "
-            "choose another folder with data.cache_dir"
+            f"{key}: tokenized it will need about {describe_bytes(num_bytes)}, and in {folder} "
+            f"{describe_bytes(free)} are free; make room, or choose another folder with data.cache_dir"
         )
     return free
 

@@ -1,7 +1,8 @@
 """Which samples share a row of `max_seq_length` tokens: pure functions of the samples' lengths.
 
-`pack_best_fit` is best-fit decreasing, the packing of 2107.02027: the longest sample first, each into the fullest row that
-still has room for it. Whole samples only. `concatenate` lays documents end to end and cuts them where a row is full.
+`pack_best_fit` is best-fit decreasing, the packing of 2107.02027: the longest sample first, each into the fullest row
+that still has room for it. Whole samples only. `concatenate` lays documents end to end and cuts them where a row is
+full.
 
 N samples, P pieces (a piece is what one row holds of one sample), R rows, T max_seq_length.
 """
@@ -53,8 +54,8 @@ def pack_best_fit(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: i
 def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """The row of each sample, and the number of rows. lengths: decreasing, [P].
 
-    Samples of one length are placed together. In the fullest row that fits, room for k of them is filled with k: once one
-    is in, that row is fuller than any other that fits. So whole runs of rows with equal room are filled at once.
+    Samples of one length are placed together. In the fullest row that fits, room for k of them is filled with k: once
+    one is in, that row is fuller than any other that fits. So whole runs of rows with equal room are filled at once.
     """
     row_of = np.empty(len(lengths), dtype=np.int64)
     rows_with_room = _RowsByRoom()
@@ -106,9 +107,9 @@ class _RowsByRoom:
 def concatenate(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: int) -> Pieces:
     """The documents `sample_ids` [P'] end to end, cut where a row is full.
 
-    A document that goes on in the next row starts there with the last token of the row before, so that each token but a
-    document's first is predicted exactly once. A row's last slot stays empty rather than hold one token of a new piece, which
-    nothing could predict from.
+    A document that continues in the next row starts there with the last token of the row before, so that each token
+    but a document's first is predicted exactly once. A row's last slot stays empty rather than hold one token of a new
+    piece, which nothing could predict from.
     """
     ids: list[int] = []
     starts: list[int] = []

@@ -1,7 +1,7 @@
 """What the reference model thinks of each sample of a preference data set: computed once, kept beside its tokens.
 
-`KEY/reference-ID.npy`: the sum of the log-probabilities of each sample's targets, float64 [N]. ID says which model computed it. The file
-appears whole, by a rename, or not at all.
+`KEY/reference-ID.npy`: the sum of the log-probabilities of each sample's targets, float64 [N]. ID says which model
+computed it. The file appears whole, by a rename, or not at all.
 """
 
 from pathlib import Path
@@ -29,5 +29,5 @@ def is_whole(file: Path, num_samples: int) -> bool:
 
 
 def save_reference(file: Path, log_probabilities: np.ndarray, writer: int) -> None:
-    """writer: the rank; several write the same bytes, each under a name of its own, and it does not matter whose stay."""
+    """writer: the rank; several write the same bytes, each under a name of its own, and any of them may stay."""
     write_atomically(file, lambda stream: np.save(stream, log_probabilities), writer=str(writer))

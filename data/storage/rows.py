@@ -1,8 +1,8 @@
 """What one row of a micro-batch holds: a sample, or several that are packed, or documents end to end.
 
-Which samples make up a row is an index beside the tokens, `KEY/rows-.../`, made once by whoever comes first and memory-mapped
-ever after; the tokens themselves are written once, however they are packed. `Rows` reads it: a row is what the order
-shuffles, what `micro_batch_size` counts, and what a rank gets tokens, positions and labels of.
+Which samples make up a row is an index beside the tokens, `KEY/rows-.../`, made once by whoever comes first and
+memory-mapped ever after; the tokens themselves are written once, however they are packed. `Rows` reads it: a row is
+what the order shuffles, what `micro_batch_size` counts, and what a rank gets tokens, positions and labels of.
 
 P pieces (what one row holds of one sample), R rows, T tokens of a row.
 """
@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ INDEX_VERSION = 2  # raise it when the same plan begins to give other rows
 class RowPlan:
     """How samples become rows of at most `max_seq_length` tokens.
 
-    group_size: rows that stay together: 2 for the pairs of preferences, which lie one behind the other. The order shuffles groups,
-    and `micro_batch_size` counts them.
+    group_size: rows that stay together: 2 for the pairs of preferences, which lie one behind the other. The order
+    shuffles groups, and `micro_batch_size` counts them.
     """
 
     max_seq_length: int
@@ -65,12 +66,12 @@ class RowPlan:
 
 
 def prepare_rows(
-    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, names: Sequence[str] = ()
+    path: Path, plan: RowPlan, key: str, log: Callable[[str], None] | None = print, *, names: Sequence[str] = ()
 ) -> None:
     """Write the index of a tokenized folder's rows unless it is there.
 
-    key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the mixture's
-    sources.
+    key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the
+    mixture's sources.
     """
     folder = plan.folder(path)
     if not plan.is_trivial and not _is_whole(folder):
@@ -79,14 +80,15 @@ def prepare_rows(
                 dataset = TokenizedDataset(path, False, True)
                 _write_index(folder, _build_pieces(dataset, plan), dataset)
     if log is not None:
-        _describe_rows(path, plan, key, log, names)
+        _describe_rows(path, plan, key, log, names=names)
 
 
-def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], names: Sequence[str]) -> None:
+def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.group_size > 1:
         log(
-            f"{key}: {len(rows) // plan.group_size:,} pairs; of each, the chosen answer is a sample and the rejected one another"
+            f"{key}: {len(rows) // plan.group_size:,} pairs; "
+            "of each, the chosen answer is a sample and the rejected one another"
         )
     if plan.mixture is not None:
         dataset, size = TokenizedDataset(path, False, False), plan.group_size
@@ -96,7 +98,8 @@ def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], Non
         log(f"{key}: {described}")
     if plan.packing is not Packing.NONE:
         log(
-            f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, {compute_fill(rows, plan):.1%} full"
+            f"{key}: packed into {len(rows):,} rows of {plan.max_seq_length:,} tokens, "
+            f"{compute_fill(rows, plan):.1%} full"
         )
 
 
@@ -160,9 +163,13 @@ def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedData
         files["offset"].write(np.zeros(1, np.int64).data)
         for pieces in windows:
             written = {
-                "sample_id": pieces.sample_ids, "start": pieces.starts, "stop": pieces.stops, "length": pieces.compute_row_lengths(),
-                "num_targets": _count_targets(pieces, dataset), "offset": num_pieces + pieces.offsets[1:],
-            }  # fmt: skip
+                "sample_id": pieces.sample_ids,
+                "start": pieces.starts,
+                "stop": pieces.stops,
+                "length": pieces.compute_row_lengths(),
+                "num_targets": _count_targets(pieces, dataset),
+                "offset": num_pieces + pieces.offsets[1:],
+            }
             for name, values in written.items():
                 files[name].write(values.astype(np.int64, copy=False).data)
             num_pieces += len(pieces.sample_ids)
@@ -194,9 +201,10 @@ class Rows:
         plan: RowPlan,
         reads_inputs: bool,
         reads_labels: bool,
+        *,
         reference_file: Path | None = None,
     ) -> None:
-        self._arguments = (path, plan, reads_inputs, reads_labels, reference_file)
+        self._arguments, self._reference_file = (path, plan, reads_inputs, reads_labels), reference_file
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
         self._reference = load_reference(reference_file) if reference_file is not None else None
         self._index: dict[str, np.ndarray] | None = None
@@ -208,7 +216,7 @@ class Rows:
 
     def __reduce__(self) -> tuple:
         # A worker process that is spawned opens the folder itself: pickling the views would copy the data.
-        return type(self), self._arguments
+        return partial(type(self), reference_file=self._reference_file), self._arguments
 
     def __len__(self) -> int:
         return len(self.lengths)

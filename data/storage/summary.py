@@ -1,6 +1,7 @@
-"""What tokenizing has made of the records, counted: nothing is lost without a word.
+"""What tokenizing has made of the records, counted: nothing is lost silently.
 
-Each batch of records comes with its `BatchCounts`; at the end they are one `Summary`, kept beside the tokens for the log of later runs.
+Each batch of records comes with its `BatchCounts`; at the end they are one `Summary`, kept beside the tokens for the
+log of later runs.
 """
 
 import json
@@ -35,7 +36,9 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a tokenized folder holds, and what became of the records. fingerprints: a hash of the samples of each entry of `train_file`."""
+    """What a tokenized folder holds, and what became of the records. fingerprints: a hash of the samples of each entry
+    of `train_file`.
+    """
 
     num_samples: int
     num_tokens: int
@@ -72,5 +75,6 @@ def check_any_left(summary: Summary, key: str) -> None:
         reason = f"; the first: {summary.examples[0]}" if summary.examples else ""
         raise UserError(
             f"{key}: none of its {summary.num_records:,} records is left: {summary.num_skipped:,} skipped as bad,"
-            f" {summary.lengths.num_dropped:,} dropped as too long{reason}; mend the data, data.length_policy or max_seq_length"
+            f" {summary.lengths.num_dropped:,} dropped as too long{reason}; "
+            "fix the data, data.length_policy or max_seq_length"
         )

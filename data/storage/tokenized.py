@@ -36,7 +36,7 @@ def load_summary(path: str | Path) -> Summary:
 
 
 def find_damage(path: Path) -> str | None:
-    """What keeps a tokenized folder from being read; None when it is whole. Sizes are compared, contents are not read."""
+    """What keeps a tokenized folder from being read; None when it is whole. Compares sizes, does not read contents."""
     try:
         sizes = json.loads((path / SIZES_FILE).read_text())
         load_summary(path)

@@ -1,11 +1,11 @@
 """From files to a tokenized folder, once.
 
-`prepare_dataset` writes `cache_dir/KEY`, which `data/storage/tokenized.py` reads. A second run finds it and starts at once; of two
-processes at once one works and the other waits. The folder appears whole, by a rename, or not at all; one that was damaged
-since is noticed and made again.
+`prepare_dataset` writes `cache_dir/KEY`, which `data/storage/tokenized.py` reads. A second run finds it and starts at
+once; of two processes at once one works and the other waits. The folder appears whole, by a rename, or not at all; one
+that was damaged since is noticed and made again.
 
-This process reads the files and writes the folder; in between others make samples of the records. A few batches are on their way at
-any time, so memory does not grow with the data, and nothing is written twice.
+This process reads the files and writes the folder; in between others make samples of the records. A few batches are on
+their way at any time, so memory does not grow with the data, and nothing is written twice.
 """
 
 import errno
@@ -59,7 +59,7 @@ def prepare_dataset(
                 if path.exists():
                     say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is made again")
                     shutil.rmtree(path)
-                _write_dataset(path, sources, key, encoding, num_proc, say, shown=log is not None)
+                _write_dataset(path, sources, key, encoding, num_proc=num_proc, say=say, shown=log is not None)
                 origin = "tokenized into"
     say(f"{key}: {load_summary(path).describe()}; {origin} {path}")
     return path
@@ -70,6 +70,7 @@ def _write_dataset(
     sources: list[list[str]],
     key: str,
     encoding: Encoding,
+    *,
     num_proc: int,
     say: Callable[[str], None],
     shown: bool,
@@ -77,10 +78,10 @@ def _write_dataset(
     temporary = path.with_suffix(".tmp")
     # One that exists is of a process that was killed: the lock says that nobody else writes here.
     shutil.rmtree(temporary, ignore_errors=True)
-    num_records = _announce(path.parent, sources, key, encoding, say)
+    num_records = _announce(path.parent, sources, key, encoding, say=say)
     temporary.mkdir()
     try:
-        _tokenize_sources(temporary, sources, key, encoding, num_proc, num_records, shown)
+        _tokenize_sources(temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown)
         os.rename(temporary, path)
     except UserError as error:
         raise error from None  # without the stack trace of another process
@@ -95,16 +96,19 @@ def _write_dataset(
 
 
 def _announce(
-    folder: Path, sources: list[list[str]], key: str, encoding: Encoding, say: Callable[[str], None]
+    folder: Path, sources: list[list[str]], key: str, encoding: Encoding, *, say: Callable[[str], None]
 ) -> int | None:
-    """Says what is to be done, and returns how many records there are, if anything tells. Raises UserError when the disk has no room for it."""
+    """Says what is to be done, and returns how many records there are, if that is known. Raises UserError when the
+    disk has no room for it.
+    """
     estimate = estimate_size(sources, encoding)
     if estimate is None:
-        say(f"{key}: tokenizing; how much disk it will need in {folder} cannot be told beforehand")
+        say(f"{key}: tokenizing; how much disk it will need in {folder} is not known beforehand")
         return None
     free = check_room(estimate.num_bytes, folder, key)
     say(
-        f"{key}: tokenizing about {estimate.num_records:,} records; they will need about {describe_bytes(estimate.num_bytes)} of disk in {folder}"
+        f"{key}: tokenizing about {estimate.num_records:,} records; "
+        f"they will need about {describe_bytes(estimate.num_bytes)} of disk in {folder}"
         f" ({describe_bytes(free)} are free)"
     )
     return estimate.num_records
@@ -115,6 +119,7 @@ def _tokenize_sources(
     sources: list[list[str]],
     key: str,
     encoding: Encoding,
+    *,
     num_proc: int,
     num_records: int | None,
     shown: bool,
@@ -122,12 +127,12 @@ def _tokenize_sources(
     counts = BatchCounts()
     with (
         TokenizedWriter(folder, len(sources)) as writer,
-        progress(f"tokenizing {key}", num_records, "records", shown) as told,
+        progress(f"tokenizing {key}", num_records, "records", shown) as bar,
     ):
         for number, batch in _encode_sources(sources, encoding, num_proc):
             writer.append(batch.columns, number)
             counts.add(batch.counts)
-            told.advance(batch.counts.num_records)
+            bar.advance(batch.counts.num_records)
         if counts.num_records == 0:
             files = ", ".join(source for group in sources for source in group)
             raise UserError(f"{key} holds no records ({files}); give a file that does")

@@ -38,16 +38,15 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_
             yield pending.popleft().result()
     except BrokenProcessPool:
         _end_feeding(pool)
-        raise UserError(
-            "a process that tokenizes was killed, for want of memory as a rule; lower data.num_proc"
-        ) from None
+        raise UserError("a process that tokenizes was killed, usually out of memory; lower data.num_proc") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _end_feeding(pool: ProcessPoolExecutor) -> None:
-    """A thread of a broken pool may be writing work into a pipe that nobody reads any more, and Pythons before 3.11.5 wait for it for ever
-    (CPython gh-94777; seen with 3.11.2). Without a reader the write fails."""
+    """A thread of a broken pool may be writing work into a pipe that nobody reads any more, and Pythons before 3.11.5
+    wait for it forever (CPython gh-94777; seen with 3.11.2). Without a reader the write fails.
+    """
     manager: Any = pool._executor_manager_thread
     queue: Any = vars(pool)["_call_queue"]  # which no stub of it declares
     manager.join(timeout=1)  # other versions close the reader themselves, and not twice
@@ -68,7 +67,7 @@ def _start(function: Callable[[Any], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes would wait for ever for work from one that was killed."""
+    """A pool's processes would wait forever for work from one that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,15 +1,17 @@
-"""The exact loss: token losses summed, over the number of target tokens of the global batch; and its logits, a piece at a time.
+"""The exact loss: token losses summed, over the number of target tokens of the global batch; and its logits, a piece at
+a time.
 
-The engine averages what this returns over micro-batches and data-parallel replicas. With M micro-batches in the global batch
-(all replicas) and N target tokens, the loader sends `loss_denominator` = N / M along with the labels, and the mean of
-`sum / (N / M)` is `sum over the global batch / N`, whatever the micro-batches hold. Its gradient follows.
+The engine averages what this returns over micro-batches and data-parallel replicas. With M micro-batches in the global
+batch (all replicas) and N target tokens, the loader sends `loss_denominator` = N / M along with the targets, and the
+mean of `sum / (N / M)` is `sum over the global batch / N`, whatever the micro-batches hold. Its gradient follows.
 
-N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N, V] in its backward pass. Here logits are made for a few
-targets at a time and turned into their own gradient at once, while they are there: no product is computed twice, and what stays is
-one [N, V] in bf16, or none in fp32.
+N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N, V] in its backward pass. Here logits
+are made for a few targets at a time and turned into their own gradient at once, while they are there: no product is
+computed twice, and what stays is one [N, V] in bf16, or none in fp32.
 
-With tensor parallelism a rank has the logits of its own tokens only. The ranks of the group tell each other the largest logit and the sum of the
-exponentials of each target, and its own logit: three numbers a target, never the logits. `sharing` below is such a group.
+With tensor parallelism a rank has the logits of its own tokens only. The ranks of the group exchange the largest
+logit and the sum of the exponentials of each target, and its own logit: three numbers a target, never the logits.
+`sharing` below is such a group.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def get_softcap(config: PretrainedConfig) -> float | None:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The tokens `start` to `stop` of the vocabulary, which this rank's head has; `widest`: the most that any rank has."""
+    """The tokens `start` to `stop` of the vocabulary, which this rank's head has; `widest`: the most of any rank."""
 
     start: int
     stop: int
@@ -75,8 +77,9 @@ def causal_lm_loss(
     """Next-token cross entropy of one micro-batch.
 
     outputs: hidden_states [B, T, D] after the final norm, head weight [V, D].
-    targets: the token to predict at each place, int64 [B, T], -100 where there is none, and the scalar `loss_denominator`. These are Hugging
-        Face's labels shifted by one place, which the loader has done: nothing here depends on what is beside a token.
+    targets: the token to predict at each place, int64 [B, T], -100 where there is none, and the scalar
+        `loss_denominator`. These are Hugging Face's labels shifted by one place, which the loader has done: nothing
+        here depends on what is beside a token.
     logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
     sharing: the head weight has these tokens alone.
     Returns a scalar, fp32 at least. Logits are made only where there is a target: prompts and padding cost nothing.
@@ -99,7 +102,7 @@ def causal_lm_loss(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """sum of cross entropies of `hidden @ weight.T`, over the denominator, with its gradient made in the forward pass."""
+    """Sum of cross entropies of `hidden @ weight.T` over the denominator; the gradient is made in the forward pass."""
 
     @staticmethod
     def forward(
@@ -116,7 +119,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, context.needs_input_grad[1], sharing) if needs_gradient else None
         loss = hidden.new_zeros((), dtype=dtype)
         for piece in _list_pieces(hidden, weight, sharing):
-            loss += _sum_piece(piece, hidden, weight, target_ids, logit_softcap, gradients, sharing)
+            loss += _sum_piece(
+                piece, hidden, weight, target_ids, logit_softcap=logit_softcap, gradients=gradients, sharing=sharing
+            )
         context.gradients, context.denominator = gradients, denominator.to(dtype)
         return loss / context.denominator
 
@@ -129,10 +134,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _sum_piece(
-    piece: slice, hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, logit_softcap: float | None,
-    gradients: _Gradients | None, sharing: VocabularyShard | None,
-) -> torch.Tensor:  # fmt: skip
-    """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is made here goes."""
+    piece: slice,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    logit_softcap: float | None,
+    gradients: _Gradients | None,
+    sharing: VocabularyShard | None,
+) -> torch.Tensor:
+    """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is
+    made here goes.
+    """
     log_probabilities, squashed = _compute_log_probabilities(hidden[piece], weight, logit_softcap, sharing)
     loss = -_choose(log_probabilities, target_ids[piece], sharing).sum()
     if gradients is not None:
@@ -193,9 +206,11 @@ def sequence_log_probabilities(
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in `causal_lm_loss`.
+    """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in
+    `causal_lm_loss`.
 
-    For losses that are no sum over tokens. Differentiable; logits are made a piece at a time, and again in the backward pass.
+    For losses that are not sums over tokens. Differentiable; logits are made a piece at a time, and again in the
+    backward pass.
     """
     hidden_states, weight = outputs
     has_target = target_ids != IGNORE_INDEX  # [B, T]
@@ -258,8 +273,9 @@ def _list_pieces(hidden: torch.Tensor, weight: torch.Tensor, sharing: Vocabulary
 class _Gradients:
     """The gradients of hidden states and weight, put together from pieces of the logits' gradient.
 
-    A weight in fp32 adds up its gradient piece by piece. In 16 bits each sum would be rounded, so the pieces wait, and one product makes
-    it, as in the plain loss. A frozen weight has none. What the hidden states get is summed over the ranks that share the vocabulary.
+    A weight in fp32 adds up its gradient piece by piece. In 16 bits each sum would be rounded, so the pieces wait, and
+    one product makes it, as in the plain loss. A frozen weight has none. What the hidden states get is summed over the
+    ranks that share the vocabulary.
     """
 
     def __init__(

@@ -1,15 +1,19 @@
-"""Direct preference optimization (2305.18290): a loss over pairs of answers, against what a reference model thinks of them.
+"""Direct preference optimization (2305.18290): a loss over pairs of answers, against what a reference model thinks of
+them.
 
 Of a pair with prompt x, chosen answer y_w and rejected answer y_l, with the policy p trained and the reference r fixed,
 
     h = (log p(y_w|x) - log r(y_w|x)) - (log p(y_l|x) - log r(y_l|x))
 
-    sigmoid    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)     the paper's; e: label_smoothing, the share of labels that are
-               taken to be wrong ("conservative DPO"). Log-probabilities are sums over the answer's tokens.
-    ipo        (h - 1 / (2 beta))^2     (2310.12036, equation 17; its tau is beta). Log-probabilities are means over the answer's tokens,
-               as in trl and on its authors' word: with sums the target 1 / (2 beta) would mean another thing for each length.
+    sigmoid    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+               The paper's; e: label_smoothing, the share of labels that are taken to be wrong ("conservative DPO").
+               Log-probabilities are sums over the answer's tokens.
+    ipo        (h - 1 / (2 beta))^2
+               2310.12036, equation 17; its tau is beta. Log-probabilities are means over the answer's tokens, as in trl
+               and as its authors advise: with sums the target 1 / (2 beta) would mean another thing for each length.
 
-Rewards are beta (log p - log r), of the same sums or means. B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen and rejected.
+Rewards are beta (log p - log r), of the same sums or means. B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen
+and rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accu
 
 
 class DPOLoss:
-    """The loss of the last stage. It also adds up the rewards of all pairs that it has seen, until `take_totals` takes them."""
+    """The loss of the last stage. It also adds up the rewards of all pairs that it has seen, until `take_totals` takes
+    them.
+    """
 
     def __init__(
         self,
@@ -42,8 +48,9 @@ class DPOLoss:
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; the reference's log-probability of each row, summed over its targets,
-        float64 [2 B]; and `loss_denominator`, scalar. A pair without targets fills a batch and counts for nothing.
+        """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; the reference's log-probability of each
+        row, summed over its targets, float64 [2 B]; and `loss_denominator`, scalar. A pair without targets fills a
+        batch and counts for nothing.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least.
         """
@@ -71,13 +78,17 @@ class DPOLoss:
         self._totals = totals if self._totals is None else self._totals + totals
 
     def take_totals(self) -> torch.Tensor | None:
-        """The sums of METRICS over the pairs since the last call, and the number of pairs: float64 [5]; None when there were none."""
+        """The sums of METRICS over the pairs since the last call, and the number of pairs: float64 [5]; None when there
+        were none.
+        """
         totals, self._totals = self._totals, None
         return totals
 
 
 class RowScore:
-    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: target tokens, and what is not needed."""
+    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: target tokens, and what is
+    not needed.
+    """
 
     def __init__(self, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 
 class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft folder's tensors."""
+    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft
+    folder's tensors.
+    """
 
     def __init__(
         self,
         base: WeightSource,
         path: Path,
         config: LoraConfig,
+        *,
         read_adapter: ReadAdapter,
         adapter_files: list[Path],
         names: Collection[str] = (),

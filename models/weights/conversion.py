@@ -3,10 +3,11 @@
     convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
     export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
 
-Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written. Then one
-tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one layer a worker, and nothing
-at all where neither dtype nor rows change. The values are the source's bits, and `verify` reads them back from the disk to see that they
-are. The new folder appears at once, when it is whole. Workers are threads: what they do is done outside of the interpreter.
+Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written.
+Then one tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one
+layer per worker, and nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify`
+reads them back from the disk to see that they are. The new folder appears at once, when it is whole. Workers are
+threads: what they do is done outside of the interpreter.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
-# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one file
-# whatever the number of stages.
+# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one
+# file whatever the number of stages.
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 ENGINE_STATE: dict[str, Any] = {
     "module": None,
@@ -90,13 +91,14 @@ def convert_to_pipeline(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer and `global_step0/` with one file a layer.
+    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
 
     dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
     special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
-    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json tells as `unpadded_vocab_size` how many are used.
-    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder appears.
-    Raises UserError for whatever is wrong with the source, the output folder or the disk.
+    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json says as `unpadded_vocab_size`
+    how many are used.
+    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder
+    appears. Raises UserError for whatever is wrong with the source, the output folder or the disk.
     """
     check_output_dir(output_dir, overwrite, source.path)
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
@@ -105,7 +107,7 @@ def convert_to_pipeline(
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
     config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
-    weights = _Weights(source, config, dtype, progress, verify)
+    weights = _Weights(source, config, dtype=dtype, progress=progress, verify=verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
     with staged_folder(output_dir, overwrite) as folder:
@@ -146,14 +148,16 @@ def export_hugging_face(
 ) -> None:
     """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
 
-    unpad_vocab: leave away the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at once.
-    `dtype`, `verify` and UserError as in `convert_to_pipeline`.
+    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at
+    once. `dtype`, `verify` and UserError as in `convert_to_pipeline`.
     """
     check_output_dir(output_dir, overwrite, source.path)
-    weights = _Weights(source, trim_vocabulary(source) if unpad_vocab else source.config, dtype, progress, verify)
+    config = trim_vocabulary(source) if unpad_vocab else source.config
+    weights = _Weights(source, config, dtype=dtype, progress=progress, verify=verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
-    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the layers.
+    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the
+    # layers.
     shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
 
     with staged_folder(output_dir, overwrite) as folder:
@@ -196,7 +200,8 @@ def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int)
 
 
 def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights) -> None:
-    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the arguments of `read` by name.
+    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the
+    arguments of `read` by name.
 
     Raises UserError.
     """
@@ -210,7 +215,8 @@ def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights
             or not torch.equal(_view_bytes(expected), _view_bytes(found))
         ):
             raise UserError(
-                f"--verify: '{name}' in {file.name} is not what the source holds; the disk or the memory is at fault. Nothing was kept"
+                f"--verify: '{name}' in {file.name} is not what the source holds; "
+                "the disk or the memory is at fault. Nothing was kept"
             )
         weights.report(expected.nbytes)
 
@@ -226,6 +232,7 @@ class _Weights:
         self,
         source: WeightSource,
         config: PretrainedConfig,
+        *,
         dtype: torch.dtype | None,
         progress: Progress | None,
         verify: bool,
@@ -265,7 +272,9 @@ class _Weights:
                     )
 
     def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
-        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows change."""
+        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
+        change.
+        """
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
         if not place and tensor.shape != info.shape:
@@ -276,7 +285,7 @@ class _Weights:
         return converted
 
     def report(self, nbytes: int) -> None:
-        """Tells the listener that `nbytes` more are written, or verified."""
+        """Notifies the listener that `nbytes` more are written, or verified."""
         with self._counting:
             self._done += nbytes
             if self._progress is not None:
@@ -308,8 +317,9 @@ def _write_model_files(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tokens: SpecialTokens | None = None,
 ) -> None:
-    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a folder is
-    no model, so it comes last."""
+    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a
+    folder is not a model, so it comes last.
+    """
     source_dir = weights.source.path
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
@@ -337,7 +347,7 @@ def _write_model_files(
 
 
 def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, under either key."""
+    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, by either key."""
     if len(dtypes) != 1:
         return
     for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:

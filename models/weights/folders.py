@@ -1,8 +1,8 @@
 """A model folder that is there whole or not at all, and the files in it that are no weights.
 
-`staged_folder` hands out a temporary sibling `NAME.tmp-XXXXXXXX`; when its block ends well, every file is flushed to disk and the
-folder gets its name in one rename. An error removes it. A killed process leaves it behind, unlocked, and the next run to the same
-name removes it.
+`staged_folder` hands out a temporary sibling `NAME.tmp-XXXXXXXX`; when its block ends well, every file is flushed to
+disk and the folder gets its name in one rename. An error removes it. A killed process leaves it behind, unlocked, and
+the next run to the same name removes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class StagedFolder:
 def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedFolder]:
     """Yields the folder to write into; it becomes `output_dir` when the block ends without an exception.
 
-    Raises UserError for what the disk or its owner refuse (no space, no permission), and for an `output_dir` that is in the way.
+    Raises UserError for what the disk or its owner refuse (no space, no permission), and for an `output_dir` that is in
+    the way.
     """
     output_dir = output_dir.resolve()
     path, lock = None, None
@@ -100,7 +101,7 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
 
 
 def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None = None) -> None:
-    """Raises UserError when `output_dir` is in the way: it exists, is no model folder, or overlaps with the source."""
+    """Raises UserError when `output_dir` is in the way: it exists, or is not a model folder, or overlaps the source."""
     output = output_dir.resolve()
     if source_dir is not None:
         source = source_dir.resolve()
@@ -124,7 +125,8 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room or choose another"
+            f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
+            "make room or choose another"
         )
 
 
@@ -167,7 +169,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def _make_locked_folder(output_dir: Path) -> tuple[Path, BaseFileLock | None]:
-    """A new temporary sibling, and the lock that this process holds on it while it lives (None: no locks on this disk)."""
+    """A new temporary sibling, and the lock that this process holds on it while it lives (None: a disk without)."""
     while True:
         path = output_dir.with_name(f"{output_dir.name}.tmp-{secrets.token_hex(4)}")
         path.mkdir()
@@ -190,7 +192,9 @@ def _lock(path: Path) -> BaseFileLock:
 
 
 def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
-    """Gives the whole folder its name. The lock file goes last: without it another run could take the folder for a leftover."""
+    """Gives the whole folder its name. The lock file goes last: without it another run could take the folder for a
+    leftover.
+    """
     if not output_dir.exists():
         os.rename(path, output_dir)
     elif overwrite:
@@ -203,6 +207,8 @@ def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
 
 
 def drop_from_memory(file: Path) -> None:
-    """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing happens."""
+    """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing
+    happens.
+    """
     with open(file, "rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
 """The weights of a model that is trained from scratch, drawn layer by layer as `transformers` draws them.
 
-Each layer has random numbers of its own, by the seed and its place in the model: so a model is the same at every layout, and a rank draws
-its own layers only.
+Each layer has random numbers of its own, by the seed and its place in the model: so a model is the same at every
+layout, and a rank draws its own layers only.
 """
 
 from __future__ import annotations

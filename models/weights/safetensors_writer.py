@@ -1,7 +1,8 @@
 """Writing safetensors one tensor at a time. `safetensors.torch.save_file` wants a whole shard in memory.
 
-The format: eight bytes with the header's length (little-endian), a JSON header with each tensor's dtype, shape and place, then
-the bytes. https://github.com/huggingface/safetensors#format. Only for little-endian machines, as torch's are in practice.
+The format: eight bytes with the header's length (little-endian), a JSON header with each tensor's dtype, shape and
+place, then the bytes. https://github.com/huggingface/safetensors#format. Only for little-endian machines, as torch's
+are in practice.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def write_safetensors(
     read: Callable[[TensorInfo], torch.Tensor],
     written: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes `read(info)` for each tensor in turn and lets go of it; `written` hears the bytes of each.
+    """Writes `read(info)` for each tensor in turn and lets go of it; `written` is called with the bytes of each.
 
     Raises UserError for a dtype that the format does not know.
     """
     with file.open("wb") as stream:
-        write_safetensors_to(stream, str(file), infos, read, written)
+        write_safetensors_to(stream, str(file), infos, read=read, written=written)
 
 
 class Writable(Protocol):
@@ -99,6 +100,7 @@ def write_safetensors_to(
     stream: Writable,
     name: str,
     infos: Sequence[TensorInfo],
+    *,
     read: Callable[[TensorInfo], torch.Tensor],
     written: Callable[[int], None] | None = None,
 ) -> None:

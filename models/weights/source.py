@@ -18,7 +18,7 @@ class WeightSource(Protocol):
     config: PretrainedConfig
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """The tensors of `layer`, named as in its module, checked against its shapes. Empty for a layer that owns none."""
+        """The tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns none."""
 
     def check_complete(self, layers: list[Layer]) -> None:
         """Raises UserError when something is missing, or is there and belongs to no layer."""

@@ -2,8 +2,8 @@
 
 *Hugging Face folder*: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, whole names
 ("model.layers.3.mlp..."). *Pipeline checkpoint*: a folder with `latest`, `config.json` and
-`global_stepN/layer_XX-model_states.pt`, names without the layer's prefix. Converted folders and training checkpoints have the
-same shape.
+`global_stepN/layer_XX-model_states.pt`, names without the layer's prefix. Converted folders and training checkpoints
+have the same shape.
 
 Both are opened memory-mapped: a tensor's bytes are read when they are used, and nothing ever holds the whole model.
 """
@@ -29,8 +29,8 @@ from models.weights.tensor_files import load_json, load_torch_file, open_tensors
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
-    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft folder, or
-    the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
+    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft
+    folder, or the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
 
     Raises UserError for what is none of these.
     """
@@ -69,7 +69,8 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
         ) from None
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
-    return AdaptedWeights(base, path, config, read_adapter, [path / ADAPTER_CONFIG, *files], tensors.keys())
+    files = [path / ADAPTER_CONFIG, *files]
+    return AdaptedWeights(base, path, config, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
 
 
 def layer_file(step_dir: Path, index: int) -> Path:
@@ -93,13 +94,16 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
     if "auto_map" in fields and not trust_remote_code:
         raise UserError(
             f"{file} points to custom code ({', '.join(sorted(fields['auto_map']))}); "
-            "check that it only repackages a known architecture, then give trust_remote_code=true (the other commands: --trust_remote_code)"
+            "check that it only repackages a known architecture, then give trust_remote_code=true "
+            "(the other commands: --trust_remote_code)"
         )
     return parse_config(fields, file)
 
 
 def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
-    """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad value."""
+    """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad
+    value.
+    """
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{file}: {unsupported(model_type)}")
@@ -111,7 +115,7 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
     except Exception as error:  # transformers validates with types of its own
-        raise UserError(f"{file} is no config of a '{model_type}': {' '.join(str(error).split())}") from None
+        raise UserError(f"{file} is not a valid config of a '{model_type}': {' '.join(str(error).split())}") from None
     if not is_supported(config):
         raise UserError(f"{file}: {unsupported(model_type)}")
     return config
@@ -156,7 +160,8 @@ class PipelineCheckpoint:
         present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
         if missing := sorted(expected - present):
             raise UserError(
-                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, first {missing[0]}; convert or save it again"
+                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, "
+                f"first {missing[0]}; convert or save it again"
             )
         if extra := sorted(present - expected):
             raise UserError(
@@ -204,19 +209,23 @@ class HuggingFaceFolder:
             extra.discard("lm_head.weight")
         if extra:
             raise UserError(
-                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', first '{min(extra)}'; "
-                "the weights are of another architecture than config.json says"
+                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', "
+                f"first '{min(extra)}'; the weights are of another architecture than config.json says"
             )
 
     def _add_prefix(self, first: str) -> None:
-        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with."""
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin
+        with.
+        """
         prefix = first.split(".")[0] + "."
         if not any(name.startswith(prefix) for name in self._files):
             self._prefix = prefix
             self._files = {prefix + name: file for name, file in self._files.items()}
 
     def _check_tied(self, embedding: Layer, head: str) -> None:
-        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what differs."""
+        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what
+        differs.
+        """
         name = embedding.hf_prefix + "weight"
         if not torch.equal(self._read(name), self._read(head)):
             raise UserError(
@@ -262,7 +271,8 @@ def _check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -
         wrong = sorted(tensors.keys() ^ shapes.keys())[0]
         state = "missing" if wrong in shapes else "unknown"
         raise UserError(
-            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; the weights are of another model than config.json says"
+            f"{where}: tensor '{layer.hf_prefix}{wrong}' is {state}; "
+            "the weights are of another model than config.json says"
         )
     for name, shape in shapes.items():
         _check_shape(tensors[name], shape, layer.hf_prefix + name, where)
@@ -279,7 +289,7 @@ def _find_tensors(path: Path) -> dict[str, Path]:
         if (path / index_name).is_file():
             weight_map = load_json(path / index_name).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise UserError(f"{path / index_name} holds no 'weight_map'; it is no index of weights")
+                raise UserError(f"{path / index_name} holds no 'weight_map'; it is not an index of weights")
             if missing := sorted({file for file in weight_map.values() if not (path / file).is_file()}):
                 raise UserError(
                     f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
@@ -299,7 +309,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
-        raise UserError(f"model_name_or_path '{hub_id}' is no folder here, nor could it be a hub id; check the path")
+        raise UserError(f"model_name_or_path '{hub_id}' is not a folder here, nor could it be a hub id; check the path")
     try:
         return Path(
             snapshot_download(
@@ -308,5 +318,6 @@ def _download(hub_id: str) -> Path:
         )
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type
         raise UserError(
-            f"model_name_or_path '{hub_id}' is no folder here, and the hub does not give it ({type(error).__name__}); check the path or hub id"
+            f"model_name_or_path '{hub_id}' is not a folder here, and could not be downloaded from the hub "
+            f"({type(error).__name__}); check the path or hub id"
         ) from None

@@ -1,4 +1,6 @@
-"""Opening files of weights and JSON: memory-mapped, never unpickling anything but tensors, with errors that name the file."""
+"""Opening files of weights and JSON: memory-mapped, never unpickling anything but tensors, with errors that name the
+file.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{file} cannot be read ({reason}); it is half-written or no checkpoint") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise UserError(f"{file} holds something else than tensors by name; it is no file of weights")
+        raise UserError(f"{file} holds something else than tensors by name; it is not a file of weights")
     return tensors
 
 

@@ -13,7 +13,9 @@ from models.weights.safetensors_writer import get_bytes
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file along."""
+    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file
+    along.
+    """
     tensor = tensor.detach().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
         return tensor
@@ -23,8 +25,8 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def save_torch(content: dict[str, Any], file: Any) -> None:
     """`file`: a path, or anything with `write`.
 
-    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip tools
-    complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
+    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip
+    tools complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
     """
     with without_crc32():
         try:

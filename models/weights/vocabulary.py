@@ -1,4 +1,6 @@
-"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and where the model ends."""
+"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and where the
+model ends.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,7 @@ def load_extended_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be read."""
     if not has_tokenizer(path):
-        raise UserError(
-            f"{path} holds no tokenizer to add special tokens to; put one there, or leave the token options away"
-        )
+        raise UserError(f"{path} holds no tokenizer to add special tokens to; put one there, or omit the token options")
     if "" in (*tokens.named.values(), *tokens.extra):
         raise UserError("a special token is empty; give it at least one character")
     try:
@@ -76,8 +76,9 @@ def add_end(ids: int | list[int] | None, token_id: int | None) -> int | list[int
 
 
 def add_eos_token_id(file: Path, token_id: int | None) -> None:
-    """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one that does not know it: a
-    base model trained with a chat model's tokenizer would go on for ever."""
+    """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one
+    that does not know it: a base model trained with a chat model's tokenizer would go on forever.
+    """
     if not file.is_file():
         return
     fields = load_json(file)
@@ -86,7 +87,9 @@ def add_eos_token_id(file: Path, token_id: int | None) -> None:
 
 
 def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
-    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then nothing changes."""
+    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then
+    nothing changes.
+    """
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
     needed = count_rows(tokenizer) if tokenizer else 0

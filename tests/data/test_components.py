@@ -1,4 +1,4 @@
-"""One's own encoder and records, named in a config: found, built, cached by their code, and what goes wrong with them."""
+"""User-defined encoders and records, named in a config: found, built, cached by their code, and what goes wrong."""
 
 import json
 from pathlib import Path

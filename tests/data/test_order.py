@@ -46,7 +46,9 @@ def test_a_permutation_takes_each_place_once(size: int) -> None:
 
 
 def test_permutations_are_as_good_as_random() -> None:
-    """Over many epochs each sample comes to each place equally often (chi-square a degree of freedom, 1 +- 5 deviations), and so does each order."""
+    """Over many epochs each sample comes to each place equally often (chi-square a degree of freedom, 1 +- 5
+    deviations), and so does each order.
+    """
     size, epochs = 20, 1000
     counts = np.zeros((size, size))
     for epoch in range(epochs):
@@ -71,7 +73,7 @@ def test_every_layout_reads_the_same_global_batch(dp_size: int, micro_batch_size
     for step in (0, 7):
         ids = ORDER.sample_ids(step)
         read = [
-            micro_batch_ids(ids, micro_batch, rank, dp_size, micro_batch_size)
+            micro_batch_ids(ids, micro_batch, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
             for micro_batch in range(accumulation)
             for rank in range(dp_size)
         ]

@@ -106,12 +106,18 @@ def test_logits_and_gradients_are_hugging_faces(pair, attn_implementation: str, 
     "rope_parameters",
     [
         {"rope_type": "default", "rope_theta": 500000.0},
-        {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
         {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     ],
     ids=lambda parameters: parameters["rope_type"],
-)  # fmt: skip
+)
 def test_every_rope_scaling(pair, rope_parameters: dict[str, object]) -> None:
     model, chain = pair(rope_parameters=rope_parameters)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Every family as its list of layers, in one process and without DeepSpeed, against the Hugging Face model it is made of."""
+"""Every family as its list of layers, in one process and without DeepSpeed, against the Hugging Face model it is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_a_converted_folder_and_its_source_give_the_same_layers(model_type: str,
 
 
 def test_names_without_the_models_prefix_are_understood(tmp_path: Path) -> None:
-    """gpt2 on the hub was saved without its head: `wte.weight`, not `transformer.wte.weight`. And it holds causal masks."""
+    """gpt2 on the hub was saved without its head: `wte.weight`, not `transformer.wte.weight`. And it holds causal
+    masks.
+    """
     save_family(tmp_path, "gpt2", tied=True)
     saved = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}
@@ -147,8 +151,10 @@ def test_and_those_longer_than_rotary_angles_were_made_for_are_told() -> None:
 
 def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
     assert {name: choose_attention(build_family(name).config, "auto") for name in ("llama", "gemma2", "mpt")} == {
-        "llama": "sdpa", "gemma2": "eager", "mpt": "eager",
-    }  # fmt: skip
+        "llama": "sdpa",
+        "gemma2": "eager",
+        "mpt": "eager",
+    }
     with pytest.raises(
         UserError, match="attn_implementation=sdpa cannot be used with 'gemma2'; it has eager, flash_attention_2"
     ):
@@ -164,9 +170,12 @@ def test_windows_and_caps_bite() -> None:
     """Without them the logits differ: the parity tests above would notice a layer that leaves them out."""
     input_ids = tokens()
     for model_type, field, off in (
-        ("mistral", "sliding_window", None), ("phi3", "sliding_window", None), ("qwen2", "use_sliding_window", False),
-        ("gemma2", "attn_logit_softcapping", None), ("gemma2", "final_logit_softcapping", None),
-    ):  # fmt: skip
+        ("mistral", "sliding_window", None),
+        ("phi3", "sliding_window", None),
+        ("qwen2", "use_sliding_window", False),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", None),
+    ):
         with torch.no_grad():
             logits, without = (
                 hf_logits(model.eval(), input_ids)

@@ -1,4 +1,6 @@
-"""Families without a file, through the plan that `transformers` publishes: proven on a small model, or refused with what is missing."""
+"""Families without a file, through the plan that `transformers` publishes: proven on a small model, or refused with
+what is missing.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def build_user_encoder(data: DataConfig) -> Encoder:
     """Raises UserError for what is not an encoder."""
     fits = lambda encoder: callable(getattr(encoder, "encode", None)) and is_dataclass(encoder)  # noqa: E731
     need = "a dataclass with a method encode(record, location, tokenizer); its fields are part of the cache's key"
-    return build_checked_component(data.encoder, "data.encoder", "my_data.MyEncoder", fits, need)
+    return build_checked_component(data.encoder, "data.encoder", example="my_data.MyEncoder", fits=fits, need=need)
 
 
 def build_collator(data: DataConfig) -> Collator:
@@ -29,6 +29,6 @@ def build_collator(data: DataConfig) -> Collator:
     fits = lambda collator: all(callable(getattr(collator, name, None)) for name in COLLATOR_METHODS)  # noqa: E731
     need = "a class with the methods collate_inputs and collate_labels of data.collator.Collator"
     return Checked(
-        build_checked_component(data.collator, "data.collator", "my_data.MyCollator", fits, need),
+        build_checked_component(data.collator, "data.collator", example="my_data.MyCollator", fits=fits, need=need),
         f"data.collator {data.collator[TARGET]}",
     )

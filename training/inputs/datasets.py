@@ -72,7 +72,7 @@ def prepare_file(
     path = prepare_dataset(
         files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log
     )
-    prepare_rows(path, plan, key, log, files.entries)
+    prepare_rows(path, plan, key, log, names=files.entries)
     return path
 
 

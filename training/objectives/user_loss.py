@@ -29,7 +29,8 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
     if loss is not None:
         raise UserError(f"loss and task={objective.name}: each is a loss; give one of them")
     need = "a class whose objects are called with (outputs, targets)"
-    return AlignedLabels(build_checked_component(config.loss, "loss", "my_losses.MyLoss", callable, need))
+    loss = build_checked_component(config.loss, "loss", example="my_losses.MyLoss", fits=callable, need=need)
+    return AlignedLabels(loss)
 
 
 class AlignedLabels(nn.Module):

@@ -95,12 +95,17 @@ def test_a_tokenizer_without_a_template(tokenizer) -> None:
         encode({"messages": MESSAGES}, tokenizer)
 
 
-# As those of Qwen 3, which shows thoughts in the last turn alone, and Phi-3, which puts the eos token behind the conversation, not behind a turn
+# As those of Qwen 3, which shows thoughts in the last turn alone, and Phi-3, which puts the eos token behind the
+# conversation, not behind a turn
 QWEN3 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PHI3 = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% else %}</s>{% endif %}"
+PHI3 = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% else %}</s>{% endif %}"
+)
 
 
 def test_a_template_that_shows_earlier_turns_without_thoughts_trains_the_last(build_tokenizer) -> None:

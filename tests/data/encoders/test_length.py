@@ -69,7 +69,7 @@ def test_a_completion_cut_away_entirely() -> None:
 @pytest.mark.parametrize("policy", LengthPolicy)
 def test_a_record_without_a_target(policy: LengthPolicy) -> None:
     for labels in ([-100, -100], [5, -100]):
-        with pytest.raises(UserError, match="^train.jsonl:12: no token of the record carries loss; mend or remove it"):
+        with pytest.raises(UserError, match="^train.jsonl:12: no token of the record carries loss; fix or remove it"):
             fit(Sample(input_ids=[5, 6], labels=labels), policy, 1)
 
 
@@ -85,5 +85,7 @@ def test_counts_add_up_and_are_told() -> None:
     assert counts.describe() == ""
     counts.add(LengthCounts(num_truncated=1, num_lost_tokens=1500, num_lost_targets=3))
     counts.add(LengthCounts(num_dropped=2, num_split=4, num_lost_tokens=1))
-    told = "1 samples truncated, 2 samples too long and dropped, 4 samples split, 1,501 tokens lost by it (3 of them targets)"
-    assert counts.describe() == told
+    assert counts.describe() == (
+        "1 samples truncated, 2 samples too long and dropped, 4 samples split, "
+        "1,501 tokens lost by it (3 of them targets)"
+    )

@@ -1,4 +1,5 @@
-"""Each kind of data on real text, through files, cache, packing and loader to a batch: which tokens carry loss, one by one.
+"""Each kind of data on real text, through files, cache, packing and loader to a batch: which tokens carry loss, one by
+one.
 
 The tokenizer's pad token is its eos token.
 """
@@ -44,7 +45,9 @@ def tokenizer(build_tokenizer) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def read_documents(tokenizer, tmp_path: Path):
-    """read_documents(encoder, records, packing, length): the documents of all batches, as runs of masked and trained text."""
+    """read_documents(encoder, records, packing, length): the documents of all batches, as runs of masked and trained
+    text.
+    """
 
     def read(encoder: Encoder, records: Sequence[dict], packing: Packing, length: int = 4096) -> list[list[Run]]:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -127,7 +130,8 @@ def test_conversations(read_documents, packing: Packing) -> None:
         [
             (
                 "masked",
-                f'{start}system\ntools: [{{"name": "wrap"}}]{end}\n{start}system\nBe brief.{end}\n{start}user\n{DOCUMENTS[0]}{end}\n{answer}',
+                f'{start}system\ntools: [{{"name": "wrap"}}]{end}\n{start}system\nBe brief.{end}\n'
+                f"{start}user\n{DOCUMENTS[0]}{end}\n{answer}",
             ),
             ("loss", f"call wrap{end}"),
             ("masked", f"\n{start}tool\n{DOCUMENTS[1]}{end}\n{answer}"),

@@ -91,7 +91,7 @@ def test_assistant_turns_that_both_have_are_the_prompt(chat_tokenizer) -> None:
         ({"prompt": [USER], "chosen": [EIGHT], "rejected": []}, "field 'rejected' is empty"),
         (
             {**RECORD, "rejected": RECORD["chosen"]},
-            "fields 'chosen' and 'rejected' are the same, so nothing is preferred; mend or remove the record",
+            "fields 'chosen' and 'rejected' are the same, so nothing is preferred; fix or remove the record",
         ),
         ({"chosen": [USER, EIGHT], "rejected": [USER, EIGHT]}, "fields 'chosen' and 'rejected' are the same"),
         ({**RECORD, "chosen": 8}, "field 'chosen' must be text, not int"),
@@ -184,9 +184,17 @@ def build_options(
     path: Path, plan: RowPlan, micro_batch_size: int = 1, dp_rank: int = 0, dp_size: int = 1, **options
 ) -> LoaderOptions:
     return LoaderOptions(
-        reads_inputs=True, reads_labels=True, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size, row_plan=plan, pad_token_id=0,
-        mean_over=MeanOver.samples, reference_file=reference_of(path), **options,
-    )  # fmt: skip
+        reads_inputs=True,
+        reads_labels=True,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        micro_batch_size=micro_batch_size,
+        row_plan=plan,
+        pad_token_id=0,
+        mean_over=MeanOver.samples,
+        reference_file=reference_of(path),
+        **options,
+    )
 
 
 @pytest.mark.parametrize(("micro_batch_size", "dp_size", "accumulation"), [(1, 1, 4), (2, 2, 1), (4, 1, 1)])
@@ -246,7 +254,7 @@ def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:
     path = prepare_dataset(entries, key="train_file", encoding=encoding, cache_dir=tmp_path / "cache", log=None)
     plan = RowPlan(64, mixture=Mixture((1, 2)), group_size=2)
     told: list[str] = []
-    prepare_rows(path, plan, "train_file", told.append, ["a", "b"])
+    prepare_rows(path, plan, "train_file", told.append, names=["a", "b"])
     rows = Rows(path, plan, False, False)
     assert count_rows(path, plan) == 6 + 12 and any("b 66.7% (12 samples, 4.00 times)" in line for line in told), told
     assert (rows.sample_ids[1::2] == rows.sample_ids[::2] + 1).all() and (rows.sample_ids[::2] % 2 == 0).all()

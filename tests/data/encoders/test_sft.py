@@ -8,7 +8,10 @@ from data.encoders.sft import SFTEncoder
 from errors import UserError
 
 # A template that writes no end token of its own.
-TEMPLATE_WITHOUT_EOS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE_WITHOUT_EOS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 RECORD = {"prompt": "Is {x} {prompt}?", "completion": "The capital of France."}
 
 
@@ -74,13 +77,14 @@ def test_template_and_named_fields(tokenizer: PreTrainedTokenizerFast) -> None:
     [
         (
             {"question": "a", "answer": "b"},
-            "train.jsonl:12: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field and data.completion_field",
+            "train.jsonl:12: no field 'prompt'; the record has 'question', 'answer'; "
+            "set data.prompt_field and data.completion_field",
         ),
         ({"prompt": "a", "answer": "b"}, "no field 'completion'; the record has 'prompt', 'answer'; set data.comp"),
         ({"completion": "a"}, "train.jsonl:12: no field 'prompt'; the record has 'completion'; set data.prompt_field"),
         ({}, "train.jsonl:12: no field 'prompt'; the record has no fields; set"),
-        ({"prompt": 1, "completion": "b"}, "train.jsonl:12: field 'prompt' must be text, not int; mend"),
-        ({"prompt": "a", "completion": None}, "train.jsonl:12: field 'completion' must be text, not NoneType; mend"),
+        ({"prompt": 1, "completion": "b"}, "train.jsonl:12: field 'prompt' must be text, not int; fix"),
+        ({"prompt": "a", "completion": None}, "train.jsonl:12: field 'completion' must be text, not NoneType; fix"),
         ({"prompt": "a", "completion": " \n"}, "train.jsonl:12: field 'completion' is empty; fill it or remove"),
         ({"prompt": "\ud800", "completion": "b"}, "train.jsonl:12: field 'prompt' holds half of a surrogate pair"),
     ],

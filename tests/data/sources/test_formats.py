@@ -92,24 +92,40 @@ def test_a_bad_row_is_told_and_the_others_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b"q,a\nb,c\nd\ne,\xff\nf,g,h\ni,j\n")
     assert [record.problem for record in read_file(path)] == [
         None,
-        f"{path}:3: 1 columns, but the first line names 2 (q, a); mend or remove the row",
+        f"{path}:3: 1 columns, but the first line names 2 (q, a); fix or remove the row",
         f"{path}:4: not UTF-8 text; convert the file to UTF-8",
-        f"{path}:5: 3 columns, but the first line names 2 (q, a); mend or remove the row",
+        f"{path}:5: 3 columns, but the first line names 2 (q, a); fix or remove the row",
         None,
     ]
 
 
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
-    "gzip cut off": ("a.jsonl.gz", gzip.compress(WRITERS["jsonl"]() * 99)[:-20], "{file} cannot be read: .*; the file is damaged or cut off"),
+    "gzip cut off": (
+        "a.jsonl.gz",
+        gzip.compress(WRITERS["jsonl"]() * 99)[:-20],
+        "{file} cannot be read: .*; the file is damaged or cut off",
+    ),
     "no gzip": ("a.jsonl.gz", b'{"a": 1}\n', "{file} cannot be read: Not a gzipped file .*; the file is damaged"),
-    "zstd cut off": ("a.jsonl.zst", COMPRESSORS[".zst"](WRITERS["jsonl"]() * 99)[:-20], "{file} cannot be read: .*; the file is damaged or cut off"),
+    "zstd cut off": (
+        "a.jsonl.zst",
+        COMPRESSORS[".zst"](WRITERS["jsonl"]() * 99)[:-20],
+        "{file} cannot be read: .*; the file is damaged or cut off",
+    ),
     "no zstd": ("a.jsonl.zst", b'{"a": 1}\n', "{file} cannot be read: .*; the file is damaged or cut off"),
-    "no parquet": ("a.parquet", b"PAR1 not", "{file} cannot be read after row 0: .*; it is damaged or no Parquet file"),
+    "no parquet": (
+        "a.parquet",
+        b"PAR1 not",
+        "{file} cannot be read after row 0: .*; it is damaged or not a Parquet file",
+    ),
     "compressed parquet": ("a.parquet.gz", b"", "{file}: Parquet is compressed inside already; decompress the file"),
-    "open quote": ("a.csv", b'q,a\nb,c\nd,"e\nf,g\n', "{file}:3: not valid CSV: .*; mend the quotes that open on that line"),
+    "open quote": (
+        "a.csv",
+        b'q,a\nb,c\nd,"e\nf,g\n',
+        "{file}:3: not valid CSV: .*; fix the quotes that open on that line",
+    ),
     "no names": ("a.csv", b"q,q\n1,2\n", "{file}:1: the first line must name the columns"),
     "text in another encoding": ("a.txt", b"one\ncaf\xe9\n", "{file}:2: not UTF-8 text \\(byte 0xe9 at position 3\\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

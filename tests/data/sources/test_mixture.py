@@ -69,9 +69,10 @@ def test_rows_hold_the_mixture_and_the_log_says_so(tokenizer, tmp_path: Path, pa
     path = prepare_dataset(files, key="train_file", encoding=encoding, cache_dir=tmp_path / "cache")
     plan = RowPlan(32, packing, Mixture((1, 1)))
     lines: list[str] = []
-    prepare_rows(path, plan, "train_file", lines.append, ["a.jsonl", "b.jsonl"])
+    prepare_rows(path, plan, "train_file", lines.append, names=["a.jsonl", "b.jsonl"])
     assert lines[0] == (
-        "train_file: an epoch of the mixture, by samples: a.jsonl 50.0% (30 samples, 1.00 times), b.jsonl 50.0% (30 samples, 3.00 times)"
+        "train_file: an epoch of the mixture, by samples: a.jsonl 50.0% (30 samples, 1.00 times), "
+        "b.jsonl 50.0% (30 samples, 3.00 times)"
     )
     rows = Rows(path, plan, True, True)
     if packing is not Packing.CONCATENATE:

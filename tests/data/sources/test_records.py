@@ -85,7 +85,8 @@ def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path, monkeypatch:
     start = time.monotonic()
     with pytest.raises(
         UserError,
-        match="hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing' .*; check the name .* and the network",
+        match="hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing' .*; "
+        "check the name .* and the network",
     ):
         list(read_records("hf:nobody/nothing"))
     assert time.monotonic() - start < 6 and not constants.HF_HUB_OFFLINE
@@ -102,12 +103,12 @@ def test_text_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:
 
 
 def test_malformed_json_names_line_reason_and_column(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="^a.jsonl:3: not valid JSON: Expecting ',' delimiter, column 10; mend"):
+    with pytest.raises(UserError, match="^a.jsonl:3: not valid JSON: Expecting ',' delimiter, column 10; fix"):
         parse_record("a.jsonl:3", '{"a": 1  "b": 2}')
-    with pytest.raises(UserError, match="^a.jsonl:4: not valid JSON: Expecting value, column 7; mend"):
+    with pytest.raises(UserError, match="^a.jsonl:4: not valid JSON: Expecting value, column 7; fix"):
         parse_record("a.jsonl:4", '{"a": \r\n')
     array = write(tmp_path / "a.json", '[{"a": 1},\n{"a": }]')
-    with pytest.raises(UserError, match=f"^{array}:2: not valid JSON: Expecting value, column 7; mend the file"):
+    with pytest.raises(UserError, match=f"^{array}:2: not valid JSON: Expecting value, column 7; fix the file"):
         list(read_records(array))
     with pytest.raises(UserError, match="a.jsonl:1: not valid JSON: "):
         parse_record("a.jsonl:1", "[" * 100_000)

@@ -64,7 +64,9 @@ def test_rows_hold_every_sample_once_and_say_where_it_begins(path: Path) -> None
 
 
 def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> None:
-    """Token by token: completions with their end tokens, which are pad tokens too; no prompt, no padding, no first token."""
+    """Token by token: completions with their end tokens, which are pad tokens too; no prompt, no padding, no first
+    token.
+    """
     order = GlobalOrder(count_rows(path, PLAN), 2, seed=0)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=2, row_plan=PLAN, pad_token_id=end_is_pad.pad_token_id)
     inputs, (targets, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
@@ -74,7 +76,8 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     rows = Rows(path, PLAN, True, True)
     for ids, positions, segments, row_labels, row in zip(*inputs, labels, order.sample_ids(0)):
         length = rows.lengths[row]
-        # Padding goes on with the last document's positions: no document of its own, and no mask where nothing is packed.
+        # Padding goes on with the last document's positions: no document of its own, and no mask where nothing is
+        # packed.
         assert positions[length:].tolist() == [positions[length - 1] + 1 + i for i in range(len(ids) - length)]
         assert (row_labels[length:] == -100).all() and (ids[length:] == end_is_pad.pad_token_id).all()
         starts = np.flatnonzero(positions[:length] == 0).tolist()
@@ -140,7 +143,7 @@ def test_windows_of_samples_make_one_index(path: Path, monkeypatch: pytest.Monke
     mixture = Mixture((1,), ShareKind.EPOCHS)  # another plan than that of the other tests
     plan = RowPlan(LENGTH, packing, mixture)
     monkeypatch.setattr("data.storage.rows.WINDOW", 7)
-    prepare_rows(path, plan, "train_file", print, ["a"])
+    prepare_rows(path, plan, "train_file", print, names=["a"])
     rows, data = Rows(path, plan, True, True), TokenizedDataset(path, True, True)
     pieces = [piece for row in range(len(rows)) for piece in rows.pieces(row)]
     assert sorted(i for i, start, _ in pieces if start == 0) == list(range(NUM_SAMPLES))

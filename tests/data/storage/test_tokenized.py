@@ -251,7 +251,7 @@ def test_nothing_left_of_the_records(prepare, train_file: Path) -> None:
     assert str(caught.value).startswith(f"{expected}{train_file}:1: no field 'completion'")
     assert list_cache(train_file) == []
     train_file.write_text(json.dumps({"prompt": "legs " * 99, "completion": "b"}))
-    with pytest.raises(UserError, match="0 skipped as bad, 1 dropped as too long; mend the data, data.length_policy"):
+    with pytest.raises(UserError, match="0 skipped as bad, 1 dropped as too long; fix the data, data.length_policy"):
         prepare(length_policy=LengthPolicy.drop)
 
 
@@ -316,7 +316,10 @@ def test_a_disk_without_room_stops_it_before_it_starts(
     with pytest.raises(UserError) as caught:
         prepare(encoder=encoder)
     cache = train_file.parent / "cache"
-    message = f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; make room, or choose another folder with data.cache_dir"
+    message = (
+        f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; "
+        "make room, or choose another folder with data.cache_dir"
+    )
     assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []
     assert len(Path(encoder.trace).read_text().splitlines()) == 12
 
@@ -328,7 +331,8 @@ def test_a_disk_that_fills_up_meanwhile(prepare, train_file: Path, monkeypatch: 
     monkeypatch.setattr("data.storage.tokenizing.TokenizedWriter.append", append)
     with pytest.raises(
         UserError,
-        match="train_file: the disk that holds .*/cache is full; make room, or choose another folder with data.cache_dir",
+        match="train_file: the disk that holds .*/cache is full; "
+        "make room, or choose another folder with data.cache_dir",
     ):
         prepare()
     assert list_cache(train_file) == []
@@ -364,8 +368,13 @@ def write_table(path: Path, records: list[dict]) -> None:
 
 
 WRITERS = {
-    "a.jsonl": write_jsonl, "a.jsonl.gz": write_gzip, "a.jsonl.zst": write_zstd, "a.json": write_array, "a.parquet": write_parquet, "a.csv": write_table,
-}  # fmt: skip
+    "a.jsonl": write_jsonl,
+    "a.jsonl.gz": write_gzip,
+    "a.jsonl.zst": write_zstd,
+    "a.json": write_array,
+    "a.parquet": write_parquet,
+    "a.csv": write_table,
+}
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -402,7 +411,7 @@ def test_a_process_that_is_killed_is_told(prepare, tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     write_jsonl(path, RECORDS * 500)
     with pytest.raises(
-        UserError, match="a process that tokenizes was killed, for want of memory as a rule; lower data.num_proc"
+        UserError, match="a process that tokenizes was killed, usually out of memory; lower data.num_proc"
     ):
         prepare(entries=[str(path)], encoder=DyingEncoder(parent=os.getpid()), num_proc=2)
     assert list_cache(path) == []

@@ -98,7 +98,8 @@ def loss_and_gradients(
     return loss, *torch.autograd.grad(loss / 3, inputs)
 
 
-# fp32 and fp64: sums in another order. bf16: the scale of the loss is applied after rounding and not before, one more rounding.
+# fp32 and fp64: sums in another order. bf16: the scale of the loss is applied after rounding and not before, one more
+# rounding.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 

@@ -22,7 +22,9 @@ CONFIG, CAPPED = LlamaConfig(), Gemma2Config(final_logit_softcapping=3.0)
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, ...]:
-    """hidden_states [R, T, D], head weight [V, D], target tokens [R, T], 1 to T - 1 of them a row, the reference's log-probabilities [R]."""
+    """hidden_states [R, T, D], head weight [V, D], target tokens [R, T], 1 to T - 1 of them a row, the reference's
+    log-probabilities [R].
+    """
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(R, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -85,8 +87,9 @@ def test_loss_gradient_and_rewards(
     totals = loss_function.take_totals()
     assert len(METRICS) == 4 and totals.tolist() == pytest.approx([*(3 * mean.item() for mean in means), 3])
     assert loss_function.take_totals() is None
-    torch.testing.assert_close(RowScore(config)((hidden_states, weight), (target_ids, torch.tensor(1.0))), ratios * 0 + compute_sums(
-        hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None)), rtol=1e-12, atol=0)  # fmt: skip
+    scores = RowScore(config)((hidden_states, weight), (target_ids, torch.tensor(1.0)))
+    sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
+    torch.testing.assert_close(scores, sums, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("loss_type", DPOLossType)

@@ -47,8 +47,9 @@ def test_the_folder_is_as_deepspeed_wants_it(layers: int, tied: bool, tmp_path: 
     step = convert(tmp_path / "hf", tmp_path / "pipeline") / "global_step0"
     count = layers + 2 if tied else layers + 3
     assert {file.name for file in step.iterdir()} == {
-        "mp_rank_00_model_states.pt", *(f"layer_{i:02d}-model_states.pt" for i in range(count)),
-    }  # fmt: skip
+        "mp_rank_00_model_states.pt",
+        *(f"layer_{i:02d}-model_states.pt" for i in range(count)),
+    }
     assert (tmp_path / "pipeline/latest").read_text() == "global_step0"
     names = {path.name for path in (tmp_path / "pipeline").iterdir()}
     assert names == {"latest", "config.json", "generation_config.json", "global_step0"}
@@ -277,7 +278,8 @@ def test_verify_finds_a_bit_that_the_disk_has_changed(
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
         UserError,
-        match=r"--verify: '.*' in (layer_03-model_states.pt|model.safetensors) is not what the source holds; .* Nothing was kept",
+        match=r"--verify: '.*' in (layer_03-model_states.pt|model.safetensors) is not what the source holds; "
+        r".* Nothing was kept",
     ):
         go(source, tmp_path / "bad", verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -48,9 +48,16 @@ stop = True
 
 def test_memory_stays_below_twice_the_largest_layer(tmp_path: Path) -> None:
     save_source(
-        tmp_path / "hf", "safetensors", torch.bfloat16, vocab_size=2_000, hidden_size=512, intermediate_size=3072,
-        num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
-    )  # fmt: skip
+        tmp_path / "hf",
+        "safetensors",
+        torch.bfloat16,
+        vocab_size=2_000,
+        hidden_size=512,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
     result = subprocess.run(
         [sys.executable, "-c", MEMORY_SCRIPT, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
     )

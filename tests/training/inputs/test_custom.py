@@ -52,7 +52,7 @@ def test_own_records_and_encoder(
         "Question: Legs of a spider? A:[[ eight</s>]]" in printed
         and "Question: Legs of a bee? A:[[ six</s>]]" in printed
     )
-    assert "skipped: my_data.read_quiz: record 3: no answer; mend or remove it" in printed
+    assert "skipped: my_data.read_quiz: record 3: no answer; fix or remove it" in printed
 
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
