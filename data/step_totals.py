@@ -29,8 +29,7 @@ class StepTotals:
 
 
 def compute_step_totals(rows: Rows, row_ids: np.ndarray, group_size: int) -> StepTotals:
-    """The totals of a global batch of these rows: a function of their lengths, so any rank that has the folder can call
-    it.
+    """The totals of a global batch of these rows: a function of their lengths, so any rank with the folder can call it.
 
     rows: may have been opened to read neither inputs nor labels.
     """

@@ -95,8 +95,8 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
 
 
 def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
-    """What to tell of samples longer than the model was made for, where `check_length` lets them pass: rotary angles go
-    on, and say nothing.
+    """A warning about samples longer than the model was made for, where `check_length` lets them pass: rotary angles
+    continue silently. Empty where there is nothing to warn of.
     """
     known = getattr(config, "max_position_embeddings", None)
     if known is None or max_seq_length <= known:

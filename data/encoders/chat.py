@@ -172,7 +172,7 @@ def _split_conversation(
         if not after.startswith(before):
             raise UserError(
                 f"{location}: message {index + 1}: the chat template rewrites earlier turns, so the text of the"
-                " assistant turn cannot be told from its prompt; use another template, or one record a turn"
+                " assistant turn cannot be separated from its prompt; use another template, or one record per turn"
             )
         if not before.startswith(done):
             pieces, done = _keep_shown(pieces, done, before, tokenizer)

@@ -162,7 +162,7 @@ def remove_leftovers(output_dir: Path) -> None:
     for path in [path for path in output_dir.parent.iterdir() if pattern.fullmatch(path.name)]:
         try:
             lock = _lock(path)
-        except OSError:  # another process is writing it, or nobody can tell
+        except OSError:  # another process is writing it, or it cannot be known
             continue
         shutil.rmtree(path, ignore_errors=True)
         lock.release()

@@ -1,4 +1,4 @@
-"""What `inspect_data=true` tells: the numbers are those of the data, and the marks those of the labels."""
+"""What `inspect_data=true` shows: the numbers are those of the data, and the marks those of the labels."""
 
 import json
 from pathlib import Path

@@ -41,9 +41,9 @@ def test_a_published_family_works_without_a_file(model_type: str, tmp_path: Path
         (
             "granite",
             {"embedding_multiplier": 12.0},
-            "it does something that its plan does not tell, since '.*' of a small model differs by",
+            "it does something that its plan does not say, since '.*' of a small model differs by",
         ),
-        ("granite", {"logits_scaling": 8.0}, "it does something that its plan does not tell"),
+        ("granite", {"logits_scaling": 8.0}, "it does something that its plan does not say"),
         ("gemma", {}, "its embedding is a GemmaTextScaledWordEmbedding"),
         ("mixtral", {}, "its tensors have other names on disk than in memory"),
         ("phi", {}, "it has other parts than embed_tokens, layers and norm"),

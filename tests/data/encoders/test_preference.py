@@ -253,10 +253,10 @@ def test_a_mixture_takes_whole_pairs(tmp_path: Path, tokenizer) -> None:
     entries = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     path = prepare_dataset(entries, key="train_file", encoding=encoding, cache_dir=tmp_path / "cache", log=None)
     plan = RowPlan(64, mixture=Mixture((1, 2)), group_size=2)
-    told: list[str] = []
-    prepare_rows(path, plan, "train_file", told.append, names=["a", "b"])
+    lines: list[str] = []
+    prepare_rows(path, plan, "train_file", lines.append, names=["a", "b"])
     rows = Rows(path, plan, False, False)
-    assert count_rows(path, plan) == 6 + 12 and any("b 66.7% (12 samples, 4.00 times)" in line for line in told), told
+    assert count_rows(path, plan) == 6 + 12 and any("b 66.7% (12 samples, 4.00 times)" in line for line in lines), lines
     assert (rows.sample_ids[1::2] == rows.sample_ids[::2] + 1).all() and (rows.sample_ids[::2] % 2 == 0).all()
 
 

@@ -76,7 +76,7 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     rows = Rows(path, PLAN, True, True)
     for ids, positions, segments, row_labels, row in zip(*inputs, labels, order.sample_ids(0)):
         length = rows.lengths[row]
-        # Padding goes on with the last document's positions: no document of its own, and no mask where nothing is
+        # Padding continues the last document's positions: no document of its own, and no mask where nothing is
         # packed.
         assert positions[length:].tolist() == [positions[length - 1] + 1 + i for i in range(len(ids) - length)]
         assert (row_labels[length:] == -100).all() and (ids[length:] == end_is_pad.pad_token_id).all()

@@ -384,13 +384,13 @@ def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: 
     records = [{"prompt": f"{n} legs?", "completion": "Eight legs. " * int(length)} for n, length in enumerate(lengths)]
     WRITERS[name](tmp_path / name, records)
     path, lines = prepare(entries=[str(tmp_path / name)], max_seq_length=256)
-    told = re.fullmatch(
+    found_size = re.fullmatch(
         r"train_file: tokenizing about ([0-9,]+) records; they will need about ([0-9.]+) (kB|MB) of disk in .* free\)",
         lines[0],
     )
-    assert int(told[1].replace(",", "")) == pytest.approx(3000, rel=0.1)
+    assert int(found_size[1].replace(",", "")) == pytest.approx(3000, rel=0.1)
     found = sum(file.stat().st_size for file in path.iterdir())
-    assert float(told[2]) * {"kB": 10**3, "MB": 10**6}[told[3]] == pytest.approx(found, rel=0.1)
+    assert float(found_size[2]) * {"kB": 10**3, "MB": 10**6}[found_size[3]] == pytest.approx(found, rel=0.1)
 
 
 def test_no_size_is_told_where_no_record_is_a_sample(tmp_path: Path) -> None:

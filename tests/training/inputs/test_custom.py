@@ -47,9 +47,12 @@ def test_own_records_and_encoder(
     assert len(overrides) == 5
     config = build_config("model_name_or_path=model", "output_dir=out", "data.on_bad_record=skip", *overrides)
     inspect_data(config, Ranks(0, 1, 0, 1))
-    told = capsys.readouterr().out
-    assert "Question: Legs of a spider? A:[[ eight</s>]]" in told and "Question: Legs of a bee? A:[[ six</s>]]" in told
-    assert "skipped: my_data.read_quiz: record 3: no answer; fix or remove it" in told
+    printed = capsys.readouterr().out
+    assert (
+        "Question: Legs of a spider? A:[[ eight</s>]]" in printed
+        and "Question: Legs of a bee? A:[[ six</s>]]" in printed
+    )
+    assert "skipped: my_data.read_quiz: record 3: no answer; fix or remove it" in printed
 
 
 @pytest.mark.parametrize("override", [line.split("' ")[0].strip("'") for line in blocks("text")[0].splitlines()])
