@@ -104,7 +104,10 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         reporters: list[Reporter] = []
         if prediction is not None:
             prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start has deleted nothing
-            reporters = [totals, *open_reporters(config, prediction, folder, budget, start.step, hosts)]
+            reporters = [
+                totals,
+                *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
+            ]
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
@@ -114,7 +117,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         )  # fmt: skip
         with watchdog.watching(engine.module):
             loop.run()
-        conclude(setup, folder, ranks, loop, telemetry, totals)
+        conclude(setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
     folder.release()
     return loop.signum
 
@@ -130,7 +133,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         reporters: list[Reporter] = []
         if ranks.is_main:
             folder.path.mkdir(parents=True, exist_ok=True)
-            show_evaluation(config, setup, size.rows, datasets, hosts)
+            show_evaluation(config, setup, rows=size.rows, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         engine = build_engine(config, setup, ranks, trains=False)
         loader = build_eval_loader(
@@ -172,7 +175,7 @@ def agree_on_steps(
 
 
 def conclude(
-    setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, telemetry: Telemetry, totals: RunTotals
+    setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals
 ) -> None:
     """Exports what a finished run has made, and shows how the run ended."""
     for reporter in loop.reporters:
@@ -185,4 +188,4 @@ def conclude(
     if not loop.signum:
         export(setup, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-    show_end(totals, setup, folder, state.step, loop.last_eval, loop.signum)
+    show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, signum=loop.signum)

@@ -108,13 +108,13 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     layers = build_layers(architecture)
     layout = build_layout(tight, 8, len(layers), has_accelerator=True)
     costs = count_run_costs(tight, architecture, layout)
-    find = partial(find_fits, tight, costs, architecture.vocab_size, layout, local_size=8)
-    fits = find("NVIDIA A100-SXM4-80GB")
+    find = partial(find_fits, tight, costs, vocab_size=architecture.vocab_size, layout=layout, local_size=8)
+    fits = find(device_name="NVIDIA A100-SXM4-80GB")
     assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [
         stage.chunks[0].first_layer for stage in plan.stages
     ]
-    assert find("cpu") is None  # a host's memory is not measured by what it has in all
-    assert find("Some other card") is None
+    assert find(device_name="cpu") is None  # a host's memory is not measured by what it has in all
+    assert find(device_name="Some other card") is None
 
     hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
     assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
