@@ -104,7 +104,10 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         reporters: list[Reporter] = []
         if prediction is not None:
             prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start has deleted nothing
-            reporters = [totals, *open_reporters(config, prediction, folder, budget, start.step, hosts)]
+            reporters = [
+                totals,
+                *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
+            ]
         timer = StageTimer(engine, memory)
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
@@ -114,7 +117,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         )  # fmt: skip
         with watchdog.watching(engine.module):
             loop.run()
-        conclude(setup, folder, ranks, loop, telemetry, totals)
+        conclude(setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
     folder.release()
     return loop.signum
 
@@ -172,7 +175,7 @@ def agree_on_steps(
 
 
 def conclude(
-    setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, telemetry: Telemetry, totals: RunTotals
+    setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals
 ) -> None:
     """Exports what a finished run has made, and shows how the run ended."""
     for reporter in loop.reporters:

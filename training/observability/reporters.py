@@ -20,6 +20,7 @@ from training.planner.report import list_figures, render_plan
 def open_reporters(
     config: RunConfig,
     prediction: Prediction,
+    *,
     folder: RunFolder,
     budget: StepBudget,
     first_step: int,
