@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from errors import UserError
 from training.config.schema import RunConfig
-from training.distributed.topology import Layout
+
+if TYPE_CHECKING:  # it imports torch, for which a mistyped `schedule` need not wait
+    from training.distributed.topology import Layout
 
 
 class UnitKind(StrEnum):
