@@ -130,7 +130,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
         reporters: list[Reporter] = []
         if ranks.is_main:
             folder.path.mkdir(parents=True, exist_ok=True)
-            show_evaluation(config, setup, size.rows, datasets, hosts)
+            show_evaluation(config, setup, rows=size.rows, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         engine = build_engine(config, setup, ranks, trains=False)
         loader = build_eval_loader(
@@ -185,4 +185,4 @@ def conclude(
     if not loop.signum:
         export(setup, folder)
         folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-    show_end(totals, setup, folder, state.step, loop.last_eval, loop.signum)
+    show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, signum=loop.signum)

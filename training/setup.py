@@ -112,7 +112,8 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     if plans and (ranks.is_main or has_accelerator()):  # on a CPU only the main rank has a use for them
         costs = count_run_costs(config, source.config, layout)
         fits = find_fits(
-            config, costs, source.config.vocab_size, layout, describe_device(), local_size=ranks.local_size
+            config, costs, vocab_size=source.config.vocab_size, layout=layout, device_name=describe_device(),
+            local_size=ranks.local_size,
         )
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     reference = source if get_objective(config).needs_reference else None

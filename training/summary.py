@@ -59,7 +59,7 @@ def show_start(
 
 
 def show_evaluation(
-    config: RunConfig, setup: RunSetup, rows: int, datasets: dict[str, Path], hosts: Sequence[str]
+    config: RunConfig, setup: RunSetup, *, rows: int, datasets: dict[str, Path], hosts: Sequence[str]
 ) -> None:
     """Of a run that only evaluates."""
     facts = {
@@ -145,7 +145,7 @@ class RunTotals:
 
 
 def show_end(
-    totals: RunTotals, setup: RunSetup, folder: RunFolder, step: int, last_eval: Record | None, signum: int
+    totals: RunTotals, setup: RunSetup, folder: RunFolder, *, step: int, last_eval: Record | None, signum: int
 ) -> None:
     """signum: of the signal that has ended the run, and then there is no export; else 0."""
     facts = totals.describe()

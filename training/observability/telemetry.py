@@ -82,7 +82,7 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     """Seconds that each rank's transfers take by themselves.
 
     Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a
-    boundary's two ends the quicker one tells how long the transfer takes.
+    boundary's two ends the quicker one shows how long the transfer takes.
     """
     seconds = [0.0] * len(ranks)
     for rank in (rank for rank in range(len(ranks)) if layout.stage_id(rank) < layout.num_stages - 1):

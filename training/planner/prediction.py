@@ -92,10 +92,10 @@ def predict(
 def find_fits(
     config: RunConfig,
     costs: Sequence[LayerCost],
+    *,
     vocab_size: int,
     layout: Layout,
     device_name: str,
-    *,
     local_size: int,
 ) -> Fits | None:
     """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a

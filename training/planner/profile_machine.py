@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from data.collator import shift_labels
+from models.adapters import Adapter
 from models.architecture import build_layers
 from models.layer import Layer
 from models.losses.cross_entropy import build_loss
@@ -109,7 +111,8 @@ def _run_at_once(task: _Task, size: int) -> list[MachineProfile]:
         processes, ends = [], []
         for rank in range(size):
             end, other_end = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(rank, size, f"{folder}/store", task, other_end), daemon=True)
+            shared = {"store": f"{folder}/store", "task": task, "answer": other_end}
+            process = context.Process(target=_work, args=(rank, size), kwargs=shared, daemon=True)
             process.start()
             other_end.close()  # so that a process that dies ends the wait for its answer
             processes.append(process)
@@ -120,7 +123,7 @@ def _run_at_once(task: _Task, size: int) -> list[MachineProfile]:
     return seen
 
 
-def _work(rank: int, size: int, store: str, task: _Task, answer: Connection) -> None:
+def _work(rank: int, size: int, *, store: str, task: _Task, answer: Connection) -> None:
     os.sched_setaffinity(0, task.cores[rank])
     torch.set_num_threads(len(task.cores[rank]))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -143,7 +146,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     task.architecture._attn_implementation = task.attention
     layers = build_layers(task.architecture)
     adapter = build_adapter(task.config, layers)
-    chain = [(layers[index], _build(layers[index], index, dtype, adapter, task.config.freeze)) for index in indices]
+    built = partial(_build, dtype=dtype, adapter=adapter, freeze=task.config.freeze)
+    chain = [(layers[index], built(layers[index], index)) for index in indices]
     shape = (task.micro_batch_size, task.config.max_seq_length)
     input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
     position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
@@ -151,11 +155,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     loss, targets = build_loss(task.architecture), (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
-    sums = (
-        [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
-        if dtype is not torch.float32
-        else []
-    )
+    summed = trained if dtype is not torch.float32 else []
+    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in summed]
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     of_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
@@ -175,19 +176,24 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
         output = waiting.pop(0)
         if output.requires_grad:
             output.backward(None if is_last else of_outputs)
-        for parameter, total in zip(
-            trained, sums
-        ):  # as `BF16_Optimizer` adds a micro-batch's gradient to those before it
-            if parameter.grad is not None:  # an expert may see no token
-                total.add_(parameter.grad.to(torch.float32))
-            parameter.grad = None
+        _accumulate(trained, sums)
         del output
         seconds.append((middle - start, time.perf_counter() - middle))
     forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first warms up
     return forward, backward
 
 
-def _build(layer: Layer, index: int, dtype: torch.dtype, adapter: Any, freeze: Sequence[str]) -> nn.Module:
+def _accumulate(trained: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
+    """As `BF16_Optimizer` adds a micro-batch's gradient to those before it. sums: none in fp32."""
+    for parameter, total in zip(trained, sums):
+        if parameter.grad is not None:  # an expert may see no token
+            total.add_(parameter.grad.to(torch.float32))
+        parameter.grad = None
+
+
+def _build(
+    layer: Layer, index: int, *, dtype: torch.dtype, adapter: Adapter | None, freeze: Sequence[str]
+) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -75,7 +75,7 @@ def save_picture(plan: Plan, config: RunConfig) -> Path:
 
 
 def check_world_size(config: RunConfig) -> int:
-    """The number of ranks to plan for. Raises UserError when it is not given, or is no multiple of the stages."""
+    """The number of ranks to plan for. Raises UserError when it is not given, or is not a multiple of the stages."""
     if config.world_size is None:
         raise UserError(f"plan={str(config.plan).lower()} needs world_size=N, the number of cards to plan for")
     if config.world_size < 1:
@@ -86,7 +86,7 @@ def check_world_size(config: RunConfig) -> int:
         above = -(-config.world_size // replica) * replica
         nearest = f"{above - replica} or {above}" if above > replica else f"{above}"
         raise UserError(
-            f"world_size={config.world_size} is no multiple of {name_sizes(sizes)}; the nearest is {nearest}"
+            f"world_size={config.world_size} is not a multiple of {name_sizes(sizes)}; the nearest is {nearest}"
         )
     return config.world_size
 

@@ -108,13 +108,13 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
     layers = build_layers(architecture)
     layout = build_layout(tight, 8, len(layers), has_accelerator=True)
     costs = count_run_costs(tight, architecture, layout)
-    find = partial(find_fits, tight, costs, architecture.vocab_size, layout, local_size=8)
-    fits = find("NVIDIA A100-SXM4-80GB")
+    find = partial(find_fits, tight, costs, vocab_size=architecture.vocab_size, layout=layout, local_size=8)
+    fits = find(device_name="NVIDIA A100-SXM4-80GB")
     assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [
         stage.chunks[0].first_layer for stage in plan.stages
     ]
-    assert find("cpu") is None  # a host's memory is not measured by what it has in all
-    assert find("Some other card") is None
+    assert find(device_name="cpu") is None  # a host's memory is not measured by what it has in all
+    assert find(device_name="Some other card") is None
 
     hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
     assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
@@ -175,8 +175,8 @@ def test_weights_that_are_there_decide(tmp_path: Path) -> None:
     [
         (("world_size=null",), "plan=true needs world_size=N, the number of cards to plan for"),
         (("world_size=0",), "world_size=0: at least 1"),
-        (("world_size=6",), "world_size=6 is no multiple of num_stages=4; the nearest is 4 or 8"),
-        (("world_size=2",), "world_size=2 is no multiple of num_stages=4; the nearest is 4"),
+        (("world_size=6",), "world_size=6 is not a multiple of num_stages=4; the nearest is 4 or 8"),
+        (("world_size=2",), "world_size=2 is not a multiple of num_stages=4; the nearest is 4"),
         (("world_size=4", "plan=maybe"), "plan=maybe: one of false, true, search"),
         (
             ("world_size=4", "model=from_checkpoint"),
