@@ -20,7 +20,7 @@ def compute_passes(chunk: Chunk) -> PassCost:
 def compute_gradients_in_pass(stage: Stage) -> Memory:
     """The two gradients that flow through a layer, and one parameter's new gradient."""
     hidden = stage.chunks[0].hidden_bytes
-    return Memory(buffers=2 * hidden + (stage.run.width + 4) * stage.largest_trainable)
+    return Memory(buffers=2 * hidden + (stage.run.weight_bytes + 4) * stage.largest_trainable)
 
 
 LAYERS = Lever(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

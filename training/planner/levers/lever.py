@@ -41,12 +41,12 @@ class PlannedRun:
         return self.layout.micro_batch_size * self.tokens_per_sample
 
     @property
-    def width(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of a weight."""
         return bytes_of(self.config.precision)
 
     @property
-    def flops(self) -> float:
+    def flops_per_second(self) -> float:
         """FLOP/s of a card while it computes."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
 
@@ -97,11 +97,11 @@ class Chunk:
 
     def time_forward(self, layer: LayerCost) -> float:
         """Seconds of a micro-batch: as it was timed, or by the card's rate."""
-        forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops
+        forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops_per_second
         return forward * self.run.tokens
 
     def time_backward(self, layer: LayerCost) -> float:
-        backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops
+        backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops_per_second
         return backward * self.run.tokens
 
 

@@ -21,7 +21,7 @@ ALLREDUCE_BUCKET = (
 
 def compute_model_states(stage: Stage) -> Memory:
     config = stage.run.config
-    weights = Memory(weights=stage.run.width * stage.num_parameters)
+    weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)
     allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
@@ -60,7 +60,7 @@ def _allocate_on_host(stage: Stage) -> Memory:
     run, n, part = stage.run, stage.num_trainable, _part(stage)
     in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
     is_bf16 = run.config.precision is Precision.bf16
-    element = 4 if is_bf16 else run.width
+    element = 4 if is_bf16 else run.weight_bytes
 
     def copy(reduced: int) -> int:
         return 6 * reduced + 4 * min(part, reduced) if is_bf16 else 0
@@ -71,7 +71,7 @@ def _allocate_on_host(stage: Stage) -> Memory:
         gradients=element * n,
         buffers=waiting,
         step=filling + max(copy(in_bucket) - element * in_bucket, alone),
-        host=_moments(stage) + (4 + 4 + run.width) * part,
+        host=_moments(stage) + (4 + 4 + run.weight_bytes) * part,
     )
 
 

@@ -14,7 +14,7 @@ def compute_reduction(stage: Stage) -> StepCost:
     """All-reduce of the gradients and all-gather of the weights, on a ring; both in the training dtype."""
     run, dp_size = stage.run, stage.run.layout.num_weight_replicas
     copied = count_reduce_bytes(run.config, dp_size) * stage.num_trainable
-    sent = 3 * (dp_size - 1) / dp_size * run.width * stage.num_trainable
+    sent = 3 * (dp_size - 1) / dp_size * run.weight_bytes * stage.num_trainable
     return StepCost(reduce_seconds=copied / (run.hardware.memory_bandwidth * GB), reduce_sent=Sent({DATA: sent}))
 
 
