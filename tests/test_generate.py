@@ -18,7 +18,10 @@ from models.weights.sources import open_weights
 from scripts import generate
 
 PROMPT = "def fill(text, width=70):"
-CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")

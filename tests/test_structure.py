@@ -85,7 +85,8 @@ def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "models" / "x.py"
     file.parent.mkdir()
     file.write_text(
-        "import a.b\nfrom c import d\nfrom .e import f\nfrom .. import g\ndef h():\n    import i\n    importlib.import_module('j.k')\n"
+        "import a.b\nfrom c import d\nfrom .e import f\nfrom .. import g\ndef h():\n    import i\n    "
+        "importlib.import_module('j.k')\n"
     )
     assert sorted(read_imports(file)) == ["a.b", "c.d", "g", "i", "j.k", "models.e.f"]
     assert len(SOURCES) > 25 and {
@@ -119,7 +120,8 @@ def test_deepspeed_is_imported_by_the_engine_and_the_stage_alone() -> None:
 
 
 def list_calls(file: Path) -> set[str]:
-    """The names that a file calls, and the attributes that it reads or calls, without what is in front of the last dot."""
+    """The names that a file calls, and the attributes that it reads or calls, without what is in front of the last
+    dot."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -139,9 +141,16 @@ def test_one_assembly() -> None:
 # What is DeepSpeed's own of an engine, and who uses it on purpose: the engines, the bare pipelines that the benchmarks
 # compare with, and tests that prove something about DeepSpeed.
 ENGINE_INSIDES = {
-    "wrapped", "_INSTRUCTION_MAP", "train_batch", "eval_batch", "global_steps", "get_global_grad_norm", "_hp_mapping",
-    "reset_activation_shape", "loss_scaler",
-}  # fmt: skip
+    "wrapped",
+    "_INSTRUCTION_MAP",
+    "train_batch",
+    "eval_batch",
+    "global_steps",
+    "get_global_grad_norm",
+    "_hp_mapping",
+    "reset_activation_shape",
+    "loss_scaler",
+}
 LOOK_INSIDE = {
     "benchmarks/peers.py",
     "tests/training/observability/test_stage_timer.py",

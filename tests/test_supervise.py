@@ -31,7 +31,8 @@ if word == "save":
     (out / "checkpoints" / "latest").write_text("global_step1")
     os.kill(os.getpid(), signal.SIGKILL)
 if word == "orphan":
-    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"])
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    child = subprocess.Popen([sys.executable, "-c", code])
     (out / "orphan").write_text(str(child.pid))
     time.sleep(0.5)
     sys.exit(1)

@@ -1,1 +1,2 @@
-"""What a step is: the run's configuration, its layout over ranks, the pipeline module, the loop, checkpoints and metrics."""
+"""What a step is: the run's configuration, its layout over ranks, the pipeline module, the loop, checkpoints and
+metrics."""

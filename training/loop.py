@@ -123,7 +123,8 @@ class TrainingLoop:
         return loss
 
     def _account(self, loss: torch.Tensor, totals: StepTotals, nonfinite: bool) -> None:
-        """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be skipped."""
+        """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be
+        skipped."""
         step = self.state.step
         if nonfinite:
             self._report_nonfinite(step, loss)

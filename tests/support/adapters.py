@@ -17,7 +17,8 @@ from models.architecture import build_layers
 def make_adapter(
     folder: Path, model_folder: Path, target_modules: list[str] | None = None, **options: object
 ) -> PeftModel:
-    """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules: all projections by default."""
+    """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules:
+    all projections by default."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     targets = {
@@ -26,9 +27,14 @@ def make_adapter(
         if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not model.get_output_embeddings()
     }
     config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=target_modules or sorted(targets), init_lora_weights=False, task_type="CAUSAL_LM",
-        fan_in_fan_out=model.config.model_type == "gpt2", **options,
-    )  # fmt: skip
+        r=4,
+        lora_alpha=6,
+        target_modules=target_modules or sorted(targets),
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=model.config.model_type == "gpt2",
+        **options,
+    )
     adapted = get_peft_model(model, config)
     adapted.save_pretrained(folder)
     return adapted

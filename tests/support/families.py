@@ -1,4 +1,5 @@
-"""A tiny random model of every family, with every feature of the family switched on, and weights that tell mistakes apart."""
+"""A tiny random model of every family, with every feature of the family switched on, and weights that tell mistakes
+apart."""
 
 from __future__ import annotations
 
@@ -13,37 +14,78 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from models.architecture import ARCHITECTURES
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "initializer_range": 0.15,  # scores and logits away from zero, so that what happens to them shows
-}  # fmt: skip
+}
 _WINDOW = 8  # tokens: far shorter than the samples
 _ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _ROPE_LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 4.0],
-    "original_max_position_embeddings": 256, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.5, 2.0, 4.0],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.5,
+}
 
 # model_type -> fields of its config beside the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "mistral": {"sliding_window": _WINDOW, "head_dim": 16},
     "qwen2": {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 2},
-    "qwen3": {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 3},
+    "qwen3": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": _WINDOW,
+        "max_window_layers": 3,
+    },
     "gemma2": {
-        "head_dim": 16, "sliding_window": _WINDOW, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 24,
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 24,
     },
     "phi3": {"sliding_window": _WINDOW, "rope_parameters": _ROPE_LONG},
     "mpt": {"d_model": 48, "n_heads": 6, "n_layers": 4, "max_seq_len": 256, "expansion_ratio": 4},
-    "gpt2": {"n_positions": 256, "n_embd": 48, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-             "scale_attn_by_inverse_layer_idx": True},
+    "gpt2": {
+        "n_positions": 256,
+        "n_embd": 48,
+        "n_layer": 4,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
     "olmo2": {},
     "deepseek_v3": {
-        "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
-        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12, "v_head_dim": 12, "rope_parameters": {**_ROPE_YARN, "mscale_all_dim": 1.0, "mscale": 1.0},
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 12,
+        "rope_parameters": {**_ROPE_YARN, "mscale_all_dim": 1.0, "mscale": 1.0},
     },
-}  # fmt: skip
+}
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 

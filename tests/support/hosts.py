@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces with names and addresses of their own, and a cable between them that can be cut."""
+"""Two hosts on one machine: network namespaces with names and addresses of their own, and a cable between them that
+can be cut."""
 
 from __future__ import annotations
 

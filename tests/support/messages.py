@@ -1,7 +1,8 @@
 """Reads from the sources, without importing them, every message that a person may be shown at the end of a run.
 
-A message is written as a person reads it, with `...` for what varies: an f-string's own words, and where a value is itself put together here
-(by a function of the project, a local variable, a constant of a module), its words too. Alternatives are messages of their own.
+A message is written as a person reads it, with `...` for what varies: an f-string's own words, and where a value is
+itself put together here (by a function of the project, a local variable, a constant of a module), its words too.
+Alternatives are messages of their own.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Sources:
         return [HOLE]
 
     def _render_part(self, part: ast.expr, name: str, function: Function | None, depth: int) -> list[str]:
-        """A piece of an f-string: its words, or a value's, where that is only one text or put together by a function."""
+        """A piece of an f-string: its words, or a value's, where that is only one text or put together by a
+        function."""
         if not isinstance(part, ast.FormattedValue):
             return self._render(part, name, function, depth)
         if isinstance(part.value, ast.Name) and part.value.id in self._constants:

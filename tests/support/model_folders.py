@@ -1,4 +1,5 @@
-"""Model folders for tests: sources in every file format, conversions by path, and what `transformers` makes of a folder."""
+"""Model folders for tests: sources in every file format, conversions by path, and what `transformers` makes of a
+folder."""
 
 from __future__ import annotations
 

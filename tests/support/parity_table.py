@@ -1,9 +1,11 @@
-"""The parity table of docs/parity.md: every family through real pipeline stages against the plain Hugging Face model, as figures.
+"""The parity table of docs/parity.md: every family through real pipeline stages against the plain Hugging Face model,
+as figures.
 
     make parity            (python tests/support/parity_table.py --output docs/parity.md)
 
-Each figure is the relative difference, max|a - b| / max|b|, of the worst tensor, in fp32. A gradient is read off one SGD step with a
-learning rate so large that the new weight is the gradient. The tests run a subset of this (test_family_parity.py, test_lora.py).
+Each figure is the relative difference, max|a - b| / max|b|, of the worst tensor, in fp32. A gradient is read off one
+SGD step with a learning rate so large that the new weight is the gradient. The tests run a subset of this
+(test_family_parity.py, test_lora.py).
 """
 
 from __future__ import annotations
@@ -30,8 +32,13 @@ from torch.nn import functional as F  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 LAYOUTS = {  # stages, ranks, tensor_parallel_size
-    "pp1": (1, 1, 1), "pp2": (2, 2, 1), "pp4": (4, 4, 1), "tp2": (1, 2, 2), "tp2xpp2": (2, 4, 2), "tp2xdp2": (1, 4, 2),
-}  # fmt: skip
+    "pp1": (1, 1, 1),
+    "pp2": (2, 2, 1),
+    "pp4": (4, 4, 1),
+    "tp2": (1, 2, 2),
+    "tp2xpp2": (2, 4, 2),
+    "tp2xdp2": (1, 4, 2),
+}
 BOUND = 1e-5
 NUM_SAMPLES = 22
 LARGE = 2.0**20  # next to it the weights of a tiny model vanish
@@ -40,7 +47,8 @@ COLUMNS = ("logits", "gradients", "5 steps", "5 steps, checkpointed", "packed gr
 
 
 def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Logits [B, T, V] of the pipeline, on the ranks that have the loss; with tensor parallelism, those of the rank's tokens."""
+    """Logits [B, T, V] of the pipeline, on the ranks that have the loss; with tensor parallelism, those of the
+    rank's tokens."""
     engine, *_ = build_engine(case)
     position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
@@ -195,11 +203,12 @@ def render_page(lines: list[str], worst: float) -> str:
     return (
         f"""# Parity with Hugging Face
 
-Made by `make parity`: tiny random models of every family with every feature of the family switched on (`tests/support/families.py`), through real
-pipeline stages, against the plain Hugging Face model in one process. A figure is the relative difference max|a - b| / max|b| of the worst
-tensor, in fp32; worst of all: {worst:.1e}.
+Made by `make parity`: tiny random models of every family with every feature of the family switched on
+(`tests/support/families.py`), through real pipeline stages, against the plain Hugging Face model in one process. A
+figure is the relative difference max|a - b| / max|b| of the worst tensor, in fp32; worst of all: {worst:.1e}.
 
-tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. A dash: adapters of DeepSeek's experts are refused there.
+tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. A dash: adapters
+of DeepSeek's experts are refused there.
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.

@@ -36,13 +36,21 @@ def save_llama(folder: Path, tied: bool = False, seed: int = 0, **fields: Any) -
     torch.manual_seed(seed)
     config = LlamaConfig(
         **{
-            "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": tied,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": tied,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
             **fields,
         }
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return model

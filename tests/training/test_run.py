@@ -17,9 +17,17 @@ from support.workers import WorkerError
 from transformers import AutoModelForCausalLM
 
 FROM_SCRATCH = (
-    "init=random", "+model.model_type=llama", "+model.vocab_size=320", "+model.hidden_size=48", "+model.intermediate_size=80", "+model.num_hidden_layers=4",
-    "+model.num_attention_heads=4", "+model.num_key_value_heads=2", "max_steps=2", "eval_file=null",
-)  # fmt: skip
+    "init=random",
+    "+model.model_type=llama",
+    "+model.vocab_size=320",
+    "+model.hidden_size=48",
+    "+model.intermediate_size=80",
+    "+model.num_hidden_layers=4",
+    "+model.num_attention_heads=4",
+    "+model.num_key_value_heads=2",
+    "max_steps=2",
+    "eval_file=null",
+)
 
 
 def test_a_model_from_scratch_is_the_same_at_every_layout(run: Callable[..., Path], root: Path) -> None:

@@ -6,8 +6,16 @@ from training.checkpoint.state import TrainerState
 from training.summary import RunTotals
 
 START = TrainerState(
-    step=2, num_tokens=100, num_stages=1, dp_size=1, global_batch_size=1, micro_batch_size=1, num_samples=9, total_steps=9, seed=0
-)  # fmt: skip
+    step=2,
+    num_tokens=100,
+    num_stages=1,
+    dp_size=1,
+    global_batch_size=1,
+    micro_batch_size=1,
+    num_samples=9,
+    total_steps=9,
+    seed=0,
+)
 
 
 def test_totals_count_from_where_the_run_has_started_and_leave_out_what_was_no_step() -> None:

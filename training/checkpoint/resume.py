@@ -48,7 +48,8 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
         or not any((first / name).exists() for name in (STATE_NAME, MANIFEST_NAME))
     ):
         raise UserError(
-            f"resume={resume}: {first} is not a training checkpoint of this project, or a save that never ended (a whole "
+            f"resume={resume}: {first} is not a training checkpoint of this project, or a save that never ended (a "
+            "whole "
             "one is named "
             f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as "
             "model_name_or_path"

@@ -1,8 +1,8 @@
 """Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
 
 A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the
-replicas of a stage share out its layers), flushes them, and reports to rank 0 their sizes and hashes. Rank 0 writes state
-and manifest, renames the folder and moves `latest`. All that happens in a thread, which talks to the other ranks'
+replicas of a stage share out its layers), flushes them, and reports to rank 0 their sizes and hashes. Rank 0 writes
+state and manifest, renames the folder and moves `latest`. All that happens in a thread, which talks to the other ranks'
 threads over a process group of its own. With `async_save` it writes a copy of the state in the host's memory while
 training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled writer queues the tensors
 themselves, which training then changes; seen in 0.19.8.)

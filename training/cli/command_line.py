@@ -33,7 +33,8 @@ _WRONG_TYPES = {
 
 
 def clean_arguments(argv: Sequence[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra would abort, and with `key=value` after all options.
+    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra would abort, and with `key=value`
+    after all options.
 
     argparse takes keys from one place only: without the second, `num_stages=1 -cn NAME seed=2` ends in a usage message.
     """
@@ -57,19 +58,21 @@ def check_command_line(
 ) -> None:
     """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
 
-    arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the composed config
-    names nothing in its table, such as `schedule`; this package knows no such table.
-    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an
-    unknown option, and for `--multirun` (see training/cli/sweep.py).
+    arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the
+    composed config names nothing in its table, such as `schedule`; this package knows no such table. Raises UserError
+    for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an unknown
+    option, and for `--multirun` (see training/cli/sweep.py).
     """
     options, unknown = get_args_parser().parse_known_args(list(arguments))
     if unknown:
         raise UserError(
-            f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance num_stages=2"
+            f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance "
+            "num_stages=2"
         )
     if options.multirun:
         raise UserError(
-            "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
+            "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py "
+            "--multirun num_gpus=2 ..."
         )
     for override in options.overrides:
         _check_override(override)
@@ -97,7 +100,8 @@ def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Pa
 
 
 def _check_override(override: str) -> None:
-    """Raises UserError for what Hydra takes without a word: a key that nothing reads, added with `+`, and one that is taken away."""
+    """Raises UserError for what Hydra takes without a word: a key that nothing reads, added with `+`, and one that
+    is taken away."""
     if override.startswith("~"):
         raise UserError(
             f"{override}: a key cannot be taken away; give it another value, or null where conf/base.yaml allows it"
@@ -121,7 +125,10 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         return _missing_config(str(error.missing_cfg_file), config_name, dirs)
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
+        return (
+            f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: "
+            f"'{key}=\"{value}\"'"
+        )
     if several := _first(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = several.partition("=")
         return (

@@ -17,7 +17,8 @@ class SharedTotals:
     """Rank 0, which reads inputs, computes them; the others receive them."""
 
     def __init__(self, loader: Any, last_step: int, device: torch.device) -> None:
-        """loader: this rank's. last_step: steps below it are asked for. device: one that the process group can send from."""
+        """loader: this rank's. last_step: steps below it are asked for. device: one that the process group can send
+        from."""
         self._loader, self._last_step, self._device = loader, last_step, device
         self._known: dict[int, StepTotals] = {}
 

@@ -34,7 +34,8 @@ def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: 
 
 
 class AlignedLabels(nn.Module):
-    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader hands out shifted targets.
+    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader hands out shifted
+    targets.
 
     A module, so that the engine moves what a loss that is one holds.
     """

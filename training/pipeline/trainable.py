@@ -35,7 +35,8 @@ from training.config.schema import AdapterName, RunConfig
 def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
     """The adapter that `config.adapter` describes; None without one.
 
-    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an adapter.
+    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
+    adapter.
     """
     options = config.adapter
     if options.name is AdapterName.none:

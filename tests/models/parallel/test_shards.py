@@ -85,7 +85,8 @@ def test_a_published_plan_that_is_not_supported_is_refused_by_name() -> None:
         (
             "llama",
             {},
-            "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that do: 1, 2",
+            "tensor_parallel_size=4 does not divide the model's 4 attention heads and 2 key value heads; sizes that "
+            "do: 1, 2",
         ),
         ("mpt", {}, "tensor_parallel_size=4 does not divide the model's 6 attention heads; sizes that do: 1, 2, 3, 6"),
     ],

@@ -13,9 +13,18 @@ from training.checkpoint.manifest import HashedFile, write_manifest
 from training.checkpoint.state import TrainerState, list_checkpoints, read_state, remove_leftovers
 
 STATE = TrainerState(
-    step=2, num_tokens=100, num_stages=2, dp_size=1, global_batch_size=8, micro_batch_size=2, num_samples=40, total_steps=4, seed=42,
-    precision="bf16", optimizer="adamw",
-)  # fmt: skip
+    step=2,
+    num_tokens=100,
+    num_stages=2,
+    dp_size=1,
+    global_batch_size=8,
+    micro_batch_size=2,
+    num_samples=40,
+    total_steps=4,
+    seed=42,
+    precision="bf16",
+    optimizer="adamw",
+)
 FILES = ("layer_00-model_states.pt", "layer_01-model_states.pt", "optimizer-stage_00-dp_00.safetensors")
 
 

@@ -1,5 +1,5 @@
-"""Faults at random moments of the real saving and loading code, in processes of their own: what `latest` leads to is whole, and nothing that
-was told to be saved is lost. The same through the real launcher: test_launcher_faults.py.
+"""Faults at random moments of the real saving and loading code, in processes of their own: what `latest` leads to is
+whole, and nothing that was told to be saved is lost. The same through the real launcher: test_launcher_faults.py.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def saving(checkpoints: Path, rank: int = 0, world_size: int = 1) -> Iterator[Ca
 
 
 def save_until_ended(checkpoints: Path, first: int, told: int, rank: int, world_size: int, listens: bool) -> None:
-    """Saves one step after the other, and writes each step that has been saved to the pipe `told`. listens: to signals, as a run does."""
+    """Saves one step after the other, and writes each step that has been saved to the pipe `told`. listens: to
+    signals, as a run does."""
     from training.distributed.interrupts import Interrupts
 
     requests = None
@@ -101,7 +102,8 @@ def save_until_ended(checkpoints: Path, first: int, told: int, rank: int, world_
 
 
 def check_whole(checkpoints: Path, at_least: int) -> int:
-    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was told to be saved."""
+    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was told
+    to be saved."""
     resumable = find_resume("latest", checkpoints, trust=False)
     newest = resumable.candidates[0]
     assert resumable.damages == [] and (step := read_state(newest).step) >= at_least

@@ -1,4 +1,5 @@
-"""A checkpoint of an earlier version of the project, kept in fixtures/, goes on with today's code as it went on with that version's."""
+"""A checkpoint of an earlier version of the project, kept in fixtures/, goes on with today's code as it went on with
+that version's."""
 
 from __future__ import annotations
 
@@ -16,10 +17,19 @@ BOUND = 1e-5  # relative, fp32
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 # As fixtures/README.md says. What is not named here is the default of conf/base.yaml, then as now.
 RUN = (
-    "resume=latest", "global_batch_size=4", "max_seq_length=160", "optimizer=adamw", "learning_rate=0.01",
-    "lr_scheduler_type=cosine", "warmup_ratio=0.03", "max_grad_norm=1.0", "activation_checkpoint_interval=1",
-    "max_steps=6", "logging_steps=1", "seed=7",
-)  # fmt: skip
+    "resume=latest",
+    "global_batch_size=4",
+    "max_seq_length=160",
+    "optimizer=adamw",
+    "learning_rate=0.01",
+    "lr_scheduler_type=cosine",
+    "warmup_ratio=0.03",
+    "max_grad_norm=1.0",
+    "activation_checkpoint_interval=1",
+    "max_steps=6",
+    "logging_steps=1",
+    "seed=7",
+)
 
 
 @pytest.mark.parametrize("num_stages, bounds", [(2, "[2,3]"), (1, "balanced")], ids=["pp2", "pp1"])

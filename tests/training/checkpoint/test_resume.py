@@ -1,4 +1,5 @@
-"""Which checkpoint a run resumes from, and what it must have in common with it. With real ones: test_resume_damaged.py."""
+"""Which checkpoint a run resumes from, and what it must have in common with it. With real ones:
+test_resume_damaged.py."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_what_changes_the_run_is_refused_by_name(name: str, other: object) -> No
     changed = replace(STATE, **{name: other})
     with pytest.raises(
         UserError,
-        match=f"{name} was {getattr(STATE, name)}, is {other}. Give the same values, or .*resume_allow_changes=true.*=/c/global_step2",
+        match=f"{name} was {getattr(STATE, name)}, is {other}. Give the same values, or "
+        ".*resume_allow_changes=true.*=/c/global_step2",
     ):
         check_resumable(STATE, changed, Path("/c/global_step2"))
     assert check_resumable(STATE, changed, Path("/c/global_step2"), allow_changes=True) == [

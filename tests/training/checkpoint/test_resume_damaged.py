@@ -160,7 +160,8 @@ def rewrite_manifest(step_dir: Path) -> None:
 def test_a_whole_run_does_not_run_it_either(
     workers: Callable[[int], WorkerGroup], saved: Case, copied: Path, tmp_path: Path
 ) -> None:
-    """The optimizer's files and DeepSpeed's own, with a manifest that fits: the run goes on, or refuses; nothing is unpickled."""
+    """The optimizer's files and DeepSpeed's own, with a manifest that fits: the run goes on, or refuses; nothing is
+    unpickled."""
     step_dir, trace = copied / "global_step2", tmp_path / "it ran"
     torch.save({"module": Malicious(trace)}, step_dir / "mp_rank_00_model_states.pt")
     rewrite_manifest(step_dir)

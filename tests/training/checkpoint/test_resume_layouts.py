@@ -1,4 +1,5 @@
-"""A run saved at one layout goes on at another as if it had never stopped: losses and gradient norms, on real processes."""
+"""A run saved at one layout goes on at another as if it had never stopped: losses and gradient norms, on real
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
 EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TENSOR_PARALLEL.keys()]
-# At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of the noise in A's gradient.
+# At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of
+# the noise in A's gradient.
 LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
 KINDS = {
     "untied": (False, ()),
@@ -60,9 +62,15 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
             num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
             defaults = (
                 f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
-                f"output_dir={root / name}", "optimizer=adamw", "learning_rate=1e-3", "weight_decay=0.1", "max_grad_norm=1.0",
-                "lr_scheduler_type=cosine", "warmup_ratio=0.2", "logging_steps=1",
-            )  # fmt: skip
+                f"output_dir={root / name}",
+                "optimizer=adamw",
+                "learning_rate=1e-3",
+                "weight_decay=0.1",
+                "max_grad_norm=1.0",
+                "lr_scheduler_type=cosine",
+                "warmup_ratio=0.2",
+                "logging_steps=1",
+            )
             steps = STEPS_BEFORE + STEPS_AFTER
             case = Case(
                 root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, steps, (*defaults, *overrides)
@@ -108,7 +116,8 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
 def test_state_and_weights_are_the_saved_bits_at_another_layout(
     run, root: Path, workers: Callable[[int], WorkerGroup], overrides: tuple[str, ...]
 ) -> None:
-    """Losses in bf16 differ between layouts, whatever is resumed: sums of rounded gradients are cut elsewhere. So the state itself."""
+    """Losses in bf16 differ between layouts, whatever is resumed: sums of rounded gradients are cut elsewhere. So
+    the state itself."""
     begun = run(f"bits{len(overrides)}", "pp2xdp2", True, *overrides, f"stop_after_steps={STEPS_BEFORE}")
     step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
     saved = join(load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN)))
@@ -129,7 +138,8 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
 
 
 def reload_state(case: Case, step_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """On each rank: what the optimizer holds after a resume, by the names of the files; and the weights of the model."""
+    """On each rank: what the optimizer holds after a resume, by the names of the files; and the weights of the
+    model."""
     from training.checkpoint.optimizer_state import collect_state
     from training.checkpoint.state import load_checkpoint, read_state
 

@@ -66,8 +66,12 @@ def test_a_save_is_found_and_read_back(writer: CheckpointWriter, tmp_path: Path)
         STATE, step=4
     )
     assert sorted(file.name for file in latest(tmp_path).iterdir()) == [
-        "layer_00-model_states.pt", "manifest.json", "mp_rank_00_model_states.pt", "optimizer-stage_00-dp_00.safetensors", "trainer_state.json",
-    ]  # fmt: skip
+        "layer_00-model_states.pt",
+        "manifest.json",
+        "mp_rank_00_model_states.pt",
+        "optimizer-stage_00-dp_00.safetensors",
+        "trainer_state.json",
+    ]
     weights = torch.load(latest(tmp_path) / "layer_00-model_states.pt", weights_only=True)
     assert weights["x@0"].tolist() == [[1.0, 1.0]] * 4
 

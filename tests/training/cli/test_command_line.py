@@ -145,7 +145,8 @@ def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
 
 def test_multirun_is_no_option_of_a_launch() -> None:
     assert message_of("-m seed=1,2") == (
-        "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py --multirun num_gpus=2 ..."
+        "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py "
+        "--multirun num_gpus=2 ..."
     )
 
 

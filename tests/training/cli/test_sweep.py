@@ -77,9 +77,11 @@ def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pyte
     assert run_sweep(jobs, 2, launch) == 1
     assert started == ["seed=1", "seed=2", "seed=3"]
     assert [line.split() for line in capsys.readouterr().out.strip().splitlines()] == [
-        ["run", "step", "eval_loss", "folder"], ["seed=1", "9", "1.9000", f"{tmp_path}/1"], ["seed=2", "failed", "-", f"{tmp_path}/2"],
+        ["run", "step", "eval_loss", "folder"],
+        ["seed=1", "9", "1.9000", f"{tmp_path}/1"],
+        ["seed=2", "failed", "-", f"{tmp_path}/2"],
         ["seed=3", "9", "1.7000", "*", f"{tmp_path}/3"],
-    ]  # fmt: skip
+    ]
 
     started.clear()
     run_sweep(jobs, 2, launch)

@@ -153,34 +153,53 @@ def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
 TWO = ("micro_batch_size=2", "global_batch_size=8")
 MISTAKES = {
     "no stage": (("num_stages=0", *TWO), {}, "num_stages=0: at least 1"),
-    "more stages than layers": (("num_stages=9", *TWO), {"world_size": 9}, "num_stages=9 exceeds the model's 8 layers; set num_stages to 8 or less"),
+    "more stages than layers": (
+        ("num_stages=9", *TWO),
+        {"world_size": 9},
+        "num_stages=9 exceeds the model's 8 layers; set num_stages to 8 or less",
+    ),
     "stages do not divide": (
-        ("num_stages=2", *TWO), {"world_size": 3},
-        "num_stages=2 does not divide the number of started ranks, 3; start it with `deepspeed --num_gpus 4 trainer_base_ds_mp.py ...` "
+        ("num_stages=2", *TWO),
+        {"world_size": 3},
+        "num_stages=2 does not divide the number of started ranks, 3; start it with `deepspeed --num_gpus 4 "
+        "trainer_base_ds_mp.py ...` "
         "(without GPUs the launcher starts one rank unless --num_gpus says how many processes)",
     ),
     "no rank a layer": (("tensor_parallel_size=0", *TWO), {}, "tensor_parallel_size=0: at least 1"),
     "stages of several ranks do not divide": (
-        ("num_stages=2", "tensor_parallel_size=2", *TWO), {"world_size": 6},
-        "num_stages=2 x tensor_parallel_size=2 = 4 does not divide the number of started ranks, 6; start it with `deepspeed --num_gpus 8",
+        ("num_stages=2", "tensor_parallel_size=2", *TWO),
+        {"world_size": 6},
+        "num_stages=2 x tensor_parallel_size=2 = 4 does not divide the number of started ranks, 6; start it with "
+        "`deepspeed --num_gpus 8",
     ),
     "stages do not divide, with GPUs": (
-        ("num_stages=4", *TWO), {"world_size": 6, "has_accelerator": True}, "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
+        ("num_stages=4", *TWO),
+        {"world_size": 6, "has_accelerator": True},
+        "--num_gpus 8 trainer_base_ds_mp.py ...` or change num_stages",
     ),
-    "one batch size": (("micro_batch_size=2",), {}, "must be given; missing: gradient_accumulation_steps, global_batch_size"),
+    "one batch size": (
+        ("micro_batch_size=2",),
+        {},
+        "must be given; missing: gradient_accumulation_steps, global_batch_size",
+    ),
     "batch size of zero": (("micro_batch_size=0", "global_batch_size=8"), {}, "micro_batch_size=0: at least 1"),
     "three that disagree": (
-        ("gradient_accumulation_steps=3", *TWO), {"world_size": 2},
-        "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=2 is 12, not global_batch_size=8; give two of them and set the third to null",
+        ("gradient_accumulation_steps=3", *TWO),
+        {"world_size": 2},
+        "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=2 is 12, not global_batch_size=8; give two of them "
+        "and set the third to null",
     ),
     "no multiple of the micro-batch": (
-        ("micro_batch_size=3", "global_batch_size=8"), {}, "global_batch_size=8 is no multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
+        ("micro_batch_size=3", "global_batch_size=8"),
+        {},
+        "global_batch_size=8 is no multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
     ),
     "no multiple of the accumulation": (
-        ("gradient_accumulation_steps=5", "global_batch_size=8"), {"world_size": 2},
+        ("gradient_accumulation_steps=5", "global_batch_size=8"),
+        {"world_size": 2},
         "no multiple of gradient_accumulation_steps=5 x dp=2 = 10; the nearest is 10",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -75,9 +75,18 @@ def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str]
     return [(folder / f"rank_{rank}").read_text().strip() for rank in range(world_size)], seconds
 
 
-STOPPED = "error: rank {rank} has not answered for stuck_minutes=0.05: it is stopped or stuck, or its host is gone; continue with resume=latest"
-KILLED = "error: rank {rank} has ended without a message: it was killed, or its host ran out of memory; continue with resume=latest"
-ASLEEP = "error: rank {rank} has made no progress for stuck_minutes=0.05: it is at tests/training/distributed/test_watchdog.py:LINE (work); the other ranks wait for it"
+STOPPED = (
+    "error: rank {rank} has not answered for stuck_minutes=0.05: it is stopped or stuck, or its host is gone; "
+    "continue with resume=latest"
+)
+KILLED = (
+    "error: rank {rank} has ended without a message: it was killed, or its host ran out of memory; "
+    "continue with resume=latest"
+)
+ASLEEP = (
+    "error: rank {rank} has made no progress for stuck_minutes=0.05: it is at "
+    "tests/training/distributed/test_watchdog.py:LINE (work); the other ranks wait for it"
+)
 CASES = {"SIGSTOP": STOPPED, "SIGKILL": KILLED, "sleep": ASLEEP, "leave": "", "take its time": ""}
 FAST = [("SIGSTOP", 2, 1)]
 REST = [

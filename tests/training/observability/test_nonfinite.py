@@ -1,4 +1,5 @@
-"""A step whose loss or gradient is not finite, made so in the data of a real run: it is named, and neither weights nor checkpoints take it."""
+"""A step whose loss or gradient is not finite, made so in the data of a real run: it is named, and neither weights
+nor checkpoints take it."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
 
 
 def train_with_a_bad_stage(case: Case, stage: int, backward: bool, passes: int = 4) -> str:
-    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient that it computes.
+    """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient
+    that it computes.
 
     passes: forward passes of a stage in a step.
     """

@@ -25,7 +25,8 @@ MICRO_BATCHES = 4
 
 
 def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes], bool]:
-    """Two steps and an evaluation on a pipeline whose second stage is slow: the second step, the times of all ranks, those after that."""
+    """Two steps and an evaluation on a pipeline whose second stage is slow: the second step, the times of all ranks,
+    those after that."""
     from training.engine.steps import evaluate, train_step
     from training.observability.stage_timer import StageTimer
 
@@ -98,9 +99,18 @@ def laps_of(*named: tuple[str, float]) -> list[Span]:
 def test_a_step_by_hand() -> None:
     times = RankTimes()
     step = laps_of(
-        ("RecvActivation", 5.0), ("ForwardPass", 1.0), ("BackwardPass", 2.0), ("SendGrad", 0.5), ("RecvActivation", 0.25), ("ForwardPass", 1.0),
-        ("BackwardPass", 2.0), ("SendGrad", 1.0), ("ReduceGrads", 0.125), ("Aligned", 3.0), ("OptimizerStep", 0.5),
-    )  # fmt: skip
+        ("RecvActivation", 5.0),
+        ("ForwardPass", 1.0),
+        ("BackwardPass", 2.0),
+        ("SendGrad", 0.5),
+        ("RecvActivation", 0.25),
+        ("ForwardPass", 1.0),
+        ("BackwardPass", 2.0),
+        ("SendGrad", 1.0),
+        ("ReduceGrads", 0.125),
+        ("Aligned", 3.0),
+        ("OptimizerStep", 0.5),
+    )
     times.add(step, 17.0)
     assert times == RankTimes(
         num_steps=1,

@@ -1,6 +1,8 @@
-"""Every family through real pipeline stages against the plain Hugging Face model: losses, norms and weights of five SGD steps.
+"""Every family through real pipeline stages against the plain Hugging Face model: losses, norms and weights of five SGD
+steps.
 
-What `make parity` prints as a table (docs/parity.md) is this, layout by layer and with gradients alone; `make test` runs a subset.
+What `make parity` prints as a table (docs/parity.md) is this, layout by layer and with gradients alone; `make test`
+runs a subset.
 """
 
 from __future__ import annotations

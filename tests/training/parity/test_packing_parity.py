@@ -1,7 +1,7 @@
 """Packed rows through real pipeline stages: the loss, gradient and weights of each document run alone.
 
-A step takes the whole data set, so a packed run, one that is not, and the plain Hugging Face model (a row for each document) train on
-the same samples in each step, whatever the order. SGD, as in `test_parity.py`.
+A step takes the whole data set, so a packed run, one that is not, and the plain Hugging Face model (a row for each
+document) train on the same samples in each step, whatever the order. SGD, as in `test_parity.py`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def test_packed_rows_train_as_each_document_alone(
     "layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))]
 )
 def test_documents_laid_end_to_end_train_as_each_piece_alone(workers, root: Path, layout: str) -> None:
-    """Raw text, cut where a row is full: each token but a document's first is a target once, and sees its own document's part in the row."""
+    """Raw text, cut where a row is full: each token but a document's first is a target once, and sees its own
+    document's part in the row."""
     texts = inspect.getdoc(textwrap).split("\n\n") + [
         inspect.getdoc(f) for f in (textwrap.wrap, textwrap.dedent, textwrap.fill)
     ]

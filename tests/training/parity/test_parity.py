@@ -1,7 +1,7 @@
 """Five steps of SGD through real pipeline stages against the plain Hugging Face model in one process.
 
-SGD, because Adam hides a gradient that is wrong by a factor; a learning rate that moves the weights by a good part of their size,
-because otherwise the weights would agree whatever the gradient.
+SGD, because Adam hides a gradient that is wrong by a factor; a learning rate that moves the weights by a good part of
+their size, because otherwise the weights would agree whatever the gradient.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def test_selective_checkpointing(workers, material) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,), EVERY_SECOND], ids=["kept", "checkpointed", "every-second"])
 def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
-    """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others, whatever the layers."""
+    """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others,
+    whatever the layers."""
     case = material(False, "pp2", "compile=true", *overrides)
     compiled, oracle = workers(2).run(train_compiled, case), train_oracle(case)
     assert worst_difference(merge(compiled)["weights"], oracle["weights"])[0] < BOUND

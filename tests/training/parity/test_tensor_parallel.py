@@ -1,4 +1,5 @@
-"""Layers cut over ranks give what the plain Hugging Face model in one process gives: gradients, steps, logits; alone, and with stages and replicas."""
+"""Layers cut over ranks give what the plain Hugging Face model in one process gives: gradients, steps, logits;
+alone, and with stages and replicas."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def test_a_run_exports_what_it_has_trained_and_evaluates_it_again(workers, mater
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_ranks_have_in_common_counts_once_in_bf16(workers, material, layout: str) -> None:
-    """Norms alone are trained, whole on each rank, those of Qwen 3's heads from gradients that are summed: counted twice they would give 1.41 times."""
+    """Norms alone are trained, whole on each rank, those of Qwen 3's heads from gradients that are summed: counted
+    twice they would give 1.41 times."""
     frozen = "freeze=[proj,embed_tokens,lm_head]"
     case = material("qwen3", layout, False, frozen, "learning_rate=0.01", CLIPPED)
     model = AutoModelForCausalLM.from_pretrained(case.model)

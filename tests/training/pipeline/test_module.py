@@ -1,4 +1,5 @@
-"""Building a stage: nothing is initialised that will be loaded, nothing is built that is another rank's, nothing is wider than it trains."""
+"""Building a stage: nothing is initialised that will be loaded, nothing is built that is another rank's, nothing is
+wider than it trains."""
 
 from __future__ import annotations
 
