@@ -10,7 +10,7 @@ from typing import Protocol, TypedDict
 from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
-# A sample that is cut goes on with the last token of the piece before: the token after the cut is predicted from
+# A sample that is cut continues with the last token of the piece before: the token after the cut is predicted from
 # something.
 OVERLAP = 1
 

@@ -51,7 +51,7 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
     def cut_the_cable(self) -> None:
-        """No packet passes any more, and nobody is told: as when a switch dies."""
+        """No packet passes any more, and nobody is notified: as when a switch dies."""
         _ip("-n", self.names[1], "link", "set", self._cables[1], "down")
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:

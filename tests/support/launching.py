@@ -141,14 +141,14 @@ class Launch:
 
     def end(self) -> Ended:
         """Waits for the launcher; whatever is left is ended here."""
-        told = None
+        first_error = None
         while self.process.poll() is None:
             now = time.monotonic()
             assert now - self.started < SECONDS, f"hangs: ...{self.log.read_text()[-2000:]}"
-            if told is None and "\nerror" in self.log.read_text():
-                told = now
+            if first_error is None and "\nerror" in self.log.read_text():
+                first_error = now
             time.sleep(0.1)
-        seconds = time.monotonic() - told if told else 0.0
+        seconds = time.monotonic() - first_error if first_error else 0.0
         deadline = time.monotonic() + 5
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.1)  # what is about to end, ends

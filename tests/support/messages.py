@@ -18,7 +18,7 @@ HOLE = "..."
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("models", "data", "training", "scripts")
 _DEPTH = 6  # functions that call each other
-_WORDS = 3  # that a value needs to be told in words
+_WORDS = 3  # that a value needs to be shown in words
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -131,7 +131,7 @@ class Sources:
             and call.func.attr == "join"
             and isinstance(call.args[0], ast.GeneratorExp)
         ):
-            return self._render(call.args[0].elt, name, None, depth - 1)  # of what is told several times, one
+            return self._render(call.args[0].elt, name, None, depth - 1)  # of what is said several times, one
         callee = (
             call.func.attr
             if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"

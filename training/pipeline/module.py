@@ -157,8 +157,8 @@ class StageModule(PipelineModule):
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
     def _load_layers(self) -> None:
-        with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as told:
-            for index, _, module in told.follow(self.local_layers()):
+        with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as bar:
+            for index, _, module in bar.follow(self.local_layers()):
                 self._load(module, index)
 
     def _compile_layers(self) -> None:
@@ -173,7 +173,7 @@ class StageModule(PipelineModule):
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
 
         ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves
-        that waiting for ever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen).
+        that waiting forever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen).
         In no layer, so in no file.
         """
         device = get_accelerator().device_name(self.local_rank)
@@ -296,7 +296,7 @@ class StageModule(PipelineModule):
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Those whose gradients the stages that share them must sum: frozen ones have none.
 
-        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and nothing, without a word, where that
+        The engine sums what is in `.grad` (`_exec_reduce_tied_grads`, 0.19.8), and silently nothing where that
         is None. In bf16 with offloading the optimizer keeps the gradient elsewhere until then (`grad_accum`;
         zero/stage_1_and_2.py), so it gets that to sum.
         """

@@ -1,5 +1,5 @@
 """Faults at random moments of the real saving and loading code, in processes of their own: what `latest` leads to is
-whole, and nothing that was told to be saved is lost. The same through the real launcher: test_launcher_faults.py.
+whole, and nothing that was reported as saved is lost. The same through the real launcher: test_launcher_faults.py.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def saving(checkpoints: Path, rank: int = 0, world_size: int = 1) -> Iterator[Ca
         writer.wait()
 
 
-def save_until_ended(checkpoints: Path, first: int, told: int, rank: int, world_size: int, listens: bool) -> None:
-    """Saves one step after the other, and writes each step that has been saved to the pipe `told`. listens: to
+def save_until_ended(checkpoints: Path, first: int, reported: int, rank: int, world_size: int, listens: bool) -> None:
+    """Saves one step after the other, and writes each step that has been saved to the pipe `reported`. listens: to
     signals, as a run does."""
     from training.distributed.interrupts import Interrupts
 
@@ -92,17 +92,17 @@ def save_until_ended(checkpoints: Path, first: int, told: int, rank: int, world_
         for step in range(first, first + 10_000):
             save(step)
             if step > first and rank == 0:  # this save has waited for the one before
-                os.write(told, (step - 1).to_bytes(4, "little"))
+                os.write(reported, (step - 1).to_bytes(4, "little"))
             if requests is not None and requests.agree().ends:
                 break
     if rank == 0:
-        os.write(told, step.to_bytes(4, "little"))  # the last one is saved too
+        os.write(reported, step.to_bytes(4, "little"))  # the last one is saved too
     if requests is not None:
         requests.close()
 
 
 def check_whole(checkpoints: Path, at_least: int) -> int:
-    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was told
+    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was reported
     to be saved."""
     resumable = find_resume("latest", checkpoints, trust=False)
     newest = resumable.candidates[0]
@@ -120,12 +120,14 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, fault: str, world_
     rng, first, interrupted, checkpoints = random.Random(0), 1, 0, tmp_path / "checkpoints"
     for _ in range(TIMES):
         Path(f"{checkpoints}.store").unlink(missing_ok=True)
-        reader, told = os.pipe()
+        reader, reported = os.pipe()
         pids = [
-            fork(lambda rank=rank: save_until_ended(checkpoints, first, told, rank, world_size, fault == "terminate"))
+            fork(
+                lambda rank=rank: save_until_ended(checkpoints, first, reported, rank, world_size, fault == "terminate")
+            )
             for rank in range(world_size)
         ]
-        os.close(told)
+        os.close(reported)
         assert select.select([reader], [], [], 60)[0], "nothing was saved in a minute"
         time.sleep(rng.random() * LONGEST)
         if fault == "terminate":
@@ -133,7 +135,7 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, fault: str, world_
                 os.kill(pid, signal.SIGTERM)
                 time.sleep(rng.random() * 0.05)
             codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
-            assert codes <= {0, -signal.SIGTERM}  # one that was told late may have finished
+            assert codes <= {0, -signal.SIGTERM}  # one that was notified late may have finished
         else:
             chosen = rng.choice(pids)
             for pid in [chosen] if fault == "kill one" else pids:

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier version of the project, kept in fixtures/, goes on with today's code as it went on with
+"""A checkpoint of an earlier version of the project, kept in fixtures/, continues with today's code as it continued with
 that version's."""
 
 from __future__ import annotations

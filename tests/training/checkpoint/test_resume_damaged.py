@@ -1,4 +1,4 @@
-"""Damage in a real checkpoint: told before anything is loaded, by name, by all ranks together."""
+"""Damage in a real checkpoint: reported before anything is loaded, by name, by all ranks together."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensor
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
     """Of the only rank, into tmp_path."""
 
-    def gather(told: list[Any], mine: Any, group: object) -> None:
-        told[0] = mine
+    def gather(gathered: list[Any], mine: Any, group: object) -> None:
+        gathered[0] = mine
 
     def raise_alone(error: UserError | None) -> None:
         if error is not None:
@@ -176,8 +176,8 @@ def test_a_step_that_is_saved_again_replaces_the_old(
 def test_other_ranks_hear_of_a_failure(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gather(told: list[Any], mine: Any, group: object) -> None:
-        told[:] = (
+    def gather(gathered: list[Any], mine: Any, group: object) -> None:
+        gathered[:] = (
             [mine, ({}, UserError("saving: rank 1 has no room"))]
             if isinstance(mine[0], dict)
             else [mine, ("elsewhere", 0, 0, 1)]
@@ -231,7 +231,7 @@ def test_what_went_wrong_beside_the_training_is_told_at_the_end(
         save(writer, 2)
         with pytest.raises(UserError, match="saving: .*tmp-global_step2 could not be written .ZeroDivisionError"):
             writer.wait()
-    writer.wait()  # told once
+    writer.wait()  # reported once
 
 
 def test_where_a_copy_does_not_fit_the_save_is_waited_for(

@@ -1,4 +1,4 @@
-"""Signals, the files STOP and SAVE, and the clock: whichever rank hears of it, all ranks act at the same step."""
+"""Signals, the files STOP and SAVE, and the clock: whichever rank is notified, all ranks act at the same step."""
 
 from __future__ import annotations
 

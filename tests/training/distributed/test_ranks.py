@@ -141,7 +141,7 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
 
 @pytest.mark.parametrize(
     "kind, said",
-    [(UserError, "line 3: mend it"), (ValueError, "ValueError: line 3: mend it; the stack trace is in {log}")],
+    [(UserError, "line 3: fix it"), (ValueError, "ValueError: line 3: fix it; the stack trace is in {log}")],
 )
 def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
     kind, said: str, monkeypatch, capfd, tmp_path: Path
@@ -150,7 +150,7 @@ def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
 
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     try:
-        raise kind("line 3: mend it")
+        raise kind("line 3: fix it")
     except kind:
         wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(kind) as caught:

@@ -97,5 +97,5 @@ def test_tied_weights_are_made_equal_outside_of_autograd(
         2,
         overrides=(f"precision={precision}",),
     )
-    for told in workers(2).run(list_warnings_of_a_step, case):
-        assert not [text for text in told if "autograd" in text]
+    for texts in workers(2).run(list_warnings_of_a_step, case):
+        assert not [text for text in texts if "autograd" in text]
