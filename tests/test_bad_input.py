@@ -1,7 +1,7 @@
 """Bad input as a user meets it: one line that names the key or the file and the way out, and no rank left behind.
 
-Most of it in this process, through the same functions in the same order as a run; a few through the real launcher, where it matters which
-rank finds the mistake.
+Most of it in this process, through the same functions in the same order as a run; a few through the real launcher,
+where it matters which rank finds the mistake.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(root: Path, out: Path, *overrides: str) -> list[str]:
     given = {
-        "model_name_or_path": f"{root}/checkpoint", "train_file": f"{root}/train.jsonl", "output_dir": f"{out}/run", "data.cache_dir": f"{out}/cache",
-        "eval_file": "null", "eval_steps": "null", "eval_on_start": "false", "micro_batch_size": "2", "global_batch_size": "4", "max_steps": "2",
-    }  # fmt: skip
+        "model_name_or_path": f"{root}/checkpoint",
+        "train_file": f"{root}/train.jsonl",
+        "output_dir": f"{out}/run",
+        "data.cache_dir": f"{out}/cache",
+        "eval_file": "null",
+        "eval_steps": "null",
+        "eval_on_start": "false",
+        "micro_batch_size": "2",
+        "global_batch_size": "4",
+        "max_steps": "2",
+    }
     for override in overrides:
         given.pop(override.partition("=")[0], None)
     return ["-cn", "llama_tiny_pp2", *(f"{key}={value}" for key, value in given.items()), *overrides]
@@ -95,11 +103,13 @@ KEYS = {
     ),
     "fp16 without a GPU": (
         ("precision=fp16",),
-        "precision=fp16 does not go together with a machine without a GPU: DeepSpeed refuses it on a CPU; use precision=bf16",
+        "precision=fp16 does not go together with a machine without a GPU: DeepSpeed refuses it on a CPU; use "
+        "precision=bf16",
     ),
     "flash attention without a GPU": (
         ("attn_implementation=flash_attention_2",),
-        "attn_implementation=flash_attention_2 does not go together with a machine without a GPU: its kernels are CUDA's; use",
+        "attn_implementation=flash_attention_2 does not go together with a machine without a GPU: its kernels are "
+        "CUDA's; use",
     ),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (
@@ -118,7 +128,8 @@ KEYS = {
     ),
     "too few micro-batches to interleave": (
         ("schedule=interleaved", "global_batch_size=2"),
-        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; gradient_accumulation_steps=1 is not, the nearest is 2",
+        "schedule=interleaved needs a number of micro-batches that is a multiple of num_stages=2; "
+        "gradient_accumulation_steps=1 is not, the nearest is 2",
     ),
     "no such checkpointing": (
         ("activation_checkpoint_mode=some",),
@@ -132,7 +143,8 @@ KEYS = {
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (
         ("data=pretrain", "data.packing=false"),
-        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave data.packing as it is",
+        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave "
+        "data.packing as it is",
     ),
     "no such kind": (
         ("data=dialogue",),
@@ -153,7 +165,8 @@ KEYS = {
     ),
     "preferences in pieces": (
         ("data=preference", "data.length_policy=split"),
-        "data=preference does not go together with data.length_policy=split: an answer cut in pieces cannot be preferred",
+        "data=preference does not go together with data.length_policy=split: an answer cut in pieces cannot be "
+        "preferred",
     ),
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
     "no preference left": (
@@ -162,7 +175,8 @@ KEYS = {
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),
-        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it smooths the sigmoid loss; give dpo.label",
+        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it smooths the sigmoid loss; give "
+        "dpo.label",
     ),
     "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
     "a weight below zero": (
@@ -239,7 +253,8 @@ def test_a_key(name: str, message_of: Callable[..., str], root: Path) -> None:
 def test_stages_that_do_not_divide_the_ranks(message_of: Callable[..., str]) -> None:
     message = message_of(world_size=1)
     assert message.startswith(
-        "num_stages=2 does not divide the number of started ranks, 1; start it with `deepspeed --num_gpus 2 trainer_base_ds_mp.py"
+        "num_stages=2 does not divide the number of started ranks, 1; start it with `deepspeed --num_gpus 2 "
+        "trainer_base_ds_mp.py"
     )
     assert "without GPUs" in message
     assert "--num_gpus 4" in message_of(world_size=3)
@@ -269,14 +284,32 @@ def edit_json(file: Path, **fields: object) -> None:
 
 WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "missing": (shutil.rmtree, ("model_name_or_path '{folder}' is not a folder here",)),
-    "no checkpoint": (lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()], ("{folder} holds no config.json",)),
-    "half-copied": (lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(), ("{folder}/global_step0 is incomplete", "layer_03-model_states.pt")),
-    "without its step": (lambda d: shutil.rmtree(d / "global_step0"), ("{folder}/latest names 'global_step0'", "incomplete")),
-    "of another architecture": (lambda d: edit_json(d / "config.json", model_type="bert"), ("{folder}/config.json: model_type 'bert'", "known: ", "llama")),
+    "no checkpoint": (
+        lambda d: [(d / "latest").unlink(), (d / "config.json").unlink()],
+        ("{folder} holds no config.json",),
+    ),
+    "half-copied": (
+        lambda d: (d / "global_step0/layer_03-model_states.pt").unlink(),
+        ("{folder}/global_step0 is incomplete", "layer_03-model_states.pt"),
+    ),
+    "without its step": (
+        lambda d: shutil.rmtree(d / "global_step0"),
+        ("{folder}/latest names 'global_step0'", "incomplete"),
+    ),
+    "of another architecture": (
+        lambda d: edit_json(d / "config.json", model_type="bert"),
+        ("{folder}/config.json: model_type 'bert'", "known: ", "llama"),
+    ),
     "of another depth": (lambda d: edit_json(d / "config.json", num_hidden_layers=3), ("layer_05-model_states.pt",)),
-    "without a tokenizer": (lambda d: [f.unlink() for f in d.glob("tokenizer*")], ("no tokenizer in {folder}", "set tokenizer_name_or_path")),
-    "of a smaller vocabulary": (lambda d: edit_json(d / "config.json", vocab_size=300), ("has 320 tokens, the embedding 300 rows", "--add_special_tokens")),
-}  # fmt: skip
+    "without a tokenizer": (
+        lambda d: [f.unlink() for f in d.glob("tokenizer*")],
+        ("no tokenizer in {folder}", "set tokenizer_name_or_path"),
+    ),
+    "of a smaller vocabulary": (
+        lambda d: edit_json(d / "config.json", vocab_size=300),
+        ("has 320 tokens, the embedding 300 rows", "--add_special_tokens"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -292,23 +325,79 @@ RECORD = {"prompt": "a question", "completion": "an answer"}
 DATA: dict[str, tuple[str | bytes, tuple[str, ...], str]] = {
     "malformed line": (json.dumps(RECORD) + '\n{"prompt": "a"\n', (), "{file}:2: not valid JSON"),
     "empty": ("\n\n", (), "train_file holds no records ({file}); give a file that does"),
-    "too few": (json.dumps(RECORD) + "\n", (), "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size"),
-    "too few to pack": (json.dumps(RECORD) + "\n" * 9, ("data.packing=true",), "train_file holds 1 packed rows, fewer than one global batch (global_batch_size=4)"),
-    "too long": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", ("data.length_policy=drop",), "train_file: none of its 1 records is left: 0 skipped as bad, 1 dropped"),
-    "all skipped": ("{}\n", ("data.on_bad_record=skip",), "train_file: none of its 1 records is left: 1 skipped as bad"),
-    "other fields": ('{"question": "a", "answer": "b"}\n', (), "{file}:1: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field"),
+    "too few": (
+        json.dumps(RECORD) + "\n",
+        (),
+        "train_file holds 1 samples, fewer than one global batch (global_batch_size=4); lower global_batch_size",
+    ),
+    "too few to pack": (
+        json.dumps(RECORD) + "\n" * 9,
+        ("data.packing=true",),
+        "train_file holds 1 packed rows, fewer than one global batch (global_batch_size=4)",
+    ),
+    "too long": (
+        json.dumps({**RECORD, "prompt": "word " * 99}) + "\n",
+        ("data.length_policy=drop",),
+        "train_file: none of its 1 records is left: 0 skipped as bad, 1 dropped",
+    ),
+    "all skipped": (
+        "{}\n",
+        ("data.on_bad_record=skip",),
+        "train_file: none of its 1 records is left: 1 skipped as bad",
+    ),
+    "other fields": (
+        '{"question": "a", "answer": "b"}\n',
+        (),
+        "{file}:1: no field 'prompt'; the record has 'question', 'answer'; set data.prompt_field",
+    ),
     "no conversation": ('{"prompt": "a"}\n', ("data=chat",), "{file}:1: no field 'messages', nor those of ShareGPT"),
-    "no text": ('{"prompt": "a"}\n', ("data=pretrain",), "{file}:1: no field 'text'; the record has 'prompt'; set data.text_field"),
-    "misnamed field": (json.dumps(RECORD) + "\n", ("data.completion_field=reply",), "{file}:1: no field 'reply'; the record has 'prompt', 'completion'"),
-    "no template": ('{"messages": [{"role": "user", "content": "a"}]}\n', ("data=chat",), "{file}:1: the record holds messages, but the tokenizer has no chat template"),
-    "empty completion": (json.dumps({**RECORD, "completion": " "}) + "\n", (), "{file}:1: field 'completion' is empty; fill it or remove the record"),
-    "another encoding": (json.dumps(RECORD).encode() + b'\n{"prompt": "caf\xe9"}\n', (), "{file}:2: not UTF-8 text (byte 0xe9 at position 15); convert the file to UTF-8"),
-    "UTF-16": (json.dumps(RECORD).encode("utf-16"), (), "{file}:1: not UTF-8 text (byte 0xff at position 0); convert the file to UTF-8"),
-    "no answers": (json.dumps(RECORD) + "\n", ("data=preference",), "{file}:1: no field 'chosen'; the record has 'prompt', 'completion'; set data.chosen_field"),
-    "nothing preferred": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n", ("data=preference",), "{file}:1: fields 'chosen' and 'rejected' are the same"),
-    "too few pairs": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n", ("data=preference",), "train_file holds 1 pairs, fewer than one global batch"),
+    "no text": (
+        '{"prompt": "a"}\n',
+        ("data=pretrain",),
+        "{file}:1: no field 'text'; the record has 'prompt'; set data.text_field",
+    ),
+    "misnamed field": (
+        json.dumps(RECORD) + "\n",
+        ("data.completion_field=reply",),
+        "{file}:1: no field 'reply'; the record has 'prompt', 'completion'",
+    ),
+    "no template": (
+        '{"messages": [{"role": "user", "content": "a"}]}\n',
+        ("data=chat",),
+        "{file}:1: the record holds messages, but the tokenizer has no chat template",
+    ),
+    "empty completion": (
+        json.dumps({**RECORD, "completion": " "}) + "\n",
+        (),
+        "{file}:1: field 'completion' is empty; fill it or remove the record",
+    ),
+    "another encoding": (
+        json.dumps(RECORD).encode() + b'\n{"prompt": "caf\xe9"}\n',
+        (),
+        "{file}:2: not UTF-8 text (byte 0xe9 at position 15); convert the file to UTF-8",
+    ),
+    "UTF-16": (
+        json.dumps(RECORD).encode("utf-16"),
+        (),
+        "{file}:1: not UTF-8 text (byte 0xff at position 0); convert the file to UTF-8",
+    ),
+    "no answers": (
+        json.dumps(RECORD) + "\n",
+        ("data=preference",),
+        "{file}:1: no field 'chosen'; the record has 'prompt', 'completion'; set data.chosen_field",
+    ),
+    "nothing preferred": (
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n",
+        ("data=preference",),
+        "{file}:1: fields 'chosen' and 'rejected' are the same",
+    ),
+    "too few pairs": (
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n",
+        ("data=preference",),
+        "train_file holds 1 pairs, fewer than one global batch",
+    ),
     "cut away": (json.dumps({**RECORD, "prompt": "word " * 99}) + "\n", (), "{file}:1: the prompt has"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -344,7 +433,8 @@ def test_stages_that_do_not_divide_through_the_launcher(root: Path, tmp_path: Pa
     ended = run_deepspeed(arguments(root, tmp_path, "num_stages=3"), tmp_path)
     assert_one_message(
         ended,
-        "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 trainer",
+        "error: num_stages=3 does not divide the number of started ranks, 2; start it with `deepspeed --num_gpus 3 "
+        "trainer",
     )
     assert not (tmp_path / "run").exists()
 
@@ -375,7 +465,7 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
-    """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack trace."""
+    """Only the first rank counts them; the other one waits, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
     assert_one_message(
         ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)"

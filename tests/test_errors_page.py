@@ -62,7 +62,7 @@ def test_the_page_lists_every_message_and_no_other(sources: Sources) -> None:
 
 
 def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> None:
-    """In every file where a plain search finds it, so that none is written in a way that it does not see; and none whose words it cannot tell."""
+    """In every file where a plain search finds it, so that it misses none; and none whose words it cannot read."""
     texts = read_sources()
     found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
     assert found == {
@@ -109,9 +109,12 @@ class Reader:
         return f"none of these is it: {known}"
 """
 SPOKEN = [
-    "...: the field named ... of config.json has ... words and ...", "...: the field named ... of config.json has ... words and more", "... is really not there",
-    "there is no path at all", "seed: none of these is it: ...; ...",
-]  # fmt: skip
+    "...: the field named ... of config.json has ... words and ...",
+    "...: the field named ... of config.json has ... words and more",
+    "... is really not there",
+    "there is no path at all",
+    "seed: none of these is it: ...; ...",
+]
 
 
 def test_a_made_up_source_is_read_as_a_person_reads_it() -> None:
@@ -125,8 +128,9 @@ def test_a_new_message_and_a_gone_one_are_both_found() -> None:
     page = "".join(f"| `{text}` | cause | cure |\n" for text in SPOKEN) + "| 128 + N | `a code` |\n"
     assert compare(messages, list_entries(page)) == ([], [])
     assert compare(messages, list_entries(page.replace("really not there", "not there"))) == (
-        ["made_up.py:13: ... is really not there"], ["... is not there"]
-    )  # fmt: skip
+        ["made_up.py:13: ... is really not there"],
+        ["... is not there"],
+    )
     assert list_entries("| ``use `make demo` or ....`` | | x |\n| message | cause | cure |\n|---|---|---|\n") == [
         "use `make demo` or ..."
     ]
