@@ -143,8 +143,8 @@ KEYS = {
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (
         ("data=pretrain", "data.packing=false"),
-        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave data.packing "
-        "as it is",
+        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave "
+        "data.packing as it is",
     ),
     "no such kind": (
         ("data=dialogue",),
@@ -465,8 +465,7 @@ def test_a_half_written_layer_through_the_launcher(root: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_too_few_samples_through_torchrun(root: Path, tmp_path: Path) -> None:
-    """Only the first rank counts them; the other one waits for the number, and must not bury the message in a stack
-    trace."""
+    """Only the first rank counts them; the other one waits, and must not bury the message in a stack trace."""
     ended = run_torchrun(arguments(root, tmp_path, "global_batch_size=12"), tmp_path)
     assert_one_message(
         ended, "error (rank 0): train_file holds 10 samples, fewer than one global batch (global_batch_size=12)"

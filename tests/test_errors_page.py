@@ -62,8 +62,7 @@ def test_the_page_lists_every_message_and_no_other(sources: Sources) -> None:
 
 
 def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> None:
-    """In every file where a plain search finds it, so that none is written in a way that it does not see; and none
-    whose words it cannot tell."""
+    """In every file where a plain search finds it, so that it misses none; and none whose words it cannot read."""
     texts = read_sources()
     found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
     assert found == {

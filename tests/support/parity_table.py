@@ -210,7 +210,8 @@ figure is the relative difference max|a - b| / max|b| of the worst tensor, in fp
 tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. A dash: adapters
 of DeepSeek's experts are refused there.
 
-- *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different lengths, padded on the right.
+- *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different
+  lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.
 - *packed gradients*: samples packed into rows, against each document in a row of its own.
 - *LoRA*: every adapter matrix after 5 SGD steps, against peft on the Hugging Face model.

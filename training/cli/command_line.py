@@ -21,7 +21,7 @@ from errors import UserError
 from training.config.schema import RunConfig
 
 CheckNames = Callable[[DictConfig], None]
-# What OmegaConf says about a value of the wrong type -> what the value must be.
+# What OmegaConf reports of a value of the wrong type -> what the value must be.
 _WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
@@ -33,8 +33,7 @@ _WRONG_TYPES = {
 
 
 def clean_arguments(argv: Sequence[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra would abort, and with `key=value`
-    after all options.
+    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra aborts, and `key=value` at the end.
 
     argparse takes keys from one place only: without the second, `num_stages=1 -cn NAME seed=2` ends in a usage message.
     """
@@ -56,18 +55,18 @@ def check_command_line(
     default_config: str,
     check_names: CheckNames | None = None,
 ) -> None:
-    """Composes the run's config once, so that a mistake is told in our words and not in a stack trace.
+    """Composes the run's config once, so that a mistake ends in one line and not in a stack trace.
 
     arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the
-    composed config names nothing in its table, such as `schedule`; this package knows no such table. Raises UserError
-    for an unknown key (with the nearest known one), a value of the wrong type, a config that is not there, an unknown
-    option, and for `--multirun` (see training/cli/sweep.py).
+    composed config names nothing in its table, such as `schedule`; this package knows no such table.
+    Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a missing config, an
+    unknown option, and for `--multirun` (see training/cli/sweep.py).
     """
     options, unknown = get_args_parser().parse_known_args(list(arguments))
     if unknown:
         raise UserError(
-            f"{unknown[0]} is no option (--help shows them); a key of the run is given as key=value, for instance "
-            "num_stages=2"
+            f"{unknown[0]} is not a valid option (--help lists them); a key of the run is given as key=value, such "
+            f"as num_stages=2"
         )
     if options.multirun:
         raise UserError(
@@ -100,15 +99,14 @@ def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Pa
 
 
 def _check_override(override: str) -> None:
-    """Raises UserError for what Hydra takes without a word: a key that nothing reads, added with `+`, and one that
-    is taken away."""
+    """Raises UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, and a removed one."""
     if override.startswith("~"):
         raise UserError(
-            f"{override}: a key cannot be taken away; give it another value, or null where conf/base.yaml allows it"
+            f"{override}: keys cannot be removed; give it another value, or null where conf/base.yaml allows it"
         )
     key, equals, _ = override.partition("=")
     if not equals:
-        raise UserError(f"'{override}' is no key=value; conf/base.yaml lists the keys")
+        raise UserError(f"'{override}' is not of the form key=value; conf/base.yaml lists the keys")
     key = key.lstrip("+").partition("@")[0]
     group = key.partition(".")[0]
     if override.startswith("+") and group not in _open_groups() and key not in _known_keys():
@@ -126,8 +124,8 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return (
-            f"{error.override}: cannot be read ({reason}); a value with special characters needs quotes of its own: "
-            f"'{key}=\"{value}\"'"
+            f"{error.override}: cannot be read ({reason}); "
+            f"a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
         )
     if several := _first(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = several.partition("=")

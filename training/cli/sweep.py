@@ -1,5 +1,4 @@
-"""`--multirun`: one launch after another, one for each combination of the values given, and a table of what came of
-them.
+"""`--multirun`: one launch after another, one for each combination of the values given, and a table of their results.
 
     python trainer_base_ds_mp.py --multirun num_gpus=2 -cn llama_tiny_pp2 learning_rate=1e-4,3e-4
 
@@ -51,11 +50,10 @@ class Job:
 def plan_sweep(
     arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
 ) -> tuple[list[Job], int]:
-    """The runs that a command line asks for, each with a folder of its own below `output_dir`, and the number of ranks
-    of each.
+    """The runs that a command line asks for, each with a folder of its own below `output_dir`, and the ranks of each.
 
-    arguments, check_names: as of `check_command_line`. Raises UserError for what is wrong with any of the runs; none
-    has been started then.
+    arguments, check_names: as of `check_command_line`. Raises UserError for a mistake in any of the runs,
+    before one is started.
     """
     options, _ = get_args_parser().parse_known_args(list(arguments))
     kept = [
@@ -63,7 +61,7 @@ def plan_sweep(
     ]
     given = [override for override in options.overrides if override.partition("=")[0] != NUM_GPUS]
     num_gpus = _read_num_gpus(options.overrides)
-    # Each run is checked below, in our words; here a wrong override only must not end in a stack trace.
+    # Each run is checked below, in plain words; here a wrong override must not end in a stack trace.
     check_command_line([*kept, *(_first_value(override) for override in given)], config_dir, default_config)
     choices = [_expand(override) for override in given]
     jobs = []
@@ -115,7 +113,7 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
         for number, job in enumerate(jobs, 1):
             if job.read_completed() is not None:
                 print(
-                    f"run {number} of {len(jobs)}: {job.name} has finished before: {job.output_dir}",
+                    f"run {number} of {len(jobs)}: {job.name} has already finished: {job.output_dir}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -129,8 +127,7 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
 
 
 def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
-    """Starts the trainer through DeepSpeed's launcher, which says nothing but errors. group: what Weights & Biases
-    puts the runs under."""
+    """Starts the trainer through DeepSpeed's launcher, which prints errors alone. group: in Weights & Biases."""
     environment = {"WANDB_RUN_GROUP": group, **os.environ}
 
     def launch(arguments: Sequence[str]) -> int:

@@ -102,8 +102,8 @@ def save_until_ended(checkpoints: Path, first: int, reported: int, rank: int, wo
 
 
 def check_whole(checkpoints: Path, at_least: int) -> int:
-    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was reported
-    to be saved."""
+    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was
+    reported to be saved."""
     resumable = find_resume("latest", checkpoints, trust=False)
     newest = resumable.candidates[0]
     assert resumable.damages == [] and (step := read_state(newest).step) >= at_least

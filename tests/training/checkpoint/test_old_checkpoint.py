@@ -1,5 +1,5 @@
-"""A checkpoint of an earlier version of the project, kept in fixtures/, continues with today's code as it continued with
-that version's."""
+"""A checkpoint of an earlier version of the project, kept in fixtures/, continues with today's code as it continued
+with that version's."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def test_a_right_command_line_passes(line: str) -> None:
             "model.hidden_size=1",
             "unknown key 'model.hidden_size'; to add a key to 'model', write +model.hidden_size=...",
         ),
-        ("seed", "'seed' is no key=value"),
-        ("~seed", "~seed: a key cannot be taken away"),
-        ("--lr 3", "--lr is no option"),
+        ("seed", "'seed' is not of the form key=value"),
+        ("~seed", "~seed: keys cannot be removed"),
+        ("--lr 3", "--lr is not a valid option"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_known_one(line: str, message: str) -> None:

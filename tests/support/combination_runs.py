@@ -1,0 +1,194 @@
+"""Two steps of a row of `support.combinations` through real workers, and the plain Hugging Face model beside it.
+
+The oracle takes the documents of a global batch one by one, so it knows nothing of micro-batches, packing or padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import BOUND, Case, merge, train_case, worst_difference
+from support.combinations import RANKS, Row, list_keys
+from support.families import save_family
+from support.tiny import save_pairs, save_records, save_tokenizer
+from support.workers import WorkerGroup
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from data.order import GlobalOrder
+from data.storage.rows import Rows
+from data.storage.tokenized import TokenizedDataset
+from training.config.schema import RunConfig
+from training.inputs.datasets import build_row_plan
+
+STEPS = 2
+BATCH = ("global_batch_size=8", "max_seq_length=96")
+LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02}  # a pair's gradient is that of sums over tokens
+EXPERTS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}  # adapters beside them
+BF16_BOUND = 0.03  # of a loss: bf16 has 8 bits
+
+
+class OwnLoss:
+    """Next-token cross entropy, written as a user would."""
+
+    def __call__(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        (hidden_states, head), (labels, denominator) = outputs, targets
+        logits = F.linear(hidden_states[:, :-1], head).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / denominator
+        return loss.float()  # the denominator is fp64, and the other ranks are told fp32
+
+
+@dataclass(frozen=True)
+class Material:
+    """Models, adapters and data of all rows of a module, each made on first use."""
+
+    root: Path
+
+    def model(self, family: str, tied: bool) -> Path:
+        folder = self.root / f"{family}-{tied}"
+        return folder if folder.exists() else save_family(folder, family, tied=tied)
+
+    def adapter(self, family: str, row: Row) -> tuple[Path, nn.Module]:
+        """A peft folder, and the Hugging Face model that has it."""
+        folder, model = (
+            self.root / f"{family}-{row['tied']}-{row['adapter']}",
+            self.model(family, row["tied"] == "true"),
+        )
+        options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}}.get(row["adapter"], {})
+        return folder, make_adapter(folder, model, EXPERTS.get(family), **options)
+
+    def records(self, objective: str) -> Path:
+        file = self.root / f"{objective}.jsonl"
+        if file.exists():
+            return file
+        if objective == "pretrain":
+            texts = [inspect.getdoc(item) for item in (textwrap.wrap, textwrap.dedent, textwrap.fill)]
+            texts += inspect.getsource(textwrap.TextWrapper).split("\n\n")
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            return file
+        return save_pairs(file, 40) if objective == "dpo" else save_records(file, 60)
+
+    def tokenizer(self) -> Path:
+        folder = self.root / "tokenizer"  # not beside a model: transformers adds tokens of its own to a qwen2's
+        if not folder.exists():
+            save_tokenizer(folder)
+        return folder
+
+    def case(self, family: str, row: Row, workdir: Path) -> Case:
+        objective = row["objective"]
+        num_stages = 2 if "pp2" in row["layout"] else 1
+        given = (*list_keys(row), f"tokenizer_name_or_path={self.tokenizer()}", *BATCH)
+        given += (f"learning_rate={LEARNING_RATES[objective]}", "optimizer.eps=0.01")  # Adam divides rounding by itself
+        if row["adapter"] != "none":
+            given += (f"adapter.name_or_path={self.root}/{family}-{row['tied']}-{row['adapter']}",)
+        model = self.model(family, row["tied"] == "true")
+        return Case(model, self.records(objective), workdir, num_stages, RANKS[row["layout"]], STEPS, given)
+
+
+def check_row(workers: Callable[[int], WorkerGroup], material: Material, family: str, row: Row, workdir: Path) -> None:
+    """Two steps give what the plain model gives; in bf16 a loss near it, and with dropout finite numbers."""
+    case = material.case(family, row, workdir)
+    policy = None if row["adapter"] == "none" else material.adapter(family, row)[1]
+    result = merge(workers(case.world_size).run(train_case, case))
+    assert all(tensor.isfinite().all() for tensor in result["weights"].values())
+    assert all(0 < number < 1e4 for number in result["losses"] + result["norms"]), result
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    start = {name: parameter.detach().clone() for name, parameter in (policy or model).named_parameters()}
+    if row["adapter"] == "dropout" or (row["loss"] == "own" and family == "gemma2"):  # whose logits it does not cap
+        return
+    oracle = train_oracle(case.config(), case.workdir, policy or model, copy.deepcopy(model))
+    if row["precision"] == "bf16":
+        torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BF16_BOUND, atol=0)
+        return
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in oracle["weights"].items() if name in start)
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    found, expected = result["weights"], oracle["weights"]
+    if policy is not None:
+        found, expected = to_peft_weights(result, oracle, model.config)
+    worst, name = worst_difference(found, expected)
+    assert worst < BOUND, name
+
+
+def train_oracle(config: RunConfig, workdir: Path, policy: nn.Module, reference: nn.Module) -> dict[str, Any]:
+    """The same steps on the plain model. reference: of preferences, the model without the adapter."""
+    for name, parameter in policy.named_parameters():
+        if any(re.search(pattern, name) for pattern in config.freeze):
+            parameter.requires_grad_(False)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(trained, config)
+    folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
+    compute = compute_pairs if config.data.name.value == "preference" else compute_documents
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(sum(compute(config, folder, step, policy.train(), reference)))
+        norms.append(float(nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
+        optimizer.step()
+    tensors = dict(policy.named_parameters())
+    tensors |= {name: buffer for name, buffer in policy.named_buffers() if name in policy.state_dict()}
+    return {"losses": losses, "norms": norms, "weights": {name: t.detach().clone() for name, t in tensors.items()}}
+
+
+def build_optimizer(trained: list[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
+    if config.optimizer.name.value == "sgd":
+        return torch.optim.SGD(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+    betas = (config.optimizer.betas[0], config.optimizer.betas[1])
+    return torch.optim.AdamW(trained, config.learning_rate, betas, config.optimizer.eps, config.weight_decay)
+
+
+def compute_documents(
+    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
+) -> Iterable[float]:
+    """The part of each document in the loss of a step, with its gradient left in the parameters."""
+    rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
+    ids = GlobalOrder(len(rows), config.global_batch_size, config.seed).sample_ids(step)
+    documents = [
+        [torch.from_numpy(column(sample)[start:stop].astype("int64")) for column in (dataset.input_ids, dataset.labels)]
+        for row in ids
+        for sample, start, stop in rows.pieces(int(row))
+    ]
+    num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
+    for input_ids, labels in documents:
+        logits = policy(input_ids[None]).logits[0, :-1]
+        loss = F.cross_entropy(logits, labels[1:], reduction="sum") / num_targets
+        loss.backward()
+        yield loss.item()
+
+
+def compute_pairs(
+    config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
+) -> Iterable[float]:
+    """The part of each pair in the loss of a step (2305.18290, equation 7), its gradient left in the parameters."""
+    dataset = TokenizedDataset(folder, True, True)
+    ids = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
+    for pair in ids:
+        chosen, rejected = (score(policy, dataset, 2 * pair + answer) for answer in (0, 1))
+        with torch.no_grad():
+            margin = score(reference.eval(), dataset, 2 * pair) - score(reference, dataset, 2 * pair + 1)
+        loss = -F.logsigmoid(config.dpo.beta * (chosen - rejected - margin)) / len(ids)
+        loss.backward()
+        yield loss.item()
+
+
+def score(model: nn.Module, dataset: TokenizedDataset, sample: int) -> torch.Tensor:
+    """log p(answer | prompt)"""
+    input_ids, labels = (
+        torch.from_numpy(column(sample).astype("int64")) for column in (dataset.input_ids, dataset.labels)
+    )
+    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
+    answer = labels[1:] != -100
+    return log_probabilities[torch.arange(len(answer)), input_ids[1:]][answer].sum()

@@ -1,0 +1,156 @@
+"""The axes and levers of a run as a table of values, and the smallest sets of runs that cover them.
+
+`cover` makes rows in which every value, or every pair of values of two axes, occurs, but for what the table of
+training/config/incompatible.py refuses. It is greedy and draws nothing, so it gives the same rows each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+from support.configs import set_keys
+
+from training.config.incompatible import INCOMPATIBLE, Pair, Run
+from training.config.schema import RunConfig
+
+Row = dict[str, str]  # axis -> value
+Values = tuple[tuple[str, str], ...]  # (axis, value), in the order of the axes
+
+OWN_LOSS = "loss={_target_: support.combination_runs.OwnLoss}"
+# Axis -> value -> the keys that say it. The first value of each is the plainest, which rows take where nothing asks for
+# another.
+AXES: dict[str, dict[str, tuple[str, ...]]] = {
+    "layout": {
+        "pp1": ("num_stages=1",),
+        "pp2": ("num_stages=2",),
+        "tp2": ("tensor_parallel_size=2",),
+        "dp2": ("num_stages=1",),
+        "pp2xdp2": ("num_stages=2",),
+        "tp2xpp2": ("num_stages=2", "tensor_parallel_size=2"),
+    },
+    "objective": {"sft": ("data=sft",), "pretrain": ("data=pretrain",), "dpo": ("data=preference",)},
+    "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
+    "recompute": {
+        "none": ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped"),
+        "grouped": ("activation_checkpoint_interval=2", "activation_checkpoint_mode=grouped"),
+        "every": ("activation_checkpoint_interval=2", "activation_checkpoint_mode=every"),
+        "selective": ("activation_checkpoint_interval=1", "activation_checkpoint_mode=selective"),
+    },
+    "schedule": {"1f1b": ("schedule=1f1b",), "interleaved": ("schedule=interleaved",)},
+    "adapter": {
+        "none": ("adapter=none",),
+        "lora": ("adapter=lora",),
+        "dora": ("adapter=lora", "adapter.use_dora=true"),
+        "dropout": ("adapter=lora", "adapter.lora_dropout=0.1"),
+    },
+    "attention": {
+        "auto": ("attn_implementation=auto",),
+        "sdpa": ("attn_implementation=sdpa",),
+        "eager": ("attn_implementation=eager",),
+        "flash": ("attn_implementation=flash_attention_2",),
+        "flex": ("attn_implementation=flex_attention",),
+    },
+    "length": {
+        "truncate": ("data.length_policy=truncate",),
+        "drop": ("data.length_policy=drop",),
+        "split": ("data.length_policy=split",),
+    },
+    "packing": {"false": ("data.packing=false",), "true": ("data.packing=true",)},
+    "pad_to": {"longest": ("data.pad_to=longest",), "full": ("data.pad_to=max_seq_length",)},
+    "micro_batch": {"2": ("micro_batch_size=2",), "1": ("micro_batch_size=1",)},
+    "freeze": {"nothing": ("freeze=[]",), "layer": ("freeze=['(layers|h|blocks)[.]0[.]']",)},
+    "optimizer": {"sgd": ("optimizer=sgd",), "adamw": ("optimizer=adamw",)},
+    "offload": {"none": ("offload_optimizer=none",), "cpu": ("offload_optimizer=cpu",)},
+    "clipping": {"off": ("max_grad_norm=0",), "on": ("max_grad_norm=0.05",)},
+    "loss": {"of the objective": ("loss=null",), "own": (OWN_LOSS,)},
+    "compile": {"false": ("compile=false",), "true": ("compile=true",)},
+    "tied": {"false": (), "true": ()},
+}  # fmt: skip
+RANKS = {"pp1": 1, "pp2": 2, "tp2": 2, "dp2": 2, "pp2xdp2": 4, "tp2xpp2": 4}
+
+
+def list_keys(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(key for axis, value in row.items() for key in AXES[axis][value])
+
+
+class Refusals:
+    """Which values of two axes the table of incompatible features keeps apart on this machine."""
+
+    def __init__(self, base: RunConfig, table: Sequence[Pair] = INCOMPATIBLE, has_accelerator: bool = False) -> None:
+        self._base, self._table, self._has_accelerator = base, table, has_accelerator
+        self._listed = {id(feature): feature for pair in table for feature in (pair.first, pair.second)}
+        self._having: dict[tuple[str, str], set[int]] = {}  # features of the value, where its axis decides them
+        for axis, values in AXES.items():
+            found = {value: self._features({axis: value}) for value in values}
+            changing = set.union(*found.values()) - set.intersection(*found.values())
+            self._having |= {(axis, value): features & changing for value, features in found.items()}
+        # and those that no value changes: the machine's
+        self._always = self._features({}) - set.union(*self._having.values())
+
+    def run(self, row: Mapping[str, str]) -> Run:
+        return Run(set_keys(self._base, *list_keys(row)), self._has_accelerator)
+
+    def _features(self, row: Mapping[str, str]) -> set[int]:
+        run = self.run(row)
+        return {key for key, feature in self._listed.items() if feature.holds(run)}
+
+    def refuses(self, first: tuple[str, str], second: tuple[str, str]) -> bool:
+        """Whether a pair of the table has both, or one of them and the machine."""
+        having = self._having[first] | self._having[second] | self._always
+        return any({id(pair.first), id(pair.second)} <= having for pair in self._table)
+
+
+def list_combinations(axes: Mapping[str, object], strength: int) -> Iterator[Values]:
+    """All combinations of so many values, of different axes."""
+    for chosen in combinations(axes, strength):
+        tuples: list[Values] = [()]
+        for axis in chosen:
+            tuples = [(*values, (axis, value)) for values in tuples for value in AXES[axis]]
+        yield from tuples
+
+
+def cover(refusals: Refusals, strength: int, without: frozenset[tuple[str, str]] = frozenset()) -> list[Row]:
+    """Rows in which every combination of so many values occurs that can occur. without: values that no row has."""
+    pending = dict.fromkeys(each for each in list_combinations(AXES, strength) if not without & set(each))
+    rows = []
+    while pending:
+        seed = next(iter(pending))
+        row = _complete(dict(seed), refusals, pending, without)
+        for each in [seed] if row is None else combinations(row.items(), strength):
+            pending.pop(each, None)
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+def _complete(
+    row: Row, refusals: Refusals, pending: Mapping[Values, None], without: frozenset[tuple[str, str]]
+) -> Row | None:
+    """The row with values of all axes, chosen for the pending combinations that it adds; None where there is none."""
+    given = list(row.items())
+    if any(refusals.refuses(one, other) for one in given for other in given):
+        return None
+    missing = [axis for axis in AXES if axis not in row]
+    if not missing:
+        return {axis: row[axis] for axis in AXES}
+    axis = missing[0]
+
+    def count_new(value: str) -> int:
+        return sum(_in_order(*given_one, (axis, value)) in pending for given_one in combinations(given, _size(pending)))
+
+    allowed = [(axis, value) for value in AXES[axis] if (axis, value) not in without]
+    for _, value in sorted(allowed, key=lambda entry: -count_new(entry[1])):  # stable: the plainest of equals first
+        found = _complete({**row, axis: value}, refusals, pending, without)
+        if found is not None:
+            return found
+    return None
+
+
+def _size(pending: Mapping[Values, None]) -> int:
+    return len(next(iter(pending))) - 1
+
+
+def _in_order(*values: tuple[str, str]) -> Values:
+    order = list(AXES)
+    return tuple(sorted(values, key=lambda entry: order.index(entry[0])))

@@ -1,0 +1,105 @@
+"""Every pair of values of two axes trains as the plain Hugging Face model does, or is refused by the table.
+
+All pairs on a dense family and one with experts, every value on each of the others. `make test` runs every value once,
+on the dense one and at most two ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.combination_runs import Material, check_row
+from support.combinations import AXES, RANKS, Refusals, Row, cover, list_combinations
+from support.configs import build_config
+from support.families import FAMILIES
+from support.workers import WorkerGroup
+from transformers import AutoConfig
+
+from errors import UserError
+from models.architecture import choose_attention
+from training.config.incompatible import INCOMPATIBLE, list_conflicts
+
+BATCH = ("micro_batch_size=2", "global_batch_size=8")
+DENSE, EXPERTS = "llama", "deepseek_v3"
+PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
+SLOW = frozenset({("compile", "true"), *(("layout", name) for name, ranks in RANKS.items() if ranks > 2)})
+
+
+@cache
+def refusals() -> Refusals:
+    return Refusals(build_config(*BATCH))
+
+
+def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
+    rows = cover(refusals(), 2)
+    covered = {pair for row in rows for pair in list_combinations_of(row)}
+    for pair in list_combinations(AXES, 2):
+        assert (pair in covered) != refusals().refuses(*pair), pair
+    assert rows == cover(Refusals(build_config(*BATCH)), 2)
+    assert len(rows) < 40
+
+
+def list_combinations_of(row: Row) -> set[tuple[tuple[str, str], ...]]:
+    values = list(row.items())
+    return {(one, other) for number, one in enumerate(values) for other in values[number + 1 :]}
+
+
+def test_the_checks_of_a_run_agree_with_the_rows() -> None:
+    """A row passes them whole; a pair that no row has is refused by them, whatever else the run has."""
+    assert not [row for row in cover(refusals(), 2) if list_conflicts(refusals().run(row))]
+    for pair in list_combinations(AXES, 2):
+        if refusals().refuses(*pair):
+            assert list_conflicts(refusals().run(dict(pair))), pair
+
+
+def test_a_refusal_that_the_table_lacks_would_run() -> None:
+
+    fewer = Refusals(build_config(*BATCH), [pair for pair in INCOMPATIBLE if pair.first.words != "freeze"])
+    assert refusals().refuses(("adapter", "lora"), ("freeze", "layer"))
+    assert any(row["adapter"] == "lora" and row["freeze"] == "layer" for row in cover(fewer, 2))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("combinations"))
+
+
+def name_row(row: Row) -> str:
+    """The layout, and what is not the plainest value."""
+    changed = [axis if value in ("true", "on") else value for axis, value in row.items() if value not in PLAINEST]
+    return "-".join([row["layout"], *changed])
+
+
+def list_runs() -> list:
+    """Every value once and quickly; all pairs; every value of the other families."""
+    fast = [pytest.param(DENSE, row, id=f"{DENSE}-{name_row(row)}") for row in cover(refusals(), 1, SLOW)]
+    rows = {family: cover(refusals(), 2 if family in (DENSE, EXPERTS) else 1) for family in sorted(FAMILIES)}
+    full = [
+        pytest.param(family, row, id=f"{family}-{name_row(row)}", marks=pytest.mark.full)
+        for family, chosen in rows.items()
+        for row in chosen
+    ]
+    return fast + full
+
+
+@pytest.mark.parametrize(("family", "row"), list_runs())
+def test_a_row_trains_as_the_plain_model(
+    workers: Callable[[int], WorkerGroup], material: Material, tmp_path: Path, family: str, row: Row
+) -> None:
+    if row["compile"] == "true" and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    row = within(family, row)
+    check_row(workers, material, family, row, tmp_path)
+
+
+def within(family: str, row: Row) -> Row:
+    """The row, with the kernel of the family where it has none of the row's (`ATTENTION_IMPLEMENTATIONS`)."""
+    try:
+        choose_attention(AutoConfig.for_model(family), row["attention"])
+    except UserError:
+        return row | {"attention": "auto"}
+    return row
