@@ -1,4 +1,5 @@
-"""Sweeps: which runs a command line asks for, and what is reported of them. One goes through the real launcher (full)."""
+"""Sweeps: which runs a command line asks for, and what is reported of them. One goes through the real launcher
+(full)."""
 
 from __future__ import annotations
 

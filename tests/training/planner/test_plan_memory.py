@@ -127,8 +127,8 @@ def test_1f1b_keeps_the_micro_batches_in_flight(stage_id: int, micro_batches: in
 
 
 def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
-    """Two stages, two chunks, four micro-batches. The first stage continues with 0 1, chunk by chunk, then 2 through its
-    first chunk."""
+    """Two stages, two chunks, four micro-batches. The first stage continues with 0 1, chunk by chunk, then 2 through
+    its first chunk."""
     schedule = Interleaved(2, 4, 2)
     layers, layout = (
         [layer(3000), layer(4000), layer(5000)],
