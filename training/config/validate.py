@@ -25,9 +25,8 @@ def check_deepspeed_version(installed: str | None = None) -> None:
     if Version(installed) < Version(MIN_DEEPSPEED):
         raise UserError(
             f"deepspeed {installed} is too old: releases before 0.19.4 compute wrong gradients with pipeline stages, "
-            "and "
-            f"those before {MIN_DEEPSPEED} lack what this project builds on; install deepspeed>={MIN_DEEPSPEED},<0.20 "
-            "(pip install -r requirements.txt)"
+            f"and those before {MIN_DEEPSPEED} lack what this project builds on; install deepspeed>={MIN_DEEPSPEED},"
+            "<0.20 (pip install -r requirements.txt)"
         )
 
 

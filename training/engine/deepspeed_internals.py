@@ -85,7 +85,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield _ENGINE, ("reset_activation_shape", "first_output_send"), "sending shapes across stage boundaries"
     yield _ENGINE, ("_send_tensor_meta", "_recv_tensor_meta"), "sending shapes across stage boundaries"
     yield _ENGINE, ("_grad_layer_buf",), "sending shapes across stage boundaries"
-    yield _ENGINE, ("grid", "stage_id", "num_stages", "prev_stage", "next_stage"), "connecting the stages"
+    yield _ENGINE, ("stage_id", "num_stages", "prev_stage", "next_stage"), "connecting the stages"
     yield _ENGINE, ("micro_batches", "device", "global_rank", "optimizer"), "driving the engine"
     yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples"), "driving the engine"
     # training/pipeline/module.py
