@@ -42,7 +42,7 @@ def state(
     *overrides: str, n: int = 1000, trainable: int | None = None, dp: int = 4, largest: int = 0, machine: Machine = HOST
 ) -> Memory:
     """Model states of a stage of n parameters, in bf16 unless `overrides` say otherwise."""
-    run = PlannedRun(build_config("precision=bf16", *overrides), Layout(dp, 1, 1, 8), 7, machine)
+    run = PlannedRun(build_config("precision=bf16", *overrides), Layout(Topology.of(dp), 1, 8), 7, machine)
     return compute_model_states(Stage(run, 0, [layer(0, n, trainable, largest)], [range(1)]))
 
 
@@ -113,7 +113,7 @@ def memory(
 ) -> Memory:
     keys = f"activation_checkpoint_interval={interval}", f"activation_checkpoint_mode={mode.value}"
     layers = [layer(s) for s in (3000, 4000, 5000)]
-    return sum_memory(stage_of(layers, Layout(stages, stages, 1, micro_batches), stage_id, *keys))
+    return sum_memory(stage_of(layers, Layout(Topology.of(stages, pipe=stages), 1, micro_batches), stage_id, *keys))
 
 
 @pytest.mark.parametrize(
