@@ -119,12 +119,12 @@ import torch.distributed as dist
 sys.path.insert(0, {root!r})
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 from pathlib import Path
-from training.distributed.interrupts import Requests
-requests = Requests(Path("."), grace_seconds=0.3, save_minutes=None, is_main=True).start()
+from training.distributed.interrupts import Interrupts
+interrupts = Interrupts(Path("."), grace_seconds=0.3, save_minutes=None, is_main=True).start()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep({seconds})
-print(requests.agree())
-requests.close()
+print(interrupts.agree())
+interrupts.close()
 time.sleep(0.5)
 """
 

@@ -140,4 +140,4 @@ def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
 
     seen: list[tuple[str, bool]] = []
     wait_for([Work()])
-    assert seen[0][0].startswith("training/engine/executor.py:") and seen[0][1]
+    assert seen[0][0].startswith("training/distributed/p2p.py:") and seen[0][1]
