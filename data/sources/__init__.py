@@ -1,0 +1,1 @@
+"""Files and mixtures of files: from paths to records."""
