@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
 from support.configs import CONF, build_config
 
 from errors import UserError
@@ -24,6 +27,22 @@ def message_of(line: str) -> str:
         check(line)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_mistakes_are_found_before_torch_is_imported() -> None:
+    """What the entry point imports takes a second; torch would take several more."""
+    code = "import sys, trainer_base_ds_mp; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_name_that_is_in_no_table_is_refused_as_the_config_is_composed() -> None:
+    def refuse(composed: DictConfig) -> None:
+        raise UserError(f"schedule={composed.schedule}: seen")
+
+    register_schema()
+    with pytest.raises(UserError, match="^schedule=zigzag: seen$"):
+        check_command_line(["schedule=zigzag"], CONF, "llama_tiny_pp2", refuse)
 
 
 def test_the_launchers_argument_is_dropped_and_keys_come_last() -> None:
