@@ -288,6 +288,6 @@ def _divide(global_batch_size: int, divisor: int, what: str) -> int:
         below = global_batch_size // divisor * divisor
         nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
         raise UserError(
-            f"global_batch_size={global_batch_size} is no multiple of {what} = {divisor}; the nearest is {nearest}"
+            f"global_batch_size={global_batch_size} is not a multiple of {what} = {divisor}; the nearest is {nearest}"
         )
     return global_batch_size // divisor

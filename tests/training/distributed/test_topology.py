@@ -120,7 +120,7 @@ def test_another_axis_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=f"{product} = 12 does not divide the number of started ranks, 16; .*gpus 24"):
         build_layout(config, 16, 8, False)
     config.plan, config.world_size = True, 16
-    with pytest.raises(UserError, match=f"world_size=16 is no multiple of {product}; the nearest is 12 or 24"):
+    with pytest.raises(UserError, match=f"world_size=16 is not a multiple of {product}; the nearest is 12 or 24"):
         check_world_size(config)
     with pytest.raises(UserError, match="context_parallel_size=0: at least 1"):
         build_layout(with_context(config, 0), 16, 8, False)
@@ -192,12 +192,12 @@ MISTAKES = {
     "no multiple of the micro-batch": (
         ("micro_batch_size=3", "global_batch_size=8"),
         {},
-        "global_batch_size=8 is no multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
+        "global_batch_size=8 is not a multiple of micro_batch_size=3 x dp=1 = 3; the nearest is 6 or 9",
     ),
     "no multiple of the accumulation": (
         ("gradient_accumulation_steps=5", "global_batch_size=8"),
         {"world_size": 2},
-        "no multiple of gradient_accumulation_steps=5 x dp=2 = 10; the nearest is 10",
+        "not a multiple of gradient_accumulation_steps=5 x dp=2 = 10; the nearest is 10",
     ),
 }
 
