@@ -29,11 +29,12 @@ from transformers import AutoModelForCausalLM
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
+from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan
 
 STEPS = 2
-BATCH = ("global_batch_size=8", "max_seq_length=96")
+BATCH = ("global_batch_size=8", "max_seq_length=160")
 LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02}  # a pair's gradient is that of sums over tokens
 EXPERTS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}  # adapters beside them
 BF16_BOUND = 0.03  # of a loss: bf16 has 8 bits
@@ -131,7 +132,7 @@ def train_oracle(config: RunConfig, workdir: Path, policy: nn.Module, reference:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(trained, config)
     folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
-    compute = compute_pairs if config.data.name.value == "preference" else compute_documents
+    compute = compute_pairs if write_value(config.data.name) == "preference" else compute_documents
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -144,7 +145,7 @@ def train_oracle(config: RunConfig, workdir: Path, policy: nn.Module, reference:
 
 
 def build_optimizer(trained: list[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
-    if config.optimizer.name.value == "sgd":
+    if write_value(config.optimizer.name) == "sgd":
         return torch.optim.SGD(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     betas = (config.optimizer.betas[0], config.optimizer.betas[1])
     return torch.optim.AdamW(trained, config.learning_rate, betas, config.optimizer.eps, config.weight_decay)
