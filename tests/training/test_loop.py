@@ -17,6 +17,7 @@ from training import loop
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.distributed.interrupts import Interrupt
+from training.distributed.topology import Layout, Topology
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.loop import TrainingLoop
 
@@ -27,6 +28,7 @@ TOKENS = [100, 200, 300, 400, 500]
 
 class Engine:
     device, rank, module = torch.device("cpu"), 0, SimpleNamespace(loss_fn=None)
+    layout = Layout(Topology.of(1), 2, 4)
 
     def __init__(self) -> None:
         self.rates: list[float] = []
