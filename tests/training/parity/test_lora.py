@@ -189,6 +189,7 @@ def test_a_stage_with_nothing_to_train(
     freeze: list[str],
     tied: bool,
 ) -> None:
+    freeze = [pattern for pattern in freeze if not (tied and pattern == "lm_head")]  # which is the embedding then
     pattern = ",".join(f'"{p}"' for p in freeze)
     case = Case(
         root / f"tied{tied}",
