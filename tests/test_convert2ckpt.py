@@ -131,7 +131,7 @@ def test_an_error_is_one_line(
             "exists; pass --overwrite",
         ),  # before any download
         (["--model_name_or_path", pipeline, "--output_dir", out], "pass --to_hf"),
-        (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "no folder here"),
+        (["--model_name_or_path", tmp_path / "no such", "--output_dir", out], "is not a folder here"),
         (["--model_name_or_path", tmp_path, "--output_dir", out], f"did you mean {hf} or {pipeline}?"),
         (
             ["--to_hf", "--model_name_or_path", pipeline, "--output_dir", out, "--max_shard_size", "big"],
