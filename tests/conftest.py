@@ -15,7 +15,10 @@ from support.environment import clean_this_process  # noqa: E402
 
 clean_this_process()  # before torch and huggingface_hub are imported, which read theirs once
 
+import torch  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
+
+torch.set_num_threads(1)  # the processes that share the test files, and their ranks, would spin for each other's cores
 
 
 @pytest.fixture(scope="session")
