@@ -13,10 +13,10 @@ demo: venv
 TEST_WORKERS ?= 2
 
 test: venv
-	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --durations=15
+	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 test-full: venv
-	python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
+	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # What CI asks of the source itself; `make format` fixes most of it
 check: venv

@@ -15,10 +15,28 @@ from support.environment import clean_this_process  # noqa: E402
 
 clean_this_process()  # before torch and huggingface_hub are imported, which read theirs once
 
-import torch  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
 
-torch.set_num_threads(1)  # the processes that share the test files, and their ranks, would spin for each other's cores
+# Files that take half a minute and more, the longest first, so that the processes that share the files end together.
+_LONGEST = (
+    "test_parity", "test_dpo", "test_lora", "test_run", "test_launcher", "test_family_parity",
+    "test_plan_against_engine", "test_resume_layouts", "test_tensor_parallel", "test_nonfinite", "test_packing_parity",
+    "test_two_hosts", "test_plan_run", "test_combinations", "test_interrupts", "test_interleaved", "test_registry",
+    "test_bad_input", "test_families", "test_order_across_layouts", "test_plan_search", "test_convert2ckpt",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The processes that share the test files, and their ranks, would spin for each other's cores."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
