@@ -49,7 +49,7 @@ class OwnLoss:
         (hidden_states, head), (labels, denominator) = outputs, targets
         logits = F.linear(hidden_states[:, :-1], head).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / denominator
-        return loss.float()  # the denominator is fp64, and the other ranks are told fp32
+        return loss.float()  # the denominator is fp64, and the other ranks receive an fp32 loss
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,8 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     """The sliding window of this layer's attention in tokens, or None."""
     for child in module.modules():
         if "Attention" in type(child).__name__ and hasattr(child, "sliding_window"):
-            return child.sliding_window  # type: ignore[return-value]  # of every attribute nn.Module says that it is a tensor or a module
+            # of every attribute nn.Module says that it is a tensor or a module
+            return child.sliding_window  # type: ignore[return-value]
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
