@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from training.cli.command_line import asks_for_sweep, check_command_line, clean_
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
+from training.engine.deepspeed_internals import check_internals
 from training.pipeline.schedule import find_schedule
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
@@ -36,17 +38,32 @@ def run_composed(config: DictConfig) -> None:
 
         run_plan(config)
         return
+    import_run()(config)
+
+
+def import_run() -> Callable[[DictConfig], None]:
+    """`run`, and with it torch and DeepSpeed: not above, since `--help` and a mistyped key need not wait for them.
+
+    Where a name is gone that they need while they are imported, the run ends with the line that names it.
+    """
     # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
     # for their developers
     with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
-        from training.run import run  # not above: `--help` and a mistyped key need not wait for torch
-
-    run(config)
+        try:
+            from training.run import run
+        except (ImportError, AttributeError):
+            ranks = read_ranks()
+            with exit_on_user_error(ranks, reports=ranks.is_main):
+                check_internals()
+            raise
+    return run
 
 
 def main() -> None:
     sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    with exit_on_user_error(ALONE, reports=os.environ.get("RANK", "0") == "0"):
+        check_internals(package="hydra-core")
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep())
     ranks = read_ranks()

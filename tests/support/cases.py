@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A run to compare: config overrides over a base of SGD in fp32 with a large constant learning rate."""
 
@@ -43,18 +45,31 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def config(self) -> RunConfig:
-        GlobalHydra.instance().clear()
-        register_schema()
-        overrides = [
+        """A copy, so that it can be written to."""
+        return deepcopy(self.__dict__.get("_composed") or _compose(self.list_overrides()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the ranks are sent: with the config, which each of them would compose again."""
+        return {**self.__dict__, "_composed": self.config()}
+
+    def list_overrides(self) -> tuple[str, ...]:
+        return (
             f"model_name_or_path={self.model}", f"train_file={self.train_file}", f"output_dir={self.workdir}/out",
             f"data.cache_dir={self.workdir}/cache", f"num_stages={self.num_stages}", "micro_batch_size=2",
             "global_batch_size=8", "max_seq_length=256", "precision=fp32", "optimizer=sgd", "learning_rate=0.5",
             "lr_scheduler_type=constant", "warmup_ratio=0", "max_grad_norm=0",
             "activation_checkpoint_interval=0", f"max_steps={self.steps}",
             *self.overrides,
-        ]  # fmt: skip
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return OmegaConf.to_object(compose("base", overrides))
+        )  # fmt: skip
+
+
+@lru_cache
+def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    """Takes a tenth of a second, and a case is asked for it several times."""
+    GlobalHydra.instance().clear()
+    register_schema()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_object(compose("base", list(overrides)))
 
 
 def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]:

@@ -10,6 +10,7 @@ be out of step.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -20,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(
-    ["training.run"]
-)  # imported once, which takes seconds, and had by every worker that is started
+# Imported once, which takes seconds, and had by every worker that is started. The second is imported by every engine
+# that starts, and imports torch's compiler.
+_FORKSERVER.set_forkserver_preload(["training.run", "deepspeed.runtime.zero.muon.muon_optimizer", "peft"])
 _SECONDS_A_CASE = 600
-# Every process group of gloo keeps three threads, one of which wakes a hundred times a second, for as long as its
-# process lives. An engine makes several groups: workers with more threads than this are ended, and the next case starts
-# new ones.
+# Some groups of gloo outlive their case in torch (see `_run_in_group`): workers with more threads than this are ended,
+# and the next case starts new ones.
 _MAX_THREADS = 150
 
 
@@ -42,12 +42,9 @@ class WorkerGroup:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """`function(*args, **kwargs)` on every rank; the results in the order of ranks."""
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+        self.send(function, *args, **kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
-        crowded = any(count_threads(process.pid) > _MAX_THREADS for process in self._processes)
+        crowded = any(_count_threads(process.pid) > _MAX_THREADS for process in self._processes)
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
         if failed:
             self.close()
@@ -55,6 +52,16 @@ class WorkerGroup:
         if crowded:
             self.close()
         return [answer for _, answer in answers]
+
+    def send(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Starts a case, and waits for nothing."""
+        from torch.distributed import TCPStore
+
+        if not self._processes:
+            self._start()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+        for pipe in self._pipes:
+            pipe.send((self._store.port, function, args, kwargs))
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         """Waits for a rank; once one has failed the others are not waited for long, they may hang on it."""
@@ -70,11 +77,10 @@ class WorkerGroup:
 
     def _start(self) -> None:
         self._failed = False
-        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = _FORKSERVER.Pipe()
             log = self._log_dir / f"world{self.world_size}_rank{rank}.log"
-            process = _FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, port, log))
+            process = _FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, log))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -90,7 +96,7 @@ class WorkerGroup:
         self._processes, self._pipes = [], []
 
 
-def count_threads(pid: int) -> int:
+def _count_threads(pid: int) -> int:
     tasks = Path(f"/proc/{pid}/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0  # gone, or no Linux
 
@@ -101,26 +107,51 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(pipe: Connection, rank: int, world_size: int, port: int, log: Path) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
     with open(log, "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     import torch
 
-    from training.distributed.process import join_process_group
-
     torch.set_num_threads(1)
-    join_process_group()
+    gc.freeze()  # what was imported before the fork is not garbage, and takes a quarter of a second to look through
     while True:
         try:
-            function, args, kwargs = pipe.recv()
+            port, function, args, kwargs = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
+        os.environ["MASTER_PORT"] = str(port)
         try:
-            pipe.send((True, function(*args, **kwargs)))
+            pipe.send((True, _run_in_group(function, args, kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _run_in_group(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a process group of its own. Every group of gloo keeps three threads, one of which wakes a hundred times a
+    second, for as long as something holds the group; an engine makes several of them."""
+    import torch.distributed as dist
+
+    from training.distributed.process import join_process_group, leave_process_group
+
+    join_process_group()
+    result = function(*args, **kwargs)
+    _drop_engines()
+    if dist.is_initialized():
+        leave_process_group()
+    return result
+
+
+def _drop_engines() -> None:
+    """DeepSpeed's hooks on the output of a forward pass refer to the engine, which refers to the output: a circle that
+    Python's garbage collection does not see, because a part of it is in the autograd graph (0.19.8)."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    for found in gc.get_objects():
+        if isinstance(found, PipelineEngine):
+            found.__dict__.clear()
+    gc.collect()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -46,7 +45,14 @@ def _is_override(argument: str) -> bool:
 
 
 def asks_for_sweep(arguments: Sequence[str]) -> bool:
-    return bool(get_args_parser().parse_known_args(list(arguments))[0].multirun)
+    return bool(parse_arguments(arguments)[0].multirun)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """As Hydra itself reads them: its options, with the overrides, and what is neither."""
+    from hydra._internal.utils import get_args_parser  # private, and not imported before the check that it is there
+
+    return get_args_parser().parse_known_args(list(arguments))
 
 
 def check_command_line(
@@ -62,7 +68,7 @@ def check_command_line(
     Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a missing config, an
     unknown option, and for `--multirun` (see training/cli/sweep.py).
     """
-    options, unknown = get_args_parser().parse_known_args(list(arguments))
+    options, unknown = parse_arguments(arguments)
     if unknown:
         raise UserError(
             f"{unknown[0]} is not a valid option (--help lists them); a key of the run is given as key=value, such "

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from errors import UserError
-from training.cli.command_line import CheckNames, check_command_line, compose_command
+from training.cli.command_line import CheckNames, check_command_line, compose_command, parse_arguments
 from training.distributed.ranks import find_free_port
 
 NUM_GPUS = "num_gpus"  # ranks of each launch: read here alone
@@ -55,7 +54,7 @@ def plan_sweep(
     arguments, check_names: as of `check_command_line`. Raises UserError for a mistake in any of the runs,
     before one is started.
     """
-    options, _ = get_args_parser().parse_known_args(list(arguments))
+    options, _ = parse_arguments(arguments)
     kept = [
         argument for argument in arguments if argument not in ("-m", "--multirun") and argument not in options.overrides
     ]

@@ -172,13 +172,13 @@ TABLE = (
 )
 
 
-def check_internals(with_adapter: bool = False) -> None:
+def check_internals(with_adapter: bool = False, package: str | None = None) -> None:
     """Raises UserError, one line that names it, for a name of the table that an installed package does not have.
 
-    with_adapter: whether this run imports peft.
+    with_adapter: whether this run imports peft. package: the only one to look into.
     """
     for entry in TABLE:
-        if entry.package != "peft" or with_adapter:
+        if entry.package == package or (package is None and (entry.package != "peft" or with_adapter)):
             missing = find_missing(entry)
             if missing is not None:
                 raise explain_missing(entry.package, missing, entry.use)

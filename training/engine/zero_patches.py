@@ -25,8 +25,15 @@ def skip_averaging(engine: PipelineEngine) -> None:
     """
     if engine.using_bf16_optimizer:
         _replace(engine, "pipeline_enable_backward_allreduce", False)
-    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not engine.optimizer.contiguous_gradients:
-        _replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        if not engine.optimizer.contiguous_gradients:
+            _replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
+    elif engine.optimizer is not None:  # None of an engine that only evaluates
+        raise explain_missing(
+            "deepspeed",
+            f"{DeepSpeedZeroOptimizer.__name__} here but a {type(engine.optimizer).__name__}",
+            "not averaging a single replica",
+        )
 
 
 def free_gradients_by_bucket(optimizer: Any) -> None:

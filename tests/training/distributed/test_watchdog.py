@@ -62,8 +62,7 @@ def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str]
     group = WorkerGroup(world_size, folder)
     group.run(time.sleep, 0)  # started
     processes, start = list(group._processes), time.monotonic()
-    for pipe in group._pipes:
-        pipe.send((work, (words, folder), {}))
+    group.send(work, words, folder)
     for rank in range(world_size):
         if words.get(rank) != "SIGSTOP":
             with suppress(EOFError):

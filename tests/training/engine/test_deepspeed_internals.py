@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 from packaging.requirements import Requirement
 from support.configs import build_config
 
+import trainer_base_ds_mp
 import training.engine.executor
 import training.engine.zero_patches
 import training.pipeline.module
@@ -236,6 +238,29 @@ def test_a_patch_of_what_is_gone_raises() -> None:
     with pytest.raises(UserError, match=r"deepspeed .* has no SimpleNamespace.pipeline_enable_backward_allreduce"):
         training.engine.zero_patches.skip_averaging(engine)
     assert not hasattr(engine, "pipeline_enable_backward_allreduce")
+
+
+def test_an_optimizer_of_another_kind_is_not_left_to_average() -> None:
+    with pytest.raises(UserError, match=r"has no DeepSpeedZeroOptimizer here but a SimpleNamespace, which is needed"):
+        training.engine.zero_patches.skip_averaging(
+            SimpleNamespace(using_bf16_optimizer=False, optimizer=SimpleNamespace())
+        )
+
+
+def test_a_name_that_is_needed_while_modules_are_imported_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A class body that reads `_INSTRUCTION_MAP`, say: the import fails before anything is checked."""
+    monkeypatch.setitem(sys.modules, "training.run", None)  # which makes its import an ImportError
+    with pytest.raises(ImportError):
+        trainer_base_ds_mp.import_run()  # nothing of the table is missing
+    gone = Internal("deepspeed", "deepspeed.runtime.pipe.engine:PipelineEngine", ("_GONE",), "running a schedule")
+    monkeypatch.setattr(deepspeed_internals, "TABLE", (gone,))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+    with pytest.raises(SystemExit):
+        trainer_base_ds_mp.import_run()
+    assert "has no deepspeed.runtime.pipe.engine.PipelineEngine._GONE, which is needed" in capfd.readouterr().err
 
 
 def test_nothing_is_listed_that_is_not_used() -> None:

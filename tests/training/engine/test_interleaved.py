@@ -155,8 +155,7 @@ def test_lora_equals_peft(workers, root: Path, tmp_path: Path, layout: str) -> N
         CLIPPED,
         f"data.cache_dir={tmp_path}/cache",
     )
-    case = build_case(root, False, layout, *overrides)
-    case.workdir = tmp_path
+    case = replace(build_case(root, False, layout, *overrides), workdir=tmp_path)
     result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
     assert worst_difference(*to_peft_weights(result, oracle, model.config))[0] < BOUND
     assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)

@@ -8,6 +8,7 @@ runs a subset.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,12 +96,13 @@ def test_a_trained_export_gives_the_trainers_loss(
 ) -> None:
     case = material(family, "pp2", False)
     # a cache of its own: `train_oracle` takes the one data set that it finds in the other
-    case.overrides += (
+    own = (
         f"eval_file={case.workdir}/eval.jsonl",
         f"output_dir={tmp_path}/out",
         f"data.cache_dir={tmp_path}/cache",
         "max_steps=2",
     )
+    case = replace(case, overrides=(*case.overrides, *own))
     workers(2).run(train_run, case)
     reported = read_metrics(tmp_path / "out")[-1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")
