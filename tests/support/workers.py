@@ -25,9 +25,6 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 # that starts, and imports torch's compiler.
 _FORKSERVER.set_forkserver_preload(["training.run", "deepspeed.runtime.zero.muon.muon_optimizer", "peft"])
 _SECONDS_A_CASE = 600
-# Some groups of gloo outlive their case in torch (see `_run_in_group`): workers with more threads than this are ended,
-# and the next case starts new ones.
-_MAX_THREADS = 150
 
 
 class WorkerError(AssertionError):
@@ -44,13 +41,10 @@ class WorkerGroup:
         """`function(*args, **kwargs)` on every rank; the results in the order of ranks."""
         self.send(function, *args, **kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
-        crowded = any(_count_threads(process.pid) > _MAX_THREADS for process in self._processes)
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
         if failed:
             self.close()
             raise WorkerError("\n".join(failed))
-        if crowded:
-            self.close()
         return [answer for _, answer in answers]
 
     def send(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -94,11 +88,6 @@ class WorkerGroup:
             if process.is_alive():
                 process.kill()
         self._processes, self._pipes = [], []
-
-
-def _count_threads(pid: int) -> int:
-    tasks = Path(f"/proc/{pid}/task")
-    return len(list(tasks.iterdir())) if tasks.exists() else 0  # gone, or no Linux
 
 
 def free_port() -> int:
@@ -147,11 +136,15 @@ def _run_in_group(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _drop_engines() -> None:
-    """DeepSpeed's hooks on the output of a forward pass refer to the engine, which refers to the output: a circle that
-    Python's garbage collection does not see, because a part of it is in the autograd graph (0.19.8)."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
+    """DeepSpeed's hooks on the output of a forward pass and on gradients refer to the engine, its optimizer and the
+    parameters, which refer to them: circles that Python's garbage collection does not see, because a part of each is in
+    the autograd graph (0.19.8)."""
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from torch.nn import Parameter
 
     for found in gc.get_objects():
-        if isinstance(found, PipelineEngine):
+        if isinstance(found, (DeepSpeedEngine, DeepSpeedOptimizer, PipelineModule, Parameter)):
             found.__dict__.clear()
     gc.collect()
