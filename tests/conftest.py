@@ -19,9 +19,9 @@ from support.workers import WorkerGroup  # noqa: E402
 
 # Files that take half a minute and more, the longest first, so that the processes that share the files end together.
 _LONGEST = (
-    "test_parity", "test_dpo", "test_lora", "test_run", "test_launcher", "test_family_parity",
-    "test_plan_against_engine", "test_resume_layouts", "test_tensor_parallel", "test_nonfinite", "test_packing_parity",
-    "test_two_hosts", "test_plan_run", "test_combinations", "test_interrupts", "test_interleaved", "test_registry",
+    "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_launcher", "test_run", "test_parity",
+    "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_lora", "test_family_parity", "test_plan_run",
+    "test_nonfinite", "test_packing_parity", "test_interrupts", "test_interleaved", "test_registry",
     "test_bad_input", "test_families", "test_order_across_layouts", "test_plan_search", "test_convert2ckpt",
 )  # fmt: skip
 

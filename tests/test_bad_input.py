@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.configs import CONF, compose_config
+from support.configs import CONF
 from support.launching import Ended, run_alone, run_deepspeed, run_torchrun
 from support.tiny import save_llama, save_records, save_tokenizer
 
@@ -63,8 +63,8 @@ def prepare_run(line: list[str], world_size: int) -> None:
     """What a run does before its first step, but for the process group and the weights."""
     register_schema()
     cleaned = clean_arguments(["trainer_base_ds_mp.py", *line])[1:]
-    check_command_line(cleaned, CONF, "llama_tiny_pp2")
-    config = to_typed(compose_config("llama_tiny_pp2", *cleaned[2:]))
+    composed = check_command_line(cleaned, CONF, "llama_tiny_pp2")
+    config = to_typed(composed)
     ranks = Ranks(1, world_size, 1, world_size)  # not the main one: it prints nothing
     plan = check_run(config, ranks)
     tokenizer = load_tokenizer(config, plan.source)

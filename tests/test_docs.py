@@ -31,7 +31,7 @@ from support.launching import BIN
 from support.workers import free_port
 
 from errors import UserError
-from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments, compose_command
+from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
 from training.cli.sweep import plan_sweep
 from training.config.schema import Init, register_schema, to_typed
 from training.config.validate import check_config
@@ -181,11 +181,10 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
         jobs, _ = plan_sweep(arguments, folder / "conf", DEFAULT_CONFIG)
         assert len(jobs) > 1
         return str(jobs[0].output_dir.parent)
-    check_command_line(arguments, folder / "conf", DEFAULT_CONFIG)
+    composed = check_command_line(arguments, folder / "conf", DEFAULT_CONFIG)
     options = get_args_parser().parse_args(arguments)
     if options.help or options.cfg:
         return ""
-    composed = compose_command(options, options.overrides, folder / "conf", DEFAULT_CONFIG)
     unread = {
         "train_file": composed.evaluate_only,
         "model_name_or_path": composed.init is Init.random,

@@ -60,8 +60,9 @@ def check_command_line(
     config_dir: Path,
     default_config: str,
     check_names: CheckNames | None = None,
-) -> None:
-    """Composes the run's config once, so that a mistake ends in one line and not in a stack trace.
+) -> DictConfig | None:
+    """Composes the run's config once, so that a mistake ends in one line and not in a stack trace. Returns it, or None
+    with `--config-path`, whose configs are the user's own alone.
 
     arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the
     composed config names nothing in its table, such as `schedule`; this package knows no such table.
@@ -82,7 +83,7 @@ def check_command_line(
     for override in options.overrides:
         _check_override(override)
     if options.config_path:
-        return  # configs of the user's own alone
+        return None
     if options.config_dir and not Path(options.config_dir).is_dir():
         raise UserError(f"--config-dir {options.config_dir}: there is no such folder")
     try:
@@ -92,6 +93,7 @@ def check_command_line(
         raise UserError(_explain(error, options.config_name or default_config, dirs, options.overrides)) from None
     if check_names is not None:
         check_names(composed)
+    return composed
 
 
 def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Path, default_config: str) -> DictConfig:
