@@ -35,6 +35,7 @@ import importlib
 import re
 from types import ModuleType
 
+import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
@@ -80,6 +81,15 @@ def choose_attention(config: PretrainedConfig, requested: str) -> str:
             f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}"
         )
     return requested
+
+
+def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:
+    """How a rank computes its part of the experts of a mixture: as the config says, but one expert after the other
+    where the rows of their matrices are no multiples of 16 bytes, which torch's grouped product needs (2.13). None for
+    a family that leaves it to `transformers`."""
+    chosen: str | None = config._experts_implementation
+    widths = (config.hidden_size, getattr(config, "moe_intermediate_size", 0) // tensor_parallel_size)
+    return "eager" if chosen == "grouped_mm" and any(width * dtype.itemsize % 16 for width in widths) else chosen
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:

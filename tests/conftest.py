@@ -17,7 +17,8 @@ clean_this_process()  # before torch and huggingface_hub are imported, which rea
 
 from support.workers import WorkerGroup  # noqa: E402
 
-# Files that take half a minute and more, the longest first, so that the processes that share the files end together.
+# Files that take half a minute and more, in the long suite first, then in the short one: the longest first, so that the
+# processes that share the files end together.
 _LONGEST = (
     "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_launcher", "test_run", "test_parity",
     "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_lora", "test_family_parity", "test_plan_run",

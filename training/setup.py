@@ -14,7 +14,7 @@ from pathlib import Path
 
 from errors import UserError
 from models.adapters import Adapter
-from models.architecture import build_layers, check_length, choose_attention
+from models.architecture import build_layers, check_length, choose_attention, choose_experts
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
@@ -23,6 +23,7 @@ from models.weights.sources import open_weights, parse_config
 from training.checkpoint.resume import Resumable, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
+from training.config.precision import DTYPES
 from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.distributed.process import describe_device, has_accelerator
@@ -104,6 +105,9 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
     check_length(source.config, config.max_seq_length)
     layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
+    source.config._experts_implementation = choose_experts(
+        source.config, config.tensor_parallel_size, DTYPES[config.precision]
+    )
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import FAMILIES, build_family, save_family
+from support.families import FAMILIES, build_family, build_family_config, save_family
 from support.model_folders import assert_same_bits, convert, export, load_transformers
 from support.tiny import VOCAB_SIZE, save_tokenizer
 from test_decoder import BOUND, B, Chain, difference, positions, tokens
@@ -17,7 +17,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from data.collator import shift_labels
 from errors import UserError
-from models.architecture import ARCHITECTURES, build_layers, check_length, choose_attention, warn_of_length
+from models.architecture import (
+    ARCHITECTURES,
+    build_layers,
+    check_length,
+    choose_attention,
+    choose_experts,
+    warn_of_length,
+)
 from models.losses.cross_entropy import build_loss
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
@@ -159,6 +166,20 @@ def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
         UserError, match="attn_implementation=sdpa cannot be used with 'gemma2'; it has eager, flash_attention_2"
     ):
         choose_attention(build_family("gemma2").config, "sdpa")
+
+
+def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_take_their_rows() -> None:
+    """24 columns an expert: 12 a rank at tensor_parallel_size=2, 24 bytes in bf16."""
+    config = build_family("deepseek_v3").config
+    build_layers(config)
+    chosen = [
+        choose_experts(config, size, dtype)
+        for size, dtype in ((1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16))
+    ]
+    assert chosen == ["grouped_mm", "grouped_mm", "eager"]
+    config._experts_implementation = "batched_mm"
+    assert choose_experts(config, 2, torch.bfloat16) == "batched_mm"
+    assert choose_experts(build_family_config("llama"), 2, torch.bfloat16) is None
 
 
 def test_vocabulary_is_that_of_the_table() -> None:

@@ -37,7 +37,9 @@ STEPS = 2
 BATCH = ("global_batch_size=8", "max_seq_length=160")
 LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02}  # a pair's gradient is that of sums over tokens
 EXPERTS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}  # adapters beside them
-BF16_BOUND = 0.03  # of a loss: bf16 has 8 bits
+# Of a loss: bf16 has 8 bits. It may be twice as far off as the plain model in bf16, which rounds as often: in a mixture
+# it also changes which experts a token goes to.
+BF16_BOUND = 0.03
 
 
 class OwnLoss:
@@ -110,9 +112,13 @@ def check_row(workers: Callable[[int], WorkerGroup], material: Material, family:
     start = {name: parameter.detach().clone() for name, parameter in (policy or model).named_parameters()}
     if row["adapter"] == "dropout" or (row["loss"] == "own" and family == "gemma2"):  # whose logits it does not cap
         return
+    rounded = copy.deepcopy((policy or model, model)) if row["precision"] == "bf16" else None
     oracle = train_oracle(case.config(), case.workdir, policy or model, copy.deepcopy(model))
-    if row["precision"] == "bf16":
-        torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BF16_BOUND, atol=0)
+    if rounded is not None:
+        plain = train_oracle(case.config(), case.workdir, *(each.bfloat16() for each in rounded))
+        found, expected = plain["losses"][0], oracle["losses"][0]
+        bound = max(BF16_BOUND, 2 * abs(found - expected) / expected)
+        torch.testing.assert_close(result["losses"], oracle["losses"], rtol=bound, atol=0)
         return
     assert any(not torch.equal(tensor, start[name]) for name, tensor in oracle["weights"].items() if name in start)
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)

@@ -103,6 +103,7 @@ def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
     )  # fmt: skip
     import torch
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.combination_runs import Material, check_row
-from support.combinations import AXES, RANKS, Refusals, Row, cover, list_combinations
+from support.combinations import AXES, RANKS, SLOW, Refusals, Row, cover, list_combinations
 from support.configs import build_config
 from support.families import FAMILIES
 from support.workers import WorkerGroup
@@ -26,7 +26,7 @@ from training.config.incompatible import INCOMPATIBLE, list_conflicts
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
 DENSE, EXPERTS = "llama", "deepseek_v3"
 PLAINEST = {next(iter(values)) for values in AXES.values()} | AXES["layout"].keys()
-SLOW = frozenset({("compile", "true"), *(("layout", name) for name, ranks in RANKS.items() if ranks > 2)})
+LONG = SLOW | {("layout", name) for name, ranks in RANKS.items() if ranks > 2}  # left to the long suite
 
 
 @cache
@@ -76,7 +76,7 @@ def name_row(row: Row) -> str:
 
 def list_runs() -> list:
     """Every value once and quickly; all pairs; every value of the other families."""
-    fast = [pytest.param(DENSE, row, id=f"{DENSE}-{name_row(row)}") for row in cover(refusals(), 1, SLOW)]
+    fast = [pytest.param(DENSE, row, id=f"{DENSE}-{name_row(row)}") for row in cover(refusals(), 1, LONG)]
     rows = {family: cover(refusals(), 2 if family in (DENSE, EXPERTS) else 1) for family in sorted(FAMILIES)}
     full = [
         pytest.param(family, row, id=f"{family}-{name_row(row)}", marks=pytest.mark.full)
