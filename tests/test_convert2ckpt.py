@@ -28,17 +28,19 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     return convert2ckpt.main()
 
 
-def test_the_real_command_there_and_back(tmp_path: Path) -> None:
+def test_there_with_the_real_command_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From another folder, as a user may: nothing depends on the working directory."""
     expected = save_llama(tmp_path / "hf").state_dict()
     save_tokenizer(tmp_path / "hf")
-    command = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path"]
-    there = subprocess.run([*command, "hf", "--output_dir", "new/ckpt"], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, ROOT / "convert2ckpt.py", "--model_name_or_path", "hf", "--output_dir", "new/ckpt"]
+    there = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (there.returncode, there.stdout, there.stderr) == (0, "wrote new/ckpt\n", "")
-    back = subprocess.run(
-        [*command, "new/ckpt", "--output_dir", "back", "--to_hf"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (back.returncode, back.stdout, back.stderr) == (0, "wrote back\n", "")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert run(monkeypatch, "--model_name_or_path", "new/ckpt", "--output_dir", "back", "--to_hf") in (0, None)
+    assert capsys.readouterr().out == "wrote back\n"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
     ids = [AutoTokenizer.from_pretrained(tmp_path / name)("some text").input_ids for name in ("hf", "back")]

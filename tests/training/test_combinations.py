@@ -77,7 +77,8 @@ def name_row(row: Row) -> str:
 def list_runs() -> list:
     """Every value once and quickly; all pairs; every value of the other families."""
     fast = [pytest.param(DENSE, row, id=f"{DENSE}-{name_row(row)}") for row in cover(refusals(), 1, LONG)]
-    rows = {family: cover(refusals(), 2 if family in (DENSE, EXPERTS) else 1) for family in sorted(FAMILIES)}
+    values, pairs = (cover(refusals(), strength) for strength in (1, 2))
+    rows = {family: pairs if family in (DENSE, EXPERTS) else values for family in sorted(FAMILIES)}
     full = [
         pytest.param(family, row, id=f"{family}-{name_row(row)}", marks=pytest.mark.full)
         for family, chosen in rows.items()

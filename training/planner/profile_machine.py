@@ -106,7 +106,9 @@ def profile_layers(
 
 
 def _run_at_once(task: _Task, size: int) -> list[MachineProfile]:
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # threads of torch, which the server lacks, do not survive a fork
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(size):

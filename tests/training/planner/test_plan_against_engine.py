@@ -72,20 +72,20 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
 
 
 def train_counted(case: Case, bucket: int) -> int:
-    """The peak of this rank's bytes in its third step, when the optimizer has its state."""
+    """The peak of this rank's bytes in its second step, when the optimizer has its state."""
     from training.engine.steps import train_step
 
     with small_buckets(bucket), AllocationPeak() as counter:
         engine, loader, config, _, _ = build_engine(case)
-        micro_batches = loader.iterate(0, 3)
-        for step in range(3):
+        micro_batches = loader.iterate(0, 2)
+        for step in range(2):
             counter.peak = counter.alive
-            train_step(engine, micro_batches, config, step, 3)
+            train_step(engine, micro_batches, config, step, 2)
     return counter.peak
 
 
 def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
-    """Of each of this rank's parameters, whether it is the same to the bit after three steps with each size of
+    """Of each of this rank's parameters, whether it is the same to the bit after two steps with each size of
     bucket."""
     from training.engine.steps import train_step
 
@@ -93,9 +93,9 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
     for size in sizes:
         with small_buckets(size):
             engine, loader, config, _, _ = build_engine(case)
-            micro_batches = loader.iterate(0, 3)
-            for step in range(3):
-                train_step(engine, micro_batches, config, step, 3)
+            micro_batches = loader.iterate(0, 2)
+            for step in range(2):
+                train_step(engine, micro_batches, config, step, 2)
             trained.append(list(engine.module.parameters()))
     return [all(torch.equal(found[0], other) for other in found[1:]) for found in zip(*trained, strict=True)]
 
