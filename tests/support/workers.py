@@ -4,8 +4,8 @@
         results = group.run(function, *args)      # one result a rank
 
 `function` is a module-level function; it runs on every rank with an initialised gloo process group. An exception on any
-rank is raised here with that rank's stack trace, and the group is started anew for the next case, since its ranks may
-be out of step.
+rank is raised here with that rank's stack trace. When a rank does not answer after that, since it has ended or waits
+for one that failed, new processes are started for the next case.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class WorkerGroup:
         self.send(function, *args, **kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
-        if failed:
+        if self._lost:
             self.close()
+        if failed:
             raise WorkerError("\n".join(failed))
         return [answer for _, answer in answers]
 
@@ -53,6 +54,7 @@ class WorkerGroup:
 
         if not self._processes:
             self._start()
+        self._failed = self._lost = False
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
         for pipe in self._pipes:
             pipe.send((self._store.port, function, args, kwargs))
@@ -60,17 +62,16 @@ class WorkerGroup:
     def _answer(self, rank: int) -> tuple[bool, Any]:
         """Waits for a rank; once one has failed the others are not waited for long, they may hang on it."""
         try:
-            if self._pipes[rank].poll(_SECONDS_A_CASE if not getattr(self, "_failed", False) else 5):
+            if self._pipes[rank].poll(5 if self._failed else _SECONDS_A_CASE):
                 succeeded, answer = self._pipes[rank].recv()
-                self._failed = getattr(self, "_failed", False) or not succeeded
+                self._failed = self._failed or not succeeded
                 return succeeded, answer
         except EOFError:
             pass
-        self._failed = True
+        self._failed = self._lost = True
         return False, f"no answer (ended or hanging); its output is in {self._log_dir}"
 
     def _start(self) -> None:
-        self._failed = False
         for rank in range(self.world_size):
             ours, theirs = _FORKSERVER.Pipe()
             log = self._log_dir / f"world{self.world_size}_rank{rank}.log"
@@ -129,11 +130,12 @@ def _run_in_group(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     from training.distributed.process import join_process_group, leave_process_group
 
     join_process_group()
-    result = function(*args, **kwargs)
-    _drop_engines()
-    if dist.is_initialized():
-        leave_process_group()
-    return result
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _drop_engines()
+        if dist.is_initialized():
+            leave_process_group()
 
 
 def _drop_engines() -> None:
