@@ -149,7 +149,8 @@ def test_a_full_disk_is_survived(train, expected, tmp_path: Path) -> None:
                 with open(filler, "wb") as stream:
                     while (free := shutil.disk_usage(disk).free) > 2**18:
                         with suppress(OSError):  # a save took some of it meanwhile
-                            return os.posix_fallocate(stream.fileno(), 0, free - rng.randrange(2**18))
+                            os.posix_fallocate(stream.fileno(), 0, free - rng.randrange(2**18))
+                            break
 
             ended = train(out, *(["resume=latest"] if attempt else []), while_running=fill)
             assert ended.code != 0 and any("ake room" in line for line in ended.errors()), ended.output
