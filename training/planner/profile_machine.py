@@ -106,9 +106,8 @@ def profile_layers(
 
 
 def _run_at_once(task: _Task, size: int) -> list[MachineProfile]:
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # threads of torch, which the server lacks, do not survive a fork
+    # threads of torch do not survive a fork; the server has none
+    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(size):
