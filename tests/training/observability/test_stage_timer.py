@@ -146,6 +146,7 @@ def test_memory_that_was_given_back_counts() -> None:
     seen = []
     for _ in range(5):  # a busy system takes pages of mapped files back meanwhile
         peak = MemoryPeak(torch.device("cpu"))
+        touch_pages(2 * BLOCK)  # forgotten by `start`
         peak.start()
         before = peak.read()
         touch_pages(BLOCK)
