@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from training.cli.command_line import asks_for_sweep, check_command_line, clean_arguments
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
+from training.distributed.host_share import set_allocator_defaults
 from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
 from training.engine.deepspeed_internals import check_internals
 from training.pipeline.schedule import find_schedule
@@ -62,6 +63,7 @@ def import_run() -> Callable[[DictConfig], None]:
 def main() -> None:
     sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    set_allocator_defaults()
     with exit_on_user_error(ALONE, reports=os.environ.get("RANK", "0") == "0"):
         check_internals(package="hydra-core")
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):

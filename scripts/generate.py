@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -59,7 +60,13 @@ def load_model(source: WeightSource) -> PreTrainedModel:
         .from_pretrained(None, config=source.config, state_dict=tensors, dtype=dtype)
         .eval()
     )
-    return model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    return model.to(choose_device())
+
+
+def choose_device() -> torch.device:
+    """The accelerator where there is one; DS_ACCELERATOR chooses here as in training."""
+    chosen = os.environ.get("DS_ACCELERATOR") or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return torch.device(chosen)
 
 
 class Generator:

@@ -13,6 +13,10 @@ run() {
     "$@"
 }
 
+# Two stages on one card would be two ranks on it, which NCCL refuses: they share the CPU instead
+if [[ -z ${DS_ACCELERATOR:-} && $(python -c 'import torch; print(torch.accelerator.device_count())') == 1 ]]; then
+    run export DS_ACCELERATOR=cpu
+fi
 run python scripts/make_demo.py --output_dir $demo
 run python convert2ckpt.py --model_name_or_path $demo/model --output_dir $demo/checkpoint --overwrite
 run deepspeed --quiet --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2 overwrite_output_dir=true

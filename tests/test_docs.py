@@ -80,7 +80,7 @@ LAUNCHER_OPTIONS = {  # of each the number of words
         "--log_level": 1,
     },
     "torchrun": {"--nnodes": 1, "--node_rank": 1, "--nproc_per_node": 1, "--master_addr": 1, "--master_port": 1},
-    "sbatch": {"--nodes": 1, "--gpus-per-node": 1},
+    "sbatch": {"--nodes": 1, "--gpus-per-node": 1, "--ntasks-per-node": 1, "--cpus-per-task": 1},
 }
 FILE_KEYS = ("model_name_or_path", "tokenizer_name_or_path", "train_file", "eval_file", "resume")
 FILE_OPTIONS = ("--model_name_or_path", "--prompt_file")

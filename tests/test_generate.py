@@ -70,11 +70,20 @@ def test_every_form_gives_the_text_of_the_model(
 
 
 def test_a_build_for_gpus_answers_on_the_cpu_where_there_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator",
         lambda check_available=False: None if check_available else torch.device("cuda"),
     )
     assert generate.load_model(open_weights(str(root / "hf"))).device.type == "cpu"
+
+
+def test_it_answers_where_training_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # on a machine with a card
+    assert generate.choose_device() == torch.device("cpu")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert generate.choose_device() == torch.device("cuda")
 
 
 def test_a_file_of_prompts_becomes_a_file_of_conversations(

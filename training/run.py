@@ -148,6 +148,8 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
 
 def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
     """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
+    with exit_on_user_error(ranks, reports=ranks.local_rank == 0):  # all ranks of a host find it, and other hosts none
+        process.find_card(ranks)
     with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile

@@ -1,6 +1,7 @@
 """One environment for the whole suite, whoever's shell it is started from: on the CPU, online, in UTF-8.
 
-Cleaned before anything is imported that reads it (torch, huggingface_hub). Workers and launches inherit it.
+DS_ACCELERATOR alone says otherwise: `DS_ACCELERATOR=cuda make test` lets the tests see the cards. Cleaned before
+anything is imported that reads it (torch, huggingface_hub). Workers and launches inherit it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ _KEPT = {
     "CI", "SSL_CERT_FILE", "TORCH_EXTENSIONS_DIR", "MAX_JOBS",
 }  # fmt: skip
 _KEPT_BEGINNINGS = ("PYTEST_", "COV_", "COVERAGE_")
-_SET = {
-    "LC_ALL": "C.UTF-8",
-    "CUDA_VISIBLE_DEVICES": "",  # workers speak gloo
-}
+_SET = {"LC_ALL": "C.UTF-8"}
+# Both: the deepspeed launcher lists a card for each rank, whether there are any or not, and so shows them again; and
+# DeepSpeed's choice is not torch's.
+_ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+_CARDS = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
     """What a shell has set, without what would change how a test goes."""
     kept = {key: text for key, text in environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
-    return kept | _SET
+    wants_cards = environ.get("DS_ACCELERATOR", "") not in ("", "cpu")
+    return kept | _SET | ({key: environ[key] for key in _CARDS if key in environ} if wants_cards else _ON_THE_CPU)
 
 
 def clean_this_process() -> None:
@@ -45,7 +48,7 @@ def hostile_environment(folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/proc/none",
         "TRANSFORMERS_VERBOSITY": "debug", "TOKENIZERS_PARALLELISM": "maybe", "WANDB_MODE": "disabled",
         "WANDB_DIR": "/proc/none", "WANDB_RUN_GROUP": "mine", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "7",
-        "DS_ACCELERATOR": "cuda", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "4",
+        "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "4",
         "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
         "GLOO_SOCKET_IFNAME": "none0", "TORCH_LOGS": "all", "CXX": "no-compiler", "MPLBACKEND": "none",
         "COLUMNS": "20", "NO_COLOR": "1", "TERM": "dumb", "HYDRA_FULL_ERROR": "1", "http_proxy": "http://127.0.0.1:9",

@@ -20,6 +20,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
 import console
+from training.distributed import host_share
 from training.distributed.ranks import Ranks
 
 T = TypeVar("T")
@@ -45,18 +46,40 @@ def describe_device() -> str:
     return torch.get_device_module(get_accelerator().device_name()).get_device_name()
 
 
+def find_card(ranks: Ranks) -> int | None:
+    """The number of this rank's card, or None without an accelerator. Raises UserError when there are too few."""
+    if not has_accelerator():
+        return None
+    accelerator = get_accelerator()
+    may_share = host_share.may_share_cards(accelerator.visible_devices_envs())
+    return host_share.choose_card(ranks.local_rank, ranks.local_size, accelerator.device_count(), may_share)
+
+
 def take_device(ranks: Ranks) -> None:
-    """This rank's GPU; without one, its share of the host's cores, or the ranks fight over them."""
-    if has_accelerator():
-        get_accelerator().set_device(ranks.local_rank)
+    """This rank's card, and its share of the host's cores.
+
+    Threads without a share fight over the cores (the deepspeed launcher sets nothing) or leave them idle (torchrun sets
+    one a rank), on a card too, where the optimizer runs on the host with offload_optimizer=cpu. Raises UserError when
+    there are fewer cards than ranks.
+    """
+    card = find_card(ranks)
+    if card is not None:
+        get_accelerator().set_device(card)
+        os.environ["LOCAL_RANK"] = str(card)  # what DeepSpeed's engine, module and process group take the device from
+    if host_share.has_chosen_threads():
         return
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // ranks.local_size)
+    cores, cores_per_task = sorted(os.sched_getaffinity(0)), host_share.read_cores_per_task()
+    share = host_share.count_threads(len(cores), ranks.local_size, cores_per_task)
     torch.set_num_threads(share)
-    if share * ranks.local_size <= len(cores):
+    # A rank with a card is not pinned: cores in the order of ranks may lie at another socket than its card, and all
+    # that it starts later (NCCL's proxies, loaders, the thread that pins) would be held to the cores of its own threads.
+    if card is None and cores_per_task is None and share * ranks.local_size <= len(cores):
         os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
+
+
+def synchronize() -> None:
+    """Waits until the accelerator has done all that it was given; nothing without one."""
+    get_accelerator().synchronize()
 
 
 def choose_interface() -> None:

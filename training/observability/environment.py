@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from training.distributed.process import describe_device, has_accelerator
+
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "safetensors")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,12 +32,9 @@ def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _describe_device() -> str:
-    """The accelerator's name, else the processor's. Without `check_available` torch names the accelerator that it was
-    built for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return platform.processor() or platform.machine()
-    return torch.get_device_module(accelerator).get_device_name()
+    """The accelerator's name, else the processor's. DeepSpeed's accelerator, not torch's: a run on the CPU of a machine
+    with a card (DS_ACCELERATOR=cpu) has none."""
+    return describe_device() if has_accelerator() else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -121,11 +121,12 @@ def test_the_environment_names_versions_source_and_hosts() -> None:
     json.dumps(environment)
 
 
-def test_a_build_for_gpus_on_a_machine_without_one_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip's default wheel of torch on Linux: without `check_available` it names the accelerator that it was built
-    for."""
-    built_for = torch.device("cuda")
+@pytest.mark.parametrize("with_card", [False, True])
+def test_a_run_on_the_cpu_names_the_processor(monkeypatch: pytest.MonkeyPatch, with_card: bool) -> None:
+    """pip's default wheel of torch on Linux names the accelerator that it was built for, with `check_available` where
+    there is one: but DS_ACCELERATOR=cpu may have chosen another."""
     monkeypatch.setattr(
-        "torch.accelerator.current_accelerator", lambda check_available=False: None if check_available else built_for
+        "torch.accelerator.current_accelerator",
+        lambda check_available=False: torch.device("cuda") if with_card or not check_available else None,
     )
     assert describe_environment(["a"])["device"]

@@ -1,0 +1,61 @@
+"""What the shell scripts start, seen by programs of the same names that only write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STUB = """#!/bin/bash
+[[ $1 == -c ]] && { echo "$CARDS"; exit; }
+echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
+"""
+
+
+def list_calls(folder: Path, script: str, *programs: str, **variables: str) -> list[str]:
+    """DS_ACCELERATOR, program and arguments of each call."""
+    for program in programs:
+        (folder / program).write_text(STUB)
+        (folder / program).chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls"), **variables}
+    subprocess.run(["bash", str(ROOT / "scripts" / script)], env=environment, check=True, capture_output=True)
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cards", "variables", "accelerator"),
+    [
+        ("0", {}, ""),
+        ("1", {}, "cpu"),
+        ("2", {}, ""),
+        ("8", {}, ""),
+        ("2", {"DS_ACCELERATOR": "cpu"}, "cpu"),
+        ("1", {"DS_ACCELERATOR": "cuda"}, "cuda"),
+    ],
+)
+def test_the_demo_takes_the_cards_of_a_machine_that_has_two(
+    cards: str, variables: dict[str, str], accelerator: str, tmp_path: Path
+) -> None:
+    calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", CARDS=cards, **variables)
+    assert len(calls) == 5 and {call.partition(" ")[0] for call in calls} == {accelerator}
+    assert calls[2].startswith(f"{accelerator} deepspeed --quiet --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2")
+
+
+@pytest.mark.parametrize(
+    ("variables", "cpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "SLURM_CPUS_PER_TASK": "12"}, 12),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "30", "SLURM_CPUS_PER_GPU": "7"}, 7),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "1"}, 1),
+    ],
+)
+def test_slurm_shares_out_the_cores_of_the_job(variables: dict[str, str], cpus: int, tmp_path: Path) -> None:
+    (call,) = list_calls(
+        tmp_path, "slurm.sh", "srun", "scontrol", SLURM_JOB_NODELIST="node-[1-2]", SLURM_SUBMIT_DIR=str(tmp_path),
+        **variables,
+    )[1:]  # fmt: skip
+    gpus = variables["SLURM_GPUS_ON_NODE"]
+    assert call.split()[:4] == ["srun", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}"]
