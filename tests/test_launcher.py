@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.launching import BIN, ROOT, Launch, run_alone, run_deepspeed, run_supervised, run_torchrun
+from support.launching import BIN, ROOT, Launch, run, run_alone, run_deepspeed, run_supervised, run_torchrun
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -154,6 +155,24 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
     assert "\x1b[A" not in shown.written and all(
         f"{what} " in shown.written for what in ("step 0/3", "evaluating", "saving step 3")
     )
+
+
+@pytest.mark.full
+def test_a_run_on_the_cpu_of_a_machine_with_a_card_leaves_it_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `make demo` runs there, down to the answer of the exported model: a card is seen by torch, and is not taken by
+    anyone. (The launcher lists it in CUDA_VISIBLE_DEVICES for each rank, whatever that was before.)"""
+    log = tmp_path / "card.log"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "with_card"))
+    monkeypatch.setenv("CARD_LOG", str(log))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    ended = run_deepspeed(arguments(root, tmp_path / "out", "precision=bf16", "num_workers=1"), tmp_path)
+    assert (ended.code, ended.errors()) == (0, []), ended.output
+    asked = ["--model_name_or_path", str(tmp_path / "out" / "hf"), "--prompt", "a", "--max_new_tokens", "2"]
+    answered = run([sys.executable, str(ROOT / "scripts" / "generate.py"), *asked], tmp_path)
+    assert answered.code == 0, answered.output
+    assert not log.exists(), log.read_text()
 
 
 @pytest.mark.full
