@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
 from training.config.schema import RunConfig
+from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver
@@ -30,7 +31,7 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     """Wraps the stage in an engine, with the optimizer over this stage's parameters, or without one when it only
     evaluates."""
     optimizer = build_optimizer(module, config) if trains else None
-    settings = build_deepspeed_config(config, layout, trains)
+    settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     schedule = build_schedule(layout)
     if schedule.runs_on_deepspeed:

@@ -20,12 +20,14 @@ def build(*overrides: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_zero_1_in_every_precision(precision: str, offload: str) -> None:
-    built = build(f"precision={precision}", f"offload_optimizer={offload}")
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_zero_1_in_every_precision(precision: str, offload: str, has_accelerator: bool) -> None:
+    config = build_config(f"precision={precision}", f"offload_optimizer={offload}")
+    built = build_deepspeed_config(config, LAYOUT, has_accelerator=has_accelerator)
     assert built["zero_optimization"] == {
         "stage": 1,
         "reduce_bucket_size": REDUCE_BUCKET,
-        **({"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}),
+        **({"offload_optimizer": {"device": "cpu", "pin_memory": has_accelerator}} if offload == "cpu" else {}),
         **({"contiguous_gradients": False} if (precision, offload) == ("fp32", "none") else {}),
     }
     assert (built["bf16"]["enabled"], built["fp16"]["enabled"]) == (precision == "bf16", precision == "fp16")

@@ -62,6 +62,15 @@ def test_bf16_offloaded() -> None:
     assert on_card.step == (4 + 6) * REDUCE_BUCKET  # a second bucket, less the gradients moved into it, and its copies
 
 
+def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
+    pinned = 1024 + 1024 + 512 + 64  # of 250 master weights, their gradient, the weights to send; of the largest gradient
+    assert state(OFFLOADED, largest=20, machine=CARD).host == pinned + 250 * 8  # moments are torch's, and are not
+    assert state(OFFLOADED, largest=20).host == 250 * 18  # a CPU pins nothing
+    exact = state(OFFLOADED, "optimizer=sgd", n=1024, dp=4, largest=0, machine=CARD)
+    assert exact.host == 256 * 10  # which is a power of two each
+    assert state(OFFLOADED, largest=20, machine=CARD).buffers == 4 * REDUCE_BUCKET + 2 * 20
+
+
 def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
     largest = 3 * REDUCE_BUCKET
     found = state(OFFLOADED, n=BIG, dp=2, largest=largest, machine=CARD)
@@ -82,7 +91,9 @@ def test_fp16() -> None:
     assert (found.weights, found.gradients, found.optimizer) == (2 * BIG, 2 * BIG, 3 * BIG)
     assert (found.buffers, found.step) == (2 * REDUCE_BUCKET, 6 * BIG // 4)
     offloaded = state("precision=fp16", OFFLOADED, n=BIG, machine=CARD)
-    assert (offloaded.buffers, offloaded.step, offloaded.host) == (2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET, 18 * BIG // 4)
+    pinned = 2**30 + 2**30 + 2**29  # of BIG / 4 parameters
+    assert (offloaded.buffers, offloaded.step) == (2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET)
+    assert offloaded.host == 8 * BIG // 4 + pinned
 
 
 def test_sgd_has_no_moments() -> None:

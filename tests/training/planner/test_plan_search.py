@@ -92,7 +92,7 @@ def test_nothing_fits_and_by_how_much() -> None:
 
 
 def test_a_host_that_is_too_small_is_named() -> None:
-    config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=120")
+    config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=140")
     with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
         render_search(search(config), config, config.hardware)
 

@@ -10,6 +10,7 @@ n trainable parameters of the stage, dp replicas.
 from __future__ import annotations
 
 from training.config.schema import Device, Offload, OptimizerName, Precision
+from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import REDUCE_BUCKET
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import Memory
@@ -55,7 +56,8 @@ def _allocate_on_host(stage: Stage) -> Memory:
     """`DeepSpeedZeroOptimizer` with its state on the host: gradients leave their bucket for it.
 
     In bf16 gradients are summed in fp32; a bucket is copied in bf16 to communicate, again in fp32, and this rank's part
-    of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself.
+    of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself. A GPU also has a buffer
+    for the largest gradient, which a CPU never writes to.
     """
     run, n, part = stage.run, stage.num_trainable, _part(stage)
     in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
@@ -67,12 +69,24 @@ def _allocate_on_host(stage: Stage) -> Memory:
 
     waiting, filling = _buckets(stage, element)
     alone = copy(largest) if largest > REDUCE_BUCKET else 0
+    one_gradient = run.weight_bytes * largest if run.hardware.device is Device.cuda else 0
     return Memory(
         gradients=element * n,
-        buffers=waiting,
+        buffers=waiting + one_gradient,
         step=filling + max(copy(in_bucket) - element * in_bucket, alone),
-        host=_moments(stage) + (4 + 4 + run.weight_bytes) * part,
+        host=_moments(stage) + _pin(stage),
     )
+
+
+def _pin(stage: Stage) -> int:
+    """Bytes of the host for master weights, gradient and the weights to send back; with a GPU all are pinned, and a
+    buffer for the largest gradient too. Norms and biases, of which DeepSpeed pins a few MB apart, count as matrices.
+    """
+    part, element = _part(stage), stage.run.weight_bytes
+    tensors = [4 * part, 4 * part, element * part]
+    if stage.run.hardware.device is not Device.cuda:
+        return sum(tensors)
+    return sum(pinned_bytes(nbytes) for nbytes in [*tensors, element * stage.largest_trainable])
 
 
 def _buckets(stage: Stage, element: int) -> tuple[int, int]:
