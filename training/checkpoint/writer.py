@@ -16,7 +16,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,9 @@ from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage
 from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import prune_checkpoints
+from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
+from training.distributed.process import synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 
@@ -46,35 +48,6 @@ _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to h
 _SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
 _SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
-
-
-@dataclass(frozen=True)
-class ShareFile:
-    """A file of this rank's share, and the tensors that go into it."""
-
-    name: str
-    tensors: dict[str, torch.Tensor]
-    is_copy: bool = False  # they are not the engine's own
-
-    @property
-    def is_optimizer_state(self) -> bool:
-        return self.name.endswith(".safetensors")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def copy(self, before: ShareFile | None) -> ShareFile:
-        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs
-        more than the copying."""
-        if self.is_copy:
-            return self
-        there = {} if before is None else before.tensors
-        copies = {}
-        for name, tensor in self.tensors.items():
-            same = name in there and (there[name].shape, there[name].dtype) == (tensor.shape, tensor.dtype)
-            copies[name] = there[name].copy_(tensor) if same else tensor.to("cpu", copy=True)
-        return ShareFile(self.name, copies, is_copy=True)
 
 
 def plan_share(engine: Engine) -> list[ShareFile]:
@@ -132,6 +105,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
+        self._held = 0  # bytes of the host's memory that they take
 
     def check_room(self, num_moments: int) -> None:
         """Raises UserError when the disk has no room for one checkpoint; reported before the first step, not after the
@@ -160,14 +134,14 @@ class CheckpointWriter:
         self.wait()
         share = plan_whole_share(self._engine, state.step, self._group)
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
-        fits = self._prepare(
-            folder, sum(file.nbytes for file in share), sum(file.nbytes for file in self._copies.values())
-        )
+        copied = sum(file.copy_nbytes for file in share)
+        fits = self._prepare(folder, sum(file.nbytes for file in share), copied)
         if not fits:
-            self._copies = {}
+            self._copies, self._held = {}, 0
         if self._asynchronous and fits:
             self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
-            share = list(self._copies.values())
+            self._held, share = copied, list(self._copies.values())
+            synchronize()  # once, for all tensors: training may not touch them before
         self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
@@ -188,28 +162,29 @@ class CheckpointWriter:
     def _count(self, num_bytes: int) -> None:
         self._written += num_bytes
 
-    def _prepare(self, folder: Path, nbytes: int, held: int) -> bool:
+    def _prepare(self, folder: Path, nbytes: int, copied: int) -> bool:
         """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
 
-        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one holds
-        `held` bytes for it. The same on all ranks: one that copies continues while another would wait for it.
+        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one's takes
+        `copied` bytes. The same on all ranks: one that copies continues while another would wait for it.
         """
         gathered: list[Any] = [None] * self._world_size
+        available = psutil.virtual_memory().available
         dist.all_gather_object(
-            gathered, (socket.gethostname(), nbytes, held, psutil.virtual_memory().available), group=self._group
+            gathered, (socket.gethostname(), nbytes, copied, self._held, available), group=self._group
         )
         error = None
         if self._rank == 0:
             try:
                 self._checkpoints.mkdir(parents=True, exist_ok=True)
-                check_disk_space(self._checkpoints, sum(count for _, count, _, _ in gathered) + _SPARE_BYTES)
+                check_disk_space(self._checkpoints, sum(count for _, count, *_ in gathered) + _SPARE_BYTES)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             except (UserError, OSError) as mistake:
                 error = _explain(mistake, folder)
         raise_together(error)
         return all(
-            have_room([entry[1:] for entry in gathered if entry[0] == host])
+            have_room([entry[2:] for entry in gathered if entry[0] == host])
             for host in {entry[0] for entry in gathered}
         )
 
@@ -245,7 +220,7 @@ class CheckpointWriter:
 
 
 def have_room(ranks: list[tuple[int, int, int]]) -> bool:
-    """ranks: of one host, each (bytes to write, bytes held for them already, bytes that it found available)."""
+    """ranks: of one host, each (bytes to copy, bytes held for them already, bytes that it found available)."""
     return sum(nbytes - held for nbytes, held, _ in ranks) < _SHARE_OF_MEMORY * min(
         available for *_, available in ranks
     )

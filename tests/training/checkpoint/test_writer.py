@@ -15,7 +15,7 @@ import torch
 from test_checkpoint import STATE
 
 from errors import UserError
-from training.checkpoint import manifest
+from training.checkpoint import manifest, share_file
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of
@@ -180,7 +180,7 @@ def test_other_ranks_hear_of_a_failure(
         gathered[:] = (
             [mine, ({}, UserError("saving: rank 1 has no room"))]
             if isinstance(mine[0], dict)
-            else [mine, ("elsewhere", 0, 0, 1)]
+            else [mine, ("elsewhere", 0, 0, 0, 1)]
         )
 
     monkeypatch.setattr(checkpoint_writer.dist, "all_gather_object", gather)  # rank 1 is another host's
@@ -220,6 +220,59 @@ def test_training_goes_on_while_a_copy_is_written(
             torch.load(tmp_path / f"global_step{step}" / "layer_00-model_states.pt", weights_only=True)["x"].tolist()
             == [value] * 3
         )
+
+
+def pretend_to_be_on_a_card(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """The tensors are the CPU's; what is done with them is written down."""
+    copy = torch.Tensor.copy_
+
+    def copy_noted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        events.append("queued" if non_blocking else "blocked")
+        return copy(self, source)
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        events.append("pinned")
+        return torch.empty_like(like)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_noted)
+    monkeypatch.setattr(share_file, "_is_on_card", lambda tensor: True)
+    monkeypatch.setattr(share_file, "_allocate_pinned", allocate)
+    monkeypatch.setattr(checkpoint_writer, "synchronize", lambda: events.append("waited"))
+
+
+def test_copies_from_a_card_are_pinned_and_waited_for_once(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer._asynchronous = True
+    events: list[str] = []
+    pretend_to_be_on_a_card(monkeypatch, events)
+    write_share = checkpoint_writer.write_share
+    monkeypatch.setattr(checkpoint_writer, "write_share", lambda *a, **k: events.append("written") or write_share(*a, **k))
+    save(writer, 2)
+    writer.wait()
+    assert events[:6] == ["pinned", "queued"] * len(TENSORS) + ["waited", "written"]
+    events.clear()
+    save(writer, 4)  # into the same memory
+    writer.wait()
+    assert events[:4] == ["queued"] * len(TENSORS) + ["waited", "written"]
+    assert latest(tmp_path) == tmp_path / "global_step4"
+
+
+def test_copies_from_a_card_take_what_pinning_rounds_up_to(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer._asynchronous = True
+    share = [ShareFile("layer_00-model_states.pt", {"x": torch.zeros(5), "y": torch.zeros(9)})]  # 20 and 36 bytes
+    monkeypatch.setattr(checkpoint_writer, "plan_whole_share", lambda *_: share)
+    limit = (32 + 64) / checkpoint_writer._SHARE_OF_MEMORY
+    found: dict[float, bool] = {}
+    pretend_to_be_on_a_card(monkeypatch, [])
+    for available in (limit - 1, limit + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))  # noqa: B023
+            save(writer, 2)
+            found[available] = bool(writer._copies)
+    assert list(found.values()) == [False, True]
 
 
 def test_what_went_wrong_beside_the_training_is_told_at_the_end(
