@@ -58,4 +58,9 @@ def test_slurm_shares_out_the_cores_of_the_job(variables: dict[str, str], cpus: 
         **variables,
     )[1:]  # fmt: skip
     gpus = variables["SLURM_GPUS_ON_NODE"]
-    assert call.split()[:4] == ["srun", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}"]
+    assert call.split()[:4] == [
+        "srun",
+        f"--ntasks-per-node={gpus}",
+        f"--gpus-per-node={gpus}",
+        f"--cpus-per-task={cpus}",
+    ]

@@ -25,9 +25,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 # that starts, and imports torch's compiler. None of them may start CUDA: tests/test_environment.py.
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
 CARD_WATCH = "tests.support.card_watch"
-_FORKSERVER.set_forkserver_preload(
-    [CARD_WATCH, "training.run", "deepspeed.runtime.zero.muon.muon_optimizer", "peft"]
-)
+_FORKSERVER.set_forkserver_preload([CARD_WATCH, "training.run", "deepspeed.runtime.zero.muon.muon_optimizer", "peft"])
 _SECONDS_A_CASE = 600
 
 

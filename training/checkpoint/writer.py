@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from console import progress

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+# Thread blocks of NCCL's kernel on a link. Each holds a multiprocessor from the time that a transfer is posted, a pass
+# before it is needed, until both ends have come to it; four links may wait at once. By default NCCL takes as many as
+# could fill the widest connection (up to 32). Not measured: on an H100 two should carry some 40 GB/s of NVLink.
+LINK_CTAS = 2
+_CHOSEN_BY_USER = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 SENDS_IN_FLIGHT = 2  # to another rank: with one, even stages never wait for it; with two, nor does an uneven moment
 
 
@@ -17,6 +24,25 @@ def wait_for(works: Sequence[dist.Work]) -> None:
     """
     for work in works:
         work.wait()
+
+
+def build_link_options(backend: str) -> Any | None:
+    """`pg_options` for the process group of one link, of its own for each: torch writes the group's name into them.
+
+    None for another backend than NCCL, for an NCCL without these options, and where a user has set the number of
+    channels in NCCL's environment.
+    """
+    if (
+        backend != dist.Backend.NCCL
+        or not dist.is_nccl_available()
+        or any(name in os.environ for name in _CHOSEN_BY_USER)
+    ):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "config"):
+        return None
+    options.config.min_ctas, options.config.max_ctas = 1, LINK_CTAS
+    return options
 
 
 class Link:

@@ -7,7 +7,9 @@ import logging.handlers
 import os
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +31,13 @@ T = TypeVar("T")
 # a lock on which every later run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as
 # compatible, so none is built.
 deepspeed.ops.__compatible_ops__ = {}
+
+
+_SECONDS_OF_SILENCE = 120.0
+_SILENCE = (
+    "the GPUs have been silent since they connected, for 2 minutes; if that lasts, end the run and try it with "
+    "NCCL_P2P_DISABLE=1 (docs/errors.md, GPUs that never answer)"
+)
 
 
 def has_accelerator() -> bool:
@@ -72,7 +81,7 @@ def take_device(ranks: Ranks) -> None:
     share = host_share.count_threads(len(cores), ranks.local_size, cores_per_task)
     torch.set_num_threads(share)
     # A rank with a card is not pinned: cores in the order of ranks may lie at another socket than its card, and all
-    # that it starts later (NCCL's proxies, loaders, the thread that pins) would be held to the cores of its own threads.
+    # that it starts later (NCCL's proxies, loaders, the thread that pins) would be held to its own threads' cores.
     if card is None and cores_per_task is None and share * ranks.local_size <= len(cores):
         os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
 
@@ -106,7 +115,23 @@ def choose_interface() -> None:
 def join_process_group(timeout: timedelta | None = None) -> None:
     """Waits for the other ranks. timeout: of its collectives, torch's own by default."""
     deepspeed.init_distributed(**({} if timeout is None else {"timeout": timeout}))
-    dist.barrier()
+    with _hint_at_silence():
+        dist.barrier()
+
+
+@contextmanager
+def _hint_at_silence() -> Iterator[None]:
+    """Says what to try when the first message between cards does not arrive. All ranks are there by then: DeepSpeed
+    binds their cards, with which NCCL connects all of them before `init_distributed` returns (0.19.8, comm/torch.py).
+    """
+    hint = threading.Timer(_SECONDS_OF_SILENCE, console.say, [_SILENCE])
+    hint.daemon = True
+    if has_accelerator() and dist.get_rank() == 0:
+        hint.start()
+    try:
+        yield
+    finally:
+        hint.cancel()
 
 
 def leave_process_group() -> None:

@@ -36,7 +36,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from training.distributed.p2p import Link, wait_for
+from training.distributed.p2p import Link, build_link_options, wait_for
 from training.distributed.topology import PIPE
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
@@ -150,7 +150,8 @@ class ScheduleEngine(PipelineEngine):
     def _pair_up(self, rings: Sequence[Sequence[int]], stage: int) -> dist.ProcessGroup:
         """The group of a stage's rank and the next one's, in this rank's ring. All ranks make those of all rings."""
         return dist.new_subgroups_by_enumeration(
-            [[ring[stage], ring[(stage + 1) % self.num_stages]] for ring in rings]
+            [[ring[stage], ring[(stage + 1) % self.num_stages]] for ring in rings],
+            pg_options=build_link_options(dist.get_backend()),
         )[0]
 
     def _open(self, out: Link, into: Link, step: int) -> None:

@@ -1,4 +1,4 @@
-"""On PYTHONPATH: torch says that this machine has a card, and whoever takes it is written down in $CARD_LOG and fails."""
+"""On PYTHONPATH: torch says that this machine has a card; who takes it is written down in $CARD_LOG, and fails."""
 
 import os
 import sys

@@ -247,7 +247,9 @@ def test_copies_from_a_card_are_pinned_and_waited_for_once(
     events: list[str] = []
     pretend_to_be_on_a_card(monkeypatch, events)
     write_share = checkpoint_writer.write_share
-    monkeypatch.setattr(checkpoint_writer, "write_share", lambda *a, **k: events.append("written") or write_share(*a, **k))
+    monkeypatch.setattr(
+        checkpoint_writer, "write_share", lambda *a, **k: events.append("written") or write_share(*a, **k)
+    )
     save(writer, 2)
     writer.wait()
     assert events[:6] == ["pinned", "queued"] * len(TENSORS) + ["waited", "written"]
@@ -269,7 +271,7 @@ def test_copies_from_a_card_take_what_pinning_rounds_up_to(
     pretend_to_be_on_a_card(monkeypatch, [])
     for available in (limit - 1, limit + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))  # noqa: B023
+            patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
             save(writer, 2)
             found[available] = bool(writer._copies)
     assert list(found.values()) == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_each_rank_takes_a_card(
 def test_fewer_cards_than_ranks_is_one_line_on_each_of_them(
     local_rank: int, local_size: int, device_count: int, may_share: bool
 ) -> None:
-    expected = f"{local_size} ranks were started on this host, and {device_count} GPUs are visible; .*DS_ACCELERATOR=cpu"
+    expected = (
+        f"{local_size} ranks were started on this host, and {device_count} GPUs are visible; .*DS_ACCELERATOR=cpu"
+    )
     with pytest.raises(UserError, match=expected):
         choose_card(local_rank, local_size, device_count, may_share)
 
@@ -137,6 +140,26 @@ def test_too_few_cards_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyP
         with pytest.raises(UserError, match="2 ranks .* 1 GPUs"):
             process.find_card(Ranks(rank, 2, rank, 2))
     assert accelerator.taken == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "accelerator", "hints"), [(0, Accelerator(2), 1), (1, Accelerator(2), 0), (0, None, 0)]
+)
+def test_cards_that_never_answer_are_hinted_at(
+    rank: int, accelerator: Accelerator | None, hints: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    if accelerator is not None:
+        monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(process.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(process.deepspeed, "init_distributed", lambda: None)
+    monkeypatch.setattr(process.console, "say", said.append)
+    monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 0.01)
+    monkeypatch.setattr(process.dist, "barrier", lambda: time.sleep(0.1))  # and then they do
+    process.join_process_group()
+    monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 60)
+    process.join_process_group()
+    assert len(said) == hints and all("NCCL_P2P_DISABLE=1" in text for text in said)
 
 
 def test_a_rank_on_the_cpu_is_pinned_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,9 @@ def test_bf16_offloaded() -> None:
 
 
 def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
-    pinned = 1024 + 1024 + 512 + 64  # of 250 master weights, their gradient, the weights to send; of the largest gradient
+    pinned = (
+        1024 + 1024 + 512 + 64
+    )  # of 250 master weights, their gradient, the weights to send; of the largest gradient
     assert state(OFFLOADED, largest=20, machine=CARD).host == pinned + 250 * 8  # moments are torch's, and are not
     assert state(OFFLOADED, largest=20).host == 250 * 18  # a CPU pins nothing
     exact = state(OFFLOADED, "optimizer=sgd", n=1024, dp=4, largest=0, machine=CARD)
