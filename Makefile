@@ -12,6 +12,7 @@ demo: venv
 # Two processes share the test files: two cores stand half idle under one, which mostly waits for the ranks that it started
 TEST_WORKERS ?= 2
 
+# On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its cards
 test: venv
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
