@@ -274,6 +274,7 @@ def test_copies_from_a_card_take_what_pinning_rounds_up_to(
             patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
             save(writer, 2)
             found[available] = bool(writer._copies)
+            writer.wait()
     assert list(found.values()) == [False, True]
 
 
