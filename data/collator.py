@@ -93,6 +93,11 @@ def unshift_targets(targets: Tensor) -> Tensor:
     return pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
 
 
+def index_targets(targets: Tensor) -> Tensor:
+    """Where targets are in the flattened [B, T], int64 [N]."""
+    return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
 def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:
     """segment_ids, int32 [B, T], 0 for padding. rows: the documents of each, counted from 1."""
     return _pad(rows, shape, 0, np.int32)

@@ -1,11 +1,12 @@
 """Stage-aware loaders: inputs where the first layer is, targets where the loss is, placeholders between.
 
 A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets,
-loss_denominator))`; the half that a rank does not read is None. input_ids, position_ids and targets are int64 [B, T],
-padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each place the token to
-predict from it, -100 where there is none. position_ids restart at each document of a packed row; padding continues
-those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1. loss_denominator is a
-float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator.
+loss_denominator, target_indices))`; the half that a rank does not read is None. input_ids, position_ids and targets are
+int64 [B, T], padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each place
+the token to predict from it, -100 where there is none. position_ids restart at each document of a packed row; padding
+continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1.
+loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator. target_indices are
+int64 [N]: where the N targets are in the flattened micro-batch; a GPU that was asked for a size would be waited for.
 
 In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
 takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
@@ -16,7 +17,7 @@ B micro-batch size, T sequence length (one for all ranks and micro-batches of a 
 
 Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs,
 tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of
-each row travels with the targets: `(targets, reference_log_probabilities, loss_denominator)`, float64 [2 B].
+each row, float64 [2 B], travels behind the targets: `(targets, reference_log_probabilities, loss_denominator, ...)`.
 """
 
 import signal
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.collator import Collator, PadRight, pad_segments, shift_labels
+from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
 from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, Ids, micro_batch_ids
 from data.step_totals import StepTotals, compute_step_totals
@@ -266,11 +267,8 @@ def _collate(
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         shifted = shift_labels(labels)
-        targets = (
-            (shifted, denominator)
-            if options.reference_file is None
-            else (shifted, _pad_reference(rows, ids, shape[0]), denominator)
-        )
+        reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
+        targets = (shifted, *reference, denominator, index_targets(shifted))
     return inputs, targets
 
 

@@ -22,7 +22,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.losses.cross_entropy import get_softcap, sequence_log_probabilities, shard_vocabulary
+from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
+from models.losses.logit_pieces import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.parallel.shard import ALONE, TensorParallel
 
@@ -49,13 +50,15 @@ class DPOLoss:
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; the reference's log-probability of each
-        row, summed over its targets, float64 [2 B]; and `loss_denominator`, scalar. A pair without targets fills a
-        batch and counts for nothing.
+        row, summed over its targets, float64 [2 B]; `loss_denominator`, scalar; and `target_indices`, see
+        `find_targets`. A pair without targets fills a batch and counts for nothing.
 
         Returns the sum of the pairs' losses over the denominator, fp32 at least.
         """
-        target_ids, reference, loss_denominator = targets
-        policy, num_targets = sequence_log_probabilities(outputs, target_ids, self._softcap, self._sharing)  # [2 B]
+        target_ids, reference, loss_denominator, *known = targets
+        policy, num_targets = sequence_log_probabilities(  # [2 B]
+            outputs, target_ids, *known, logit_softcap=self._softcap, sharing=self._sharing
+        )
         is_pair = num_targets[::2] > 0  # [B]
         log_ratios = policy - reference
         if self._loss_type is DPOLossType.ipo:
@@ -94,4 +97,8 @@ class RowScore:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return sequence_log_probabilities(outputs, targets[0], self._softcap, self._sharing)[0]
+        target_ids, _, *known = targets
+        log_probabilities, _ = sequence_log_probabilities(
+            outputs, target_ids, *known, logit_softcap=self._softcap, sharing=self._sharing
+        )
+        return log_probabilities

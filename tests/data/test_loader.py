@@ -72,7 +72,7 @@ def build_layout(path: Path, dp_size: int, micro_batch_size: int, accumulation: 
 
 def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
     """The samples in a batch, by content; rows that are all padding are left out. Checks the padding and the labels."""
-    (input_ids, position_ids, segment_ids), (targets, _) = batch
+    (input_ids, position_ids, segment_ids), (targets, *_) = batch
     labels = unshift_targets(targets)
     assert (targets[:, -1] == -100).all()
     ids = {tuple(data.input_ids(i).tolist()): i for i in range(len(data))}
@@ -121,8 +121,9 @@ def test_the_mean_of_the_parts_is_the_loss_of_the_global_batch(path: Path, data:
 
     parts = []
     for loader in build_layout(path, *layout):
-        for _, (targets, loss_denominator) in loader.iterate(1, 2):
+        for _, (targets, loss_denominator, target_indices) in loader.iterate(1, 2):
             assert loss_denominator.dtype == torch.float64 and loss_denominator.shape == ()
+            assert torch.equal(targets.flatten()[target_indices], targets[targets != -100])
             parts.append(sum_losses(targets) / loss_denominator)
     whole = [torch.from_numpy(data.labels(i)[1:].astype(np.int64)) for i in ORDER.sample_ids(1)]
     expected = sum(sum_losses(targets) for targets in whole) / sum(int((targets != -100).sum()) for targets in whole)

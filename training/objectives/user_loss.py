@@ -44,8 +44,6 @@ class AlignedLabels(nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        target_ids, loss_denominator = targets
+    def forward(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target_ids, loss_denominator, *_ = targets
         return self.loss(outputs, (unshift_targets(target_ids), loss_denominator))

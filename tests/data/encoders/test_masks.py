@@ -59,7 +59,7 @@ def read_documents(tokenizer, tmp_path: Path):
             True, True, 0, 1, micro_batch_size=2, row_plan=plan, pad_token_id=tokenizer.pad_token_id
         )
         documents = []
-        for (input_ids, position_ids, _), (targets, _) in build_eval_loader(
+        for (input_ids, position_ids, _), (targets, *_) in build_eval_loader(
             path, options, count_rows(path, plan)
         ).iterate():
             for row in zip(input_ids.tolist(), position_ids.tolist(), unshift_targets(targets).tolist()):

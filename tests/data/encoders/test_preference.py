@@ -210,7 +210,7 @@ def test_a_pair_stays_together_and_the_order_does_not_depend_on_the_layout(
             loader = build_train_loader(
                 pairs, build_options(pairs, plan, micro_batch_size, rank, dp_size), order, accumulation
             )
-            for (input_ids, *_), (targets, reference, denominator) in loader.iterate(step, step + 1):
+            for (input_ids, *_), (targets, reference, denominator, _) in loader.iterate(step, step + 1):
                 labels = unshift_targets(targets)
                 assert len(input_ids) == len(labels) == len(reference) == 2 * micro_batch_size
                 assert (

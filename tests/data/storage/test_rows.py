@@ -69,7 +69,7 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     """
     order = GlobalOrder(count_rows(path, PLAN), 2, seed=0)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=2, row_plan=PLAN, pad_token_id=end_is_pad.pad_token_id)
-    inputs, (targets, _) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
+    inputs, (targets, *_) = next(build_train_loader(path, options, order, 1).iterate(0, 1))
     labels = unshift_targets(targets)
     (shape,) = {tensor.shape for tensor in (*inputs, labels)}
     assert shape[0] == 2 and shape[1] % 8 == 0
@@ -105,8 +105,8 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
         options = LoaderOptions(
             True, True, rank, dp_size, micro_batch_size=micro_batch_size, row_plan=PLAN, pad_token_id=0
         )
-        for (input_ids, *_), (_, denominator) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
-            read += [tuple(row[row != 0].tolist()) for row in input_ids]
+        for inputs, (_, denominator, _) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
+            read += [tuple(row[row != 0].tolist()) for row in inputs[0]]
             totals = build_train_loader(path, options, order, accumulation).step_totals(1)
             assert denominator == totals.num_targets / (dp_size * accumulation)
     ids = order.sample_ids(1)
@@ -119,7 +119,7 @@ def test_evaluation_takes_every_packed_sample_once(path: Path) -> None:
     count = count_rows(path, PLAN)
     options = LoaderOptions(True, True, 0, 1, micro_batch_size=4, row_plan=PLAN, pad_token_id=0)
     loader = build_eval_loader(path, options, count)
-    targets = sum(int((targets != -100).sum()) for _, (targets, _) in loader.iterate())
+    targets = sum(int((targets != -100).sum()) for _, (targets, *_) in loader.iterate())
     assert targets == loader.num_targets == TokenizedDataset(path, False, False).num_targets.sum()
 
 

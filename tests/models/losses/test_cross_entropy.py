@@ -11,7 +11,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses.cross_entropy import causal_lm_loss
+from models.losses.cross_entropy import causal_lm_loss, find_targets
+from models.losses.logit_pieces import PIECE, list_pieces
+from tests.support.logit_pieces import cut_pieces
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
 
@@ -110,7 +112,7 @@ def test_pieces_are_the_whole(
     batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the size of a piece: one target, some that do not divide the targets, all."""
-    monkeypatch.setattr("models.losses.cross_entropy.PIECE", piece)
+    cut_pieces(monkeypatch, piece)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     found, expected = (
         loss_and_gradients(
@@ -125,7 +127,7 @@ def test_pieces_are_the_whole(
 
 
 def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.losses.cross_entropy.PIECE", 4 * V)
+    cut_pieces(monkeypatch, 4 * V)
     low = [tensor.detach().to(torch.bfloat16) for tensor in batch[:2]]
     targets = shift_labels(batch[2])
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
@@ -155,7 +157,7 @@ def test_fp16_makes_its_logits_at_once(batch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden, vocabulary = 512, 64, 8000
-    monkeypatch.setattr("models.losses.cross_entropy.PIECE", tokens * vocabulary // 16)
+    cut_pieces(monkeypatch, tokens * vocabulary // 16)
     states, weight = torch.randn(1, tokens, hidden, dtype=dtype), torch.randn(vocabulary, hidden, dtype=dtype)
     targets = torch.randint(vocabulary, (1, tokens))
     peaks = []
@@ -169,9 +171,29 @@ def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.M
 def test_evaluation_keeps_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden, vocabulary = 512, 16, 2000
     piece = tokens * vocabulary // 16
-    monkeypatch.setattr("models.losses.cross_entropy.PIECE", piece)
+    cut_pieces(monkeypatch, piece)
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden), (vocabulary, hidden)))
     with torch.no_grad(), AllocationPeak() as counter:
         loss = causal_lm_loss((states, weight), (torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0)))
     assert loss.grad_fn is None
     assert counter.peak < 4 * (3 * piece + 3 * states.numel() + weight.numel())
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256, 151_936, 256_000, 262_144])
+def test_a_piece_is_made_of_tiles(vocabulary: int) -> None:
+    """Of 128 rows, the last piece aside: what a matrix product on tensor cores works in."""
+    hidden, weight = torch.empty(5000, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
+    *pieces, last = list_pieces(hidden, weight, None)
+    assert pieces and last.stop >= 5000
+    assert all((piece.stop - piece.start) % 128 == 0 for piece in (*pieces, last))
+    assert all((piece.stop - piece.start) * vocabulary <= PIECE for piece in pieces)
+
+
+def test_known_indices_are_taken(batch) -> None:
+    """Some of the targets, so that a loss which looks for them itself is seen."""
+    hidden_states, weight, labels = batch
+    targets = shift_labels(labels)
+    some = find_targets(targets)[::2]
+    kept = torch.full_like(targets, -100).flatten().scatter(0, some, targets.flatten()[some]).view_as(targets)
+    found = causal_lm_loss((hidden_states, weight), (targets, torch.tensor(22.0), some))
+    assert found.item() == causal_lm_loss((hidden_states, weight), (kept, torch.tensor(22.0))).item() > 0

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 from transformers import Gemma2Config, LlamaConfig
 
-import models.losses.cross_entropy
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses.dpo import METRICS, DPOLoss, RowScore
 from models.losses.options import DPOLossType
+from tests.support.logit_pieces import cut_pieces
 
 R, T, D, V = 6, 12, 16, 40  # rows: three pairs; sequence, hidden, vocabulary
 BETA = 0.7
@@ -55,7 +55,7 @@ def test_loss_gradient_and_rewards(
     piece: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models.losses.cross_entropy, "PIECE", piece)
+    cut_pieces(monkeypatch, piece)
     hidden_states, weight, target_ids, reference = batch
     ratios = (
         compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None)) - reference
@@ -109,14 +109,14 @@ def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ..
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.Tensor, ...]) -> None:
     hidden_states, weight, target_ids, _ = batch
-    reference = RowScore(CONFIG)((hidden_states, weight), (target_ids,)).detach()
+    reference = RowScore(CONFIG)((hidden_states, weight), (target_ids, torch.tensor(1.0))).detach()
     assert DPOLoss(CONFIG, BETA)(
         (hidden_states, weight), (target_ids, reference, torch.tensor(3.0))
     ).item() == pytest.approx(math.log(2), rel=1e-12)
 
 
 def test_the_gradient_in_bf16_is_rounded_once(batch: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.losses.cross_entropy, "PIECE", 3 * V)
+    cut_pieces(monkeypatch, 3 * V)
     hidden_states, weight = (tensor.detach().bfloat16() for tensor in batch[:2])
     gradients = []
     for dtype in (torch.bfloat16, torch.float64):
@@ -137,7 +137,7 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor
 
 def test_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, length, vocabulary = 2, 513, 4000
-    monkeypatch.setattr(models.losses.cross_entropy, "PIECE", 16 * vocabulary)
+    cut_pieces(monkeypatch, 16 * vocabulary)
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
     target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:

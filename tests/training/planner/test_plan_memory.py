@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.configs import build_config
 
-from models.losses.cross_entropy import PIECE
+from models.losses.logit_pieces import PIECE
 from training.config.schema import CheckpointMode, Device, Precision
 from training.distributed.topology import Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET

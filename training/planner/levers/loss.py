@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.losses.cross_entropy import PIECE
+from models.losses.logit_pieces import PIECE
 from training.config.schema import Precision
 from training.objectives.registry import get_objective
 from training.planner.levers.lever import Chunk, Lever, Stage
