@@ -18,6 +18,7 @@ from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
 from training.config.schema import OnNonfinite, OptimizerName, RunConfig
 from training.distributed.interrupts import Interrupts
+from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
@@ -59,8 +60,11 @@ class TrainingLoop:
             engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save
         )
         self._probe = NonfiniteProbe(engine.module, engine.device)
-        self._interrupts = Interrupts(folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters))
-        self._totals = SharedTotals(train_loader, budget.last_step, engine.device)
+        group = make_host_group()
+        self._interrupts = Interrupts(
+            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters), group=group
+        )
+        self._totals = SharedTotals(train_loader, budget.last_step, group)
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)

@@ -45,11 +45,18 @@ class Interrupt:
 class Interrupts:
     """Receives requests from `start` to `close`. All ranks call `agree` after each step."""
 
-    def __init__(self, output_dir: Path, grace_seconds: float, save_minutes: float | None, is_main: bool) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        grace_seconds: float,
+        save_minutes: float | None,
+        is_main: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """group: of all ranks, for what is in the host's memory; the default group otherwise."""
         self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
         self._save_seconds = None if save_minutes is None else 60 * save_minutes
-        # The numbers are in the host's memory.
-        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._group = group
         self._numbers = torch.zeros(4, dtype=torch.int32)
         self._signum = 0
         self._agreed = threading.Event()

@@ -134,6 +134,11 @@ def _hint_at_silence() -> Iterator[None]:
         hint.cancel()
 
 
+def make_host_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for what is in the host's memory; all of them call it. None: the default group is one."""
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
 def leave_process_group() -> None:
     comm.destroy_process_group()
 

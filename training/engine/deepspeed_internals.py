@@ -88,6 +88,15 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield _ENGINE, ("stage_id", "num_stages", "prev_stage", "next_stage"), "connecting the stages"
     yield _ENGINE, ("micro_batches", "device", "global_rank", "optimizer"), "driving the engine"
     yield _ENGINE, ("_configure_python_gc", "global_steps", "global_samples"), "driving the engine"
+    # training/engine/host_waits.py
+    waits = "a step in which the host does not wait for the device"
+    yield _ENGINE, ("_aggregate_total_loss", "total_loss", "grid", "is_data_parallel", "dp_world_size"), waits
+    yield _ENGINE, ("is_pipe_parallel", "_loss_stage_global_rank", "_allocate_or_extend_buffers"), waits
+    yield f"{_ENGINE}.train_batch", ("_aggregate_total_loss",), waits
+    yield f"{_ZERO}.get_grad_norm_direct", ("mask_nan_or_inf_with_val_inplace",), waits
+    yield f"{_ZERO}.unscale_and_clip_grads", ("is_invalid_grad_norm",), waits
+    yield "deepspeed.runtime.utils:get_global_norm_of_tensors", ("mask_nan_or_inf_with_val_inplace",), waits
+    yield f"{_BF16}.step", ("clip_tensors_by_global_norm",), waits
     # training/pipeline/module.py
     yield _MODULE, (*_BUILDING, "_precompute_checkpointable_values"), "building a stage without random weights"
     yield f"{_MODULE}.__init__", _BUILDING, "building a stage without random weights"

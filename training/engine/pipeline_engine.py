@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -18,6 +18,7 @@ from training.distributed.topology import Layout
 from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver
 from training.engine.executor import ScheduleEngine
+from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import STATE_KINDS, build_optimizer
 from training.engine.zero_patches import free_gradients_by_bucket, skip_averaging
 from training.pipeline.module import StageModule
@@ -38,6 +39,7 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
         wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     else:
         wrapped = ScheduleEngine(module, optimizer, settings, schedule)
+    avoid_host_waits(wrapped)
     free_gradients_by_bucket(wrapped.optimizer)
     if layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
@@ -58,7 +60,7 @@ class DeepSpeedPipeline(Engine):
         torch.manual_seed(seed)
         if self._has_varying_lengths:
             self.wrapped.reset_activation_shape()  # shapes are sent once a step
-        return self.wrapped.train_batch(micro_batches)
+        return self.wrapped.train_batch(_move(micro_batches, self.device))
 
     def forward_only(
         self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
@@ -67,7 +69,10 @@ class DeepSpeedPipeline(Engine):
         self.wrapped.reset_activation_shape()  # other shapes than in training
         try:
             outputs = self.wrapped.eval_batch(
-                micro_batches, reduce_output=None, bcast_loss=False, num_micro_batches=num_micro_batches
+                _move(micro_batches, self.device),
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=num_micro_batches,
             )
         finally:
             self.module.loss_fn = own
@@ -131,6 +136,13 @@ class DeepSpeedPipeline(Engine):
                 kind: _observed(kind.__name__, execute, observer)
                 for kind, execute in type(self.wrapped)._INSTRUCTION_MAP.items()
             }
+
+
+def _move(micro_batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
+    """Each micro-batch on the device by the time it is read there. The host does not wait for a copy of what is pinned;
+    DeepSpeed would copy a pageable clone, and wait."""
+    for halves in micro_batches or ():
+        yield tuple(half and tuple(tensor.to(device, non_blocking=True) for tensor in half) for half in halves)
 
 
 def _observed(unit: str, execute: Callable[..., None], observer: StepObserver) -> Callable[..., None]:

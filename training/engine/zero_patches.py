@@ -24,10 +24,10 @@ def skip_averaging(engine: PipelineEngine) -> None:
     Raises UserError when DeepSpeed does not have what this replaces.
     """
     if engine.using_bf16_optimizer:
-        _replace(engine, "pipeline_enable_backward_allreduce", False)
+        replace(engine, "pipeline_enable_backward_allreduce", False)
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         if not engine.optimizer.contiguous_gradients:
-            _replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
+            replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
     elif engine.optimizer is not None:  # None of an engine that only evaluates
         raise explain_missing(
             "deepspeed",
@@ -69,14 +69,13 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
         if optimizer.is_gradient_accumulation_boundary():  # before it the host gets nothing
             reduced.pop(optimizer.get_param_id(param), None)
 
-    _replace(optimizer, "_get_compact_grad_partition_slice", get_slice)
-    _replace(optimizer, "copy_grads_in_partition", copy_and_drop)
+    replace(optimizer, "_get_compact_grad_partition_slice", get_slice)
+    replace(optimizer, "copy_grads_in_partition", copy_and_drop)
 
 
-def _replace(patched: Any, name: str, value: Any) -> None:
-    """Gives `patched` another `name`. Raises UserError when it has none."""
+def replace(patched: Any, name: str, value: Any) -> None:
+    """Gives `patched`, an object or a module, another `name`. Raises UserError when it has none."""
     if not hasattr(patched, name):
-        raise explain_missing(
-            "deepspeed", f"{type(patched).__name__}.{name}", "a patch of training/engine/zero_patches.py"
-        )
+        owner = getattr(patched, "__name__", type(patched).__name__)
+        raise explain_missing("deepspeed", f"{owner}.{name}", "a patch of training/engine/")
     setattr(patched, name, value)

@@ -16,10 +16,10 @@ STEPS_AT_ONCE = 16  # the order is a function of the step, so a broadcast is nee
 class SharedTotals:
     """Rank 0, which reads inputs, computes them; the others receive them."""
 
-    def __init__(self, loader: Any, last_step: int, device: torch.device) -> None:
-        """loader: this rank's. last_step: steps below it are asked for. device: one that the process group can send
-        from."""
-        self._loader, self._last_step, self._device = loader, last_step, device
+    def __init__(self, loader: Any, last_step: int, group: dist.ProcessGroup | None = None) -> None:
+        """loader: this rank's. last_step: steps below it are asked for. group: of all ranks, for what is in the host's
+        memory; the default group otherwise."""
+        self._loader, self._last_step, self._group = loader, last_step, group
         self._known: dict[int, StepTotals] = {}
 
     def of_step(self, step: int) -> StepTotals:
@@ -29,7 +29,6 @@ class SharedTotals:
             numbers = torch.zeros(len(steps), len(fields(StepTotals)), dtype=torch.int64)
             if dist.get_rank() == 0:
                 numbers = torch.tensor([astuple(self._loader.step_totals(each)) for each in steps])
-            numbers = numbers.to(self._device)
-            dist.broadcast(numbers, src=0)
+            dist.broadcast(numbers, src=0, group=self._group)
             self._known = {each: StepTotals(*row) for each, row in zip(steps, numbers.tolist(), strict=True)}
         return self._known[step]

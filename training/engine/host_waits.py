@@ -1,0 +1,98 @@
+"""DeepSpeed's step without what makes the host wait for the device: a GPU whose host waits soon has nothing to do.
+
+Two waits are left in a step: DeepSpeed asks whether the norm of the gradient is finite, and the run asks it of the
+loss. tests/training/engine/test_device.py counts them on a device that is not the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer, utils
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import stage_1_and_2
+
+from training.distributed.process import make_host_group
+from training.engine.zero_patches import replace
+
+
+def avoid_host_waits(engine: PipelineEngine) -> None:
+    """All ranks call it. Raises UserError when DeepSpeed does not have what this replaces."""
+    _exchange_shapes_on_host(engine)
+    replace(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
+    for module in (utils, stage_1_and_2):
+        replace(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
+    replace(stage_1_and_2, "is_invalid_grad_norm", _ask_once())
+    replace(bf16_optimizer, "clip_tensors_by_global_norm", _clip)
+
+
+def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
+    """What crosses a boundary is announced once per step where lengths vary. DeepSpeed sends that as a tensor of the
+    device, and reads it there number by number: over 20 waits (0.19.8, `_recv_tensor_meta`)."""
+    group = make_host_group()
+
+    def send(tensors: Sequence[torch.Tensor], stage_id: int) -> None:
+        shapes = [(list(tensor.shape), tensor.dtype) for tensor in tensors]
+        dist.send_object_list([shapes], engine.grid.stage_to_global(stage_id=stage_id), group)
+
+    def receive(stage_id: int) -> tuple[torch.Tensor, ...]:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, engine.grid.stage_to_global(stage_id=stage_id), group)
+        return tuple(
+            engine._allocate_or_extend_buffers(number, shape, dtype)
+            for number, (shape, dtype) in enumerate(received[0])
+        )
+
+    replace(engine, "_send_tensor_meta", send)
+    replace(engine, "_recv_tensor_meta", receive)
+
+
+def _average_loss(engine: PipelineEngine) -> torch.Tensor:
+    """The mean of the losses of the step's micro-batches and replicas, a scalar, on every rank."""
+    mean = torch.zeros((), device=engine.device)
+    if engine.is_last_stage():
+        mean = (engine.total_loss.detach() / engine.gradient_accumulation_steps()).float().reshape(())
+        if engine.is_data_parallel:
+            dist.all_reduce(mean, group=engine.mpu.get_data_parallel_group())
+            mean /= engine.dp_world_size
+    if engine.is_pipe_parallel:
+        dist.broadcast(mean, engine._loss_stage_global_rank(), engine.mpu.get_pipe_parallel_group())
+    return mean
+
+
+def _mask_nonfinite(input: torch.Tensor, device: torch.device | None = None, val: float = -1.0) -> None:
+    """As DeepSpeed's, which makes the value on the host and copies it."""
+    input.masked_fill_(input.isfinite().logical_not_(), val)
+
+
+def _ask_once() -> Callable[[Any], bool]:
+    """As DeepSpeed's, which asks the device again for each parameter group that it clips, of the same norm."""
+    asked: Any = None
+    answer = False
+
+    def is_invalid(norm: Any) -> bool:
+        nonlocal asked, answer
+        if norm is not asked:
+            asked, answer = norm, utils.is_invalid_grad_norm(norm)
+        return answer
+
+    return is_invalid
+
+
+def _clip(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """As DeepSpeed's, which asks the device whether the norm is above the limit; a factor of 1 changes nothing."""
+    if global_norm is None:
+        global_norm = utils.get_global_norm_of_tensors(input_tensors, mpu=mpu)
+    factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
+    for tensor in input_tensors:
+        tensor.detach().mul_(factor)
+    return global_norm
