@@ -4,7 +4,7 @@ what would make the host wait for a GPU is recorded.
 An operation on one of its tensors and one of the host's raises. Its operations are the CPU's, called one by one through
 `__torch_dispatch__`, so modules, autograd, checkpointing, optimizers and DeepSpeed's engine run on it as they are, and
 collectives go through gloo. It is torch's device for other vendors' backends, `PrivateUse1`, which a process can set
-up once: a process that has called `install` is of no use to other tests.
+up once: a process that has called `start_recording` is of no use to other tests.
 """
 
 from __future__ import annotations
@@ -160,6 +160,14 @@ class _Event:
         return 1000 * (later._time - self._time)
 
 
+def _is_of_objects() -> bool:
+    frame, names = sys._getframe(2), set[str]()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return any("_object" in name for name in names)
+
+
 class _Module:
     """What torch asks of a device, as `torch.cuda`."""
 
@@ -185,6 +193,9 @@ class _Module:
     def get_device_name(self) -> str:
         return "a strict device"
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
     def _is_in_bad_fork(self) -> bool:
         return False
 
@@ -201,19 +212,32 @@ class _Module:
         return nullcontext()
 
 
-def install() -> None:
-    """Makes the device, and DeepSpeed's accelerator. Everything that is recorded goes to `RECORD`."""
+def start_recording() -> Record:
+    """What is recorded from now on. The first call in a process makes the device."""
+    if NAME not in _INSTALLED:
+        _INSTALLED.add(NAME)
+        _install()
+    RECORD.waits.clear()
+    RECORD.collectives.clear()
+    return RECORD
+
+
+def _install() -> None:
     _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
     _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::"):
             _implement_factory(name.removeprefix("aten::"))
+    # An error in a backward pass ends the process, as torch's guard of a device in Python cannot be unwound (2.13.0); so
+    # that one at least has a stack, the pass does not run in a thread of its own, as it does for other devices.
+    torch.autograd.set_multithreading_enabled(False)
     _set_accelerator()
     _follow_units()
     _separate_host_groups()
     _Collectives().__enter__()
 
 
+_INSTALLED = set[str]()
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
@@ -312,7 +336,8 @@ def _separate_host_groups() -> None:
 
 class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
+        # Of objects, torch makes tensors on the group's device itself; a barrier's tensor is never sent.
+        if function.namespace == "c10d" and function.overloadpacket.__name__ != "barrier" and not _is_of_objects():
             self._record(function, args)
         return function(*args, **kwargs or {})
 

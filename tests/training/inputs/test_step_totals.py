@@ -25,13 +25,12 @@ class Loader:
 
 def read_totals(first_step: int) -> tuple[list[StepTotals], list[int]]:
     """What this rank sees of the steps of a run, and those that its own loader computed."""
-    import torch
     import torch.distributed as dist
 
     from training.inputs.step_totals import SharedTotals
 
     loader = Loader() if dist.get_rank() == 0 else PlaceholderLoader(LAST_STEP)
-    totals = SharedTotals(loader, LAST_STEP, torch.device("cpu"))
+    totals = SharedTotals(loader, LAST_STEP)
     return [totals.of_step(step) for step in range(first_step, LAST_STEP)], getattr(loader, "asked", [])
 
 

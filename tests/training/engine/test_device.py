@@ -1,0 +1,147 @@
+"""Whole runs on a device that is not the CPU (`tests/support/strict_device.py`): no tensor of the host meets one of the
+device, no collective of the device's groups carries one, and the host does not wait for the device within a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+from tests.support.cases import Case, train_case, train_run
+from tests.support.strict_device import Collective, Record, Wait
+from tests.support.workers import WorkerGroup
+
+PASSES = ("ForwardPass", "BackwardPass")
+STEPS = 3
+
+CASES = {
+    "bf16-clipped": ("precision=bf16", "max_grad_norm=0.05", "activation_checkpoint_interval=1"),
+    "fp32-interleaved": ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
+    "lora-packed": ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true", "micro_batch_size=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("device")
+    tiny.save_llama(folder / "model")
+    tiny.save_tokenizer(folder / "model")
+    tiny.save_records(folder / "train.jsonl", 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def strict_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """Processes of their own: what has the strict device is of no use to other tests."""
+    group = WorkerGroup(2, tmp_path_factory.mktemp("strict"))
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_a_step_waits_twice_and_computes_the_same(
+    folder: Path, overrides: tuple[str, ...], strict_workers: WorkerGroup, workers: Callable[[int], WorkerGroup]
+) -> None:
+    case = make_case(folder, *overrides)
+    expected = workers(2).run(train_case, case)
+    for (found, waits), wanted in zip(strict_workers.run(train_on_device, case), expected, strict=True):
+        assert found["losses"] == wanted["losses"] and found["norms"] == wanted["norms"]
+        assert [wait for wait in waits if wait.unit in PASSES] == []
+        assert len(waits) <= 1, waits  # and one when the run reads whether the loss is finite
+
+
+def test_a_run_on_a_device(folder: Path, tmp_path: Path, strict_workers: WorkerGroup) -> None:
+    """Training, evaluation, saving, export."""
+    case = make_case(folder, "precision=bf16", "eval_steps=3", f"eval_file={folder}/train.jsonl", workdir=tmp_path)
+    for waits, collectives in strict_workers.run(run_on_device, case):
+        assert len(waits) <= 2, waits
+        assert [each for each in collectives if each.carries_host_tensor and not each.on_host_group] == []
+        assert len(collectives) > 20
+    assert (tmp_path / "out/hf/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("use", ["mix", "wait", "collective"])
+def test_the_device_is_strict(use: str, strict_workers: WorkerGroup) -> None:
+    """The checks above can fail."""
+    for mixed, record in strict_workers.run(do_what_a_gpu_would_not, use):
+        assert mixed == (use == "mix")
+        assert len(record.waits) == (2 if use == "wait" else 0)
+        assert [each.carries_host_tensor for each in record.collectives] == ([True, False] * (use == "collective"))
+
+
+def make_case(folder: Path, *overrides: str, workdir: Path | None = None) -> Case:
+    files = folder / "model", folder / "train.jsonl", workdir or folder / "work"
+    return Case(*files, num_stages=2, world_size=2, steps=STEPS, overrides=overrides)
+
+
+def train_on_device(case: Case) -> tuple[dict[str, Any], list[Wait]]:
+    """The run, and the waits of the last step."""
+    record = start_recording()
+    from training.engine import pipeline_engine
+
+    train_step, waits = pipeline_engine.DeepSpeedPipeline.train_step, list[Wait]()
+
+    def recorded(*args: Any) -> Any:
+        record.waits.clear()
+        loss = train_step(*args)
+        waits[:] = record.waits
+        return loss
+
+    pipeline_engine.DeepSpeedPipeline.train_step = recorded
+    try:
+        return train_case(case), waits
+    finally:
+        pipeline_engine.DeepSpeedPipeline.train_step = train_step
+
+
+def run_on_device(case: Case) -> tuple[list[Wait], list[Collective]]:
+    """The waits of its second step, in which nothing is due, and the collectives of the whole run."""
+    record = start_recording()
+    from training.loop import TrainingLoop
+
+    step_and_after, waits = TrainingLoop._step_and_after, list[Wait]()
+
+    def recorded(loop: TrainingLoop, *args: Any) -> bool:
+        record.waits.clear()
+        ends = step_and_after(loop, *args)
+        if loop.state.step == 2:
+            waits[:] = record.waits
+        return ends
+
+    TrainingLoop._step_and_after = recorded
+    try:
+        train_run(case)
+    finally:
+        TrainingLoop._step_and_after = step_and_after
+    return waits, record.collectives
+
+
+def do_what_a_gpu_would_not(use: str) -> tuple[bool, Record]:
+    record = start_recording()
+    import torch
+    import torch.distributed as dist
+
+    ours = torch.ones(2, device="strict")
+    record.waits.clear()
+    try:
+        if use == "mix":
+            ours + torch.ones(2)
+        elif use == "wait":
+            ours.nonzero(), torch.ones(2).to("strict")
+        else:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(ours)
+    except RuntimeError as error:
+        assert "host tensor [2]" in str(error)
+        return True, record
+    return False, record
+
+
+def start_recording() -> Record:
+    from tests.support import strict_device
+
+    return strict_device.start_recording()
