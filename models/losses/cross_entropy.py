@@ -150,24 +150,27 @@ def _sum_piece(
 def sequence_log_probabilities(
     outputs: tuple[torch.Tensor, torch.Tensor],
     target_ids: torch.Tensor,
-    target_indices: torch.Tensor | None = None,
+    target_indices: torch.Tensor,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in
-    `causal_lm_loss`; target_indices as `known` in `find_targets`.
+    `causal_lm_loss`; target_indices: see `find_targets`.
 
     For losses that are not sums over tokens. Differentiable; logits are made a piece at a time, and again in the
     backward pass.
     """
     hidden_states, weight = outputs
-    indices = find_targets(target_ids, target_indices)
     of_targets = _TargetLogProbabilities.apply(
-        _choose_rows(hidden_states, indices), weight, _choose_rows(target_ids, indices), logit_softcap, sharing
+        _choose_rows(hidden_states, target_indices),
+        weight,
+        _choose_rows(target_ids, target_indices),
+        logit_softcap,
+        sharing,
     )  # [N]
     # Added up in float64: what a preference is about is a small difference of such sums.
     of_tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
-    of_tokens = of_tokens.index_copy(0, indices, of_targets.double()).view_as(target_ids)
+    of_tokens = of_tokens.index_copy(0, target_indices, of_targets.double()).view_as(target_ids)
     return of_tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.losses.cross_entropy import get_softcap, sequence_log_probabilities
+from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
 from models.losses.logit_pieces import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.parallel.shard import ALONE, TensorParallel
@@ -57,7 +57,7 @@ class DPOLoss:
         """
         target_ids, reference, loss_denominator, *known = targets
         policy, num_targets = sequence_log_probabilities(  # [2 B]
-            outputs, target_ids, *known, logit_softcap=self._softcap, sharing=self._sharing
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
         )
         is_pair = num_targets[::2] > 0  # [B]
         log_ratios = policy - reference
@@ -99,6 +99,6 @@ class RowScore:
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         target_ids, _, *known = targets
         log_probabilities, _ = sequence_log_probabilities(
-            outputs, target_ids, *known, logit_softcap=self._softcap, sharing=self._sharing
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
         )
         return log_probabilities

@@ -79,6 +79,15 @@ class StrictTensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"StrictTensor({self.held})"
 
+    @property
+    def data(self) -> StrictTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: StrictTensor) -> None:
+        torch.Tensor.data.__set__(self, value)
+        self.held = value.held
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -228,8 +237,8 @@ def _install() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::"):
             _implement_factory(name.removeprefix("aten::"))
-    # An error in a backward pass ends the process, as torch's guard of a device in Python cannot be unwound (2.13.0); so
-    # that one at least has a stack, the pass does not run in a thread of its own, as it does for other devices.
+    # An error in a backward pass ends the process: torch cannot unwind a guard of a device in Python (2.13.0). So that
+    # it has at least a stack, the pass does not run in a thread of its own, as it does for other devices.
     torch.autograd.set_multithreading_enabled(False)
     _set_accelerator()
     _follow_units()

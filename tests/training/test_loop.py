@@ -99,6 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             saved=nothing,
             agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
         )
+        monkeypatch.setattr(loop, "make_host_group", lambda: None)
         monkeypatch.setattr(loop, "Interrupts", lambda *_, **__: interrupts)
         monkeypatch.setattr(
             loop, "NonfiniteProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0")

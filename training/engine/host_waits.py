@@ -16,17 +16,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
 
 from training.distributed.process import make_host_group
-from training.engine.zero_patches import replace
+from training.engine.zero_patches import patch
 
 
 def avoid_host_waits(engine: PipelineEngine) -> None:
     """All ranks call it. Raises UserError when DeepSpeed does not have what this replaces."""
     _exchange_shapes_on_host(engine)
-    replace(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
+    patch(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
     for module in (utils, stage_1_and_2):
-        replace(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
-    replace(stage_1_and_2, "is_invalid_grad_norm", _ask_once())
-    replace(bf16_optimizer, "clip_tensors_by_global_norm", _clip)
+        patch(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
+    patch(stage_1_and_2, "is_invalid_grad_norm", _ask_once())
+    patch(bf16_optimizer, "clip_tensors_by_global_norm", _clip)
 
 
 def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
@@ -46,8 +46,8 @@ def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
             for number, (shape, dtype) in enumerate(received[0])
         )
 
-    replace(engine, "_send_tensor_meta", send)
-    replace(engine, "_recv_tensor_meta", receive)
+    patch(engine, "_send_tensor_meta", send)
+    patch(engine, "_recv_tensor_meta", receive)
 
 
 def _average_loss(engine: PipelineEngine) -> torch.Tensor:

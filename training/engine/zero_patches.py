@@ -24,10 +24,10 @@ def skip_averaging(engine: PipelineEngine) -> None:
     Raises UserError when DeepSpeed does not have what this replaces.
     """
     if engine.using_bf16_optimizer:
-        replace(engine, "pipeline_enable_backward_allreduce", False)
+        patch(engine, "pipeline_enable_backward_allreduce", False)
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         if not engine.optimizer.contiguous_gradients:
-            replace(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
+            patch(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
     elif engine.optimizer is not None:  # None of an engine that only evaluates
         raise explain_missing(
             "deepspeed",
@@ -69,11 +69,11 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
         if optimizer.is_gradient_accumulation_boundary():  # before it the host gets nothing
             reduced.pop(optimizer.get_param_id(param), None)
 
-    replace(optimizer, "_get_compact_grad_partition_slice", get_slice)
-    replace(optimizer, "copy_grads_in_partition", copy_and_drop)
+    patch(optimizer, "_get_compact_grad_partition_slice", get_slice)
+    patch(optimizer, "copy_grads_in_partition", copy_and_drop)
 
 
-def replace(patched: Any, name: str, value: Any) -> None:
+def patch(patched: Any, name: str, value: Any) -> None:
     """Gives `patched`, an object or a module, another `name`. Raises UserError when it has none."""
     if not hasattr(patched, name):
         owner = getattr(patched, "__name__", type(patched).__name__)

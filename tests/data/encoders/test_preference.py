@@ -238,9 +238,12 @@ def test_evaluation_takes_every_pair_once(pairs: Path) -> None:
     plan = RowPlan(64, group_size=2)
     loaders = [build_eval_loader(pairs, build_options(pairs, plan, 2, rank, 2), 11) for rank in range(2)]
     batches = [targets for loader in loaders for _, targets in loader.iterate()]
-    assert {len(loader) for loader in loaders} == {3} and all(denominator == 1 for *_, denominator in batches)
+    assert {len(loader) for loader in loaders} == {3} and all(denominator == 1 for _, _, denominator, _ in batches)
     real = [
-        sample for labels, reference, _ in batches for row, sample in zip(labels, -reference - 1) if (row != -100).any()
+        sample
+        for labels, reference, *_ in batches
+        for row, sample in zip(labels, -reference - 1)
+        if (row != -100).any()
     ]
     assert sorted(int(sample) for sample in real) == list(range(22))
     assert sum(len(labels) for labels, *_ in batches) == 24  # the last pair is a filler

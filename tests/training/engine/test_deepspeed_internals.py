@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import peft  # noqa: F401  its entries are checked too
@@ -23,6 +23,7 @@ from support.configs import build_config
 
 import trainer_base_ds_mp
 import training.engine.executor
+import training.engine.host_waits
 import training.engine.zero_patches
 import training.pipeline.module
 import training.setup
@@ -39,8 +40,8 @@ LISTED = {name for entry in TABLE for name in entry.names}
 SOURCES = [file for folder in ("training", "models") for file in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES = [file for file in SOURCES if file.name != "deepspeed_internals.py"]
 # Python's own, documented in spite of their names.
-PYTHON = {"os._exit", "sys._current_frames"}
-BY_NAME = {"getattr", "hasattr", "setattr", "_replace"}  # take a name as their second argument
+PYTHON = {"os._exit", "sys._current_frames", "unit._replace"}
+BY_NAME = {"getattr", "hasattr", "setattr", "patch"}  # take a name as their second argument
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def take_away(entry: Internal, name: str, monkeypatch: pytest.MonkeyPatch) -> No
         above = getattr(above, parent)
     owner = getattr(above, last) if last else above
     if isinstance(owner, FunctionType):
-        rename_in(owner, name, monkeypatch)
+        rename_in(inspect.unwrap(owner), name, monkeypatch)
         return
     for holder in inspect.getmro(owner) if isinstance(owner, type) else [owner]:
         for function in vars(holder).values() if isinstance(holder, type) else ():
@@ -225,12 +226,13 @@ def is_of(bases: tuple[type, ...], name: str) -> bool:
     return any(deepspeed_internals.has_name(base, name) for base in bases)
 
 
-def test_every_patch_replaces_something_listed() -> None:
-    tree = ast.parse(inspect.getsource(training.engine.zero_patches))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_replace"]
-    assert {ast.literal_eval(call.args[1]) for call in calls} <= LISTED and len(calls) == 4
+@pytest.mark.parametrize("module", [training.engine.zero_patches, training.engine.host_waits])
+def test_every_patch_replaces_something_listed(module: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(module))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "patch"]
+    assert {ast.literal_eval(call.args[1]) for call in calls} <= LISTED and len(calls) >= 4
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    assert stores == [], "patch through _replace"
+    assert stores == [], "use patch()"
 
 
 def test_a_patch_of_what_is_gone_raises() -> None:

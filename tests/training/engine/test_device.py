@@ -49,7 +49,9 @@ def test_a_step_waits_twice_and_computes_the_same(
     case = make_case(folder, *overrides)
     expected = workers(2).run(train_case, case)
     for (found, waits), wanted in zip(strict_workers.run(train_on_device, case), expected, strict=True):
-        assert found["losses"] == wanted["losses"] and found["norms"] == wanted["norms"]
+        bound = 1e-3 if "precision=bf16" in overrides else 1e-5  # the CPU has an attention kernel of its own
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=bound)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=100 * bound)
         assert [wait for wait in waits if wait.unit in PASSES] == []
         assert len(waits) <= 1, waits  # and one when the run reads whether the loss is finite
 
