@@ -153,6 +153,7 @@ ENGINE_INSIDES = {
 }
 LOOK_INSIDE = {
     "benchmarks/peers.py",
+    "tests/support/strict_device.py",
     "tests/training/checkpoint/test_coverage.py",
     "tests/training/observability/test_stage_timer.py",
     "tests/training/parity/test_parity.py",
