@@ -30,6 +30,11 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
+class ReduceDtype(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class Offload(Enum):
     none = "none"
     cpu = "cpu"
@@ -236,6 +241,7 @@ class RunConfig:
     stuck_minutes: float | None = MISSING
 
     precision: Precision = MISSING
+    gradient_reduce_dtype: ReduceDtype = MISSING
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
     activation_checkpoint_mode: CheckpointMode = MISSING

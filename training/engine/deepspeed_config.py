@@ -38,7 +38,9 @@ def build_deepspeed_config(
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
         "checkpoint": {"parallel_write": {"pipeline_stage": True}},
-        "bf16": {"enabled": config.precision is Precision.bf16},
+        # each gradient enters its sum as it arrives (training/engine/gradient_sums.py)
+        "bf16": {"enabled": config.precision is Precision.bf16, "immediate_grad_update": True},
+        "communication_data_type": choose_reduce_dtype(config, layout),
         "fp16": {"enabled": config.precision is Precision.fp16},
     }
     if (
@@ -55,10 +57,6 @@ def build_deepspeed_config(
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}
-        if (
-            layout.num_weight_replicas == 1
-        ):  # nothing is sent, so no sum has to be rounded for it on its way to the optimizer
-            built["communication_data_type"] = "fp32"
     for key, value in config.deepspeed.items():
         if key in built:
             raise UserError(
@@ -67,3 +65,11 @@ def build_deepspeed_config(
             )
         built[key] = value
     return built
+
+
+def choose_reduce_dtype(config: RunConfig, layout: Layout) -> str:
+    """The dtype that gradients are summed over replicas in. Those of one replica are not sent, so they stay as they are
+    on their way to the optimizer: sums in fp32, but in fp16."""
+    if layout.num_weight_replicas > 1:
+        return config.gradient_reduce_dtype.value
+    return "fp16" if config.precision is Precision.fp16 else "fp32"

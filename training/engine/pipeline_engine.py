@@ -20,7 +20,12 @@ from training.engine.engine import Engine, Partition, PartitionSlice, StepObserv
 from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import STATE_KINDS, build_optimizer
-from training.engine.zero_patches import free_gradients_by_bucket, skip_averaging
+from training.engine.zero_patches import (
+    free_gradients_by_bucket,
+    skip_averaging,
+    sum_by_one_function,
+    sweep_after_backward,
+)
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import build_schedule
 
@@ -40,6 +45,7 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     else:
         wrapped = ScheduleEngine(module, optimizer, settings, schedule)
     avoid_host_waits(wrapped)
+    sum_by_one_function(wrapped.optimizer)
     free_gradients_by_bucket(wrapped.optimizer)
     if layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
@@ -53,6 +59,7 @@ class DeepSpeedPipeline(Engine):
     def __init__(self, wrapped: PipelineEngine, layout: Layout, has_varying_lengths: bool) -> None:
         self.wrapped, self.layout, self._has_varying_lengths = wrapped, layout, has_varying_lengths
         self.module, self.device, self.rank = wrapped.module, wrapped.device, dist.get_rank()
+        self._instructions = wrapped._INSTRUCTION_MAP = sweep_after_backward(type(wrapped)._INSTRUCTION_MAP)
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
         for group in self.wrapped.optimizer.param_groups:
@@ -85,7 +92,7 @@ class DeepSpeedPipeline(Engine):
     def has_skipped_step(self) -> bool:
         """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite,
         and continue silently (DeepSpeed issue #8415)."""
-        return self.wrapped.optimizer.overflow and not self.wrapped.fp16_enabled()
+        return self.wrapped.optimizer.overflow
 
     def restore_step(self, step: int) -> None:
         self.wrapped.global_steps = step
@@ -127,14 +134,12 @@ class DeepSpeedPipeline(Engine):
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def observe(self, observer: StepObserver | None) -> None:
-        """`PipelineEngine._exec_schedule` looks every instruction up in `_INSTRUCTION_MAP`. This engine gets a map of
-        its own, with the same methods between two calls, so nothing of DeepSpeed's is copied and other engines are left
-        alone (0.19.8, runtime/pipe/engine.py)."""
-        self.wrapped.__dict__.pop("_INSTRUCTION_MAP", None)
+        """`PipelineEngine._exec_schedule` looks every instruction up in `_INSTRUCTION_MAP`. This engine has one of its
+        own, so nothing of DeepSpeed's is copied and other engines are left alone (0.19.8, runtime/pipe/engine.py)."""
+        self.wrapped._INSTRUCTION_MAP = self._instructions
         if observer is not None:
             self.wrapped._INSTRUCTION_MAP = {
-                kind: _observed(kind.__name__, execute, observer)
-                for kind, execute in type(self.wrapped)._INSTRUCTION_MAP.items()
+                kind: _observed(kind.__name__, execute, observer) for kind, execute in self._instructions.items()
             }
 
 

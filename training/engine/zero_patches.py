@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO optimizers, patched: what one replica need not do, and what offloading need not keep on the card.
+"""DeepSpeed's ZeRO optimizers, patched: how gradients are summed, what one replica need not do, and what offloading
+need not keep on the card.
 
 Each patch replaces something that is there. Where that is gone the run ends, since a name that nothing reads any more
 would take the patch without effect.
@@ -6,14 +7,20 @@ would take the patch without effect.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from training.engine.deepspeed_internals import explain_missing
+from training.engine.gradient_sums import add_gradient
+
+Instruction = Callable[..., None]
 
 
 def skip_averaging(engine: PipelineEngine) -> None:
@@ -71,6 +78,53 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
 
     patch(optimizer, "_get_compact_grad_partition_slice", get_slice)
     patch(optimizer, "copy_grads_in_partition", copy_and_drop)
+
+
+def sum_by_one_function(optimizer: Any) -> None:
+    """Makes DeepSpeed's optimizers add gradients with `add_gradient`. In fp32 and fp16 they stay as they are.
+
+    The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and, offloaded, those of
+    `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py).
+    Raises UserError when DeepSpeed does not have what this replaces.
+    """
+
+    def add_to_flat(parameter: torch.nn.Parameter, group: int, index: int, clear_lp_grads: bool = False) -> None:
+        """DeepSpeed's norm reads the flag, its sum over tied weights `_hp_grad`."""
+        if parameter.grad is not None:
+            total = add_gradient(parameter, optimizer.fp32_groups_gradients[group][index])
+            optimizer.fp32_groups_has_gradients[group][index] = True
+            parameter._hp_grad = total  # type: ignore[attr-defined]
+
+    def add_to_attribute(parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad_accum = add_gradient(parameter, parameter.grad_accum)  # type: ignore[attr-defined]
+
+    if isinstance(optimizer, BF16_Optimizer):
+        patch(optimizer, "_update_hp_grad", add_to_flat)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
+        patch(optimizer, "_fill_param_grad_accum_attribute", add_to_attribute)
+
+
+def sweep_gradients(optimizer: Any) -> None:
+    """Adds what still has a gradient when a backward pass ends."""
+    if isinstance(optimizer, BF16_Optimizer):
+        for group, parameters in enumerate(optimizer.bf16_groups):
+            for index, parameter in enumerate(parameters):
+                optimizer._update_hp_grad(parameter, group, index, clear_lp_grads=False)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.backward_epilogue()  # does nothing in fp32 and fp16
+
+
+def sweep_after_backward(executed: Mapping[type, Instruction]) -> dict[type, Instruction]:
+    """An engine's `_INSTRUCTION_MAP`, with `sweep_gradients` at the end of each backward pass. DeepSpeed has a sweep of
+    its own on some stages only: the one with the loss, and without immediate updates the others."""
+    run_backward = executed[instructions.BackwardPass]
+
+    def run_and_sweep(engine: PipelineEngine, **arguments: Any) -> None:
+        run_backward(engine, **arguments)
+        sweep_gradients(engine.optimizer)
+
+    return {**executed, instructions.BackwardPass: run_and_sweep}
 
 
 def patch(patched: Any, name: str, value: Any) -> None:

@@ -32,6 +32,7 @@ from models.layer import Layer
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
 from training.config.schema import OptimizerName, Precision, RunConfig
+from training.engine.gradient_sums import add_gradient
 from training.pipeline.trainable import build_adapter, choose_trained
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
@@ -61,6 +62,7 @@ class _Task:
     kinds: list[list[int]]  # indices of layers that cost the same
     micro_batch_size: int
     exchanges_hidden: bool  # stages do; replicas reduce gradients
+    sums_gradients: bool  # of several micro-batches
     cores: list[list[int]]  # of each process
 
 
@@ -82,7 +84,7 @@ def profile_layers(
     share = len(cores) // size
     task = _Task(
         config, architecture, architecture._attn_implementation, [of_kind[:CHAIN] for of_kind in kinds],
-        layout.micro_batch_size, layout.num_stages > 1,
+        layout.micro_batch_size, layout.num_stages > 1, layout.gradient_accumulation_steps > 1,
         [cores[rank * share : (rank + 1) * share] for rank in range(size)],
     )  # fmt: skip
     seen = _run_at_once(task, size)
@@ -156,8 +158,8 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
     loss, targets = build_loss(task.architecture), (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
-    summed = trained if dtype is not torch.float32 else []
-    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in summed]
+    if dtype is torch.bfloat16:
+        _sum_in_fp32(trained)
     hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
     of_outputs = torch.randn_like(hidden_states) * 1e-3
     seconds: list[tuple[float, float]] = []
@@ -177,19 +179,23 @@ def _time_kind(task: _Task, indices: Sequence[int], dtype: torch.dtype) -> tuple
         output = waiting.pop(0)
         if output.requires_grad:
             output.backward(None if is_last else of_outputs)
-        _accumulate(trained, sums)
         del output
         seconds.append((middle - start, time.perf_counter() - middle))
+        for parameter in () if task.sums_gradients else trained:
+            parameter.grad = None
     forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))  # the first warms up
     return forward, backward
 
 
-def _accumulate(trained: Sequence[nn.Parameter], sums: Sequence[torch.Tensor]) -> None:
-    """As `BF16_Optimizer` adds a micro-batch's gradient to those before it. sums: none in fp32."""
-    for parameter, total in zip(trained, sums):
-        if parameter.grad is not None:  # an expert may see no token
-            total.add_(parameter.grad.to(torch.float32))
-        parameter.grad = None
+def _sum_in_fp32(trained: Sequence[nn.Parameter]) -> None:
+    """As the engine sums the gradients of micro-batches in bf16; in fp32 autograd adds to those before."""
+    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained}
+
+    def add(parameter: nn.Parameter) -> None:
+        add_gradient(parameter, sums[parameter])
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(add)
 
 
 def _build(

@@ -38,7 +38,14 @@ def test_zero_1_in_every_precision(precision: str, offload: str, has_accelerator
 def test_sums_of_one_replica_are_not_rounded(offload: str) -> None:
     config = build_config("precision=bf16", f"offload_optimizer={offload}")
     assert build_deepspeed_config(config, Layout(Topology.of(2, pipe=2), 3, 5))["communication_data_type"] == "fp32"
-    assert "communication_data_type" not in build_deepspeed_config(config, LAYOUT)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(precision: str) -> None:
+    asked = (f"precision={precision}", "gradient_reduce_dtype=bf16")
+    assert build(*asked[:1])["communication_data_type"] == "fp32" and build(*asked)["communication_data_type"] == "bf16"
+    alone = build_deepspeed_config(build_config(*asked), Layout(Topology.of(2, pipe=2), 3, 5))
+    assert alone["communication_data_type"] == ("fp16" if precision == "fp16" else "fp32")
 
 
 @pytest.mark.parametrize("norm", [0, 0.5])

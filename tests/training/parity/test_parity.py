@@ -135,3 +135,38 @@ def count_rounded(case: Case) -> float:
     gradients = torch.cat(got)
     gradients = gradients[gradients != 0]
     return (gradients == gradients.bfloat16().float()).float().mean().item()
+
+
+@pytest.mark.parametrize("overrides", [(), pytest.param(("offload_optimizer=cpu",), marks=pytest.mark.full)])
+def test_replicas_are_summed_in_fp32(workers, material, overrides: tuple[str, ...]) -> None:
+    """In bf16, micro-batches being the same: what two replicas give the optimizer is what one process would."""
+    keys = ("precision=bf16", "micro_batch_size=1", "data.pad_to=max_seq_length", *overrides)
+    case = replace(material(False, "pp1", *keys), steps=1)
+    (alone,) = workers(1).run(train_gathering, case)
+    shared = replace(case, world_size=2)
+    exact, rounded = (
+        workers(2).run(train_gathering, replace(shared, overrides=(*keys, f"gradient_reduce_dtype={dtype}")))[0]
+        for dtype in ("fp32", "bf16")
+    )
+    assert worst_difference(exact, alone)[0] < BOUND
+    assert 1e-3 < worst_difference(rounded, alone)[0] < 1e-2
+
+
+def train_gathering(case: Case) -> dict:
+    """The gradient of a step of plain SGD: by how much the optimizer's fp32 weights of all replicas went down."""
+    from training.engine.steps import train_step
+
+    engine, loader, config, layout, _ = build_engine(case)
+
+    def gather() -> dict[str, torch.Tensor]:
+        whole = {}
+        for number, partition in enumerate(engine.list_partitions()):
+            parts = [torch.empty_like(partition.weights) for _ in range(layout.dp_size)]
+            torch.distributed.all_gather(parts, partition.weights.detach())
+            used = sum(p.numel() for p in engine.module.parameters() if (p.ndim > 1) == (number == 0))
+            whole[str(number)] = torch.cat(parts)[:used].clone()  # what is behind it fills the last part
+        return whole
+
+    before = gather()
+    train_step(engine, loader.iterate(0, 1), config, 0, 1)
+    return {name: before[name] - weights for name, weights in gather().items()}

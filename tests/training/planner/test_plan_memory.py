@@ -27,7 +27,7 @@ HOST = Machine(
     host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
 )  # fmt: skip
 CARD = replace(HOST, device=Device.cuda)
-OFFLOADED = "offload_optimizer=cpu"
+OFFLOADED, REDUCED = "offload_optimizer=cpu", "gradient_reduce_dtype=bf16"
 
 
 def layer(saved: int, n: int = 10, trainable: int | None = None, largest: int = 5) -> LayerCost:
@@ -46,20 +46,23 @@ def state(
     return compute_model_states(Stage(run, 0, [layer(0, n, trainable, largest)], [range(1)]))
 
 
-def test_bf16_holds_two_gradients_and_a_part_of_the_optimizer() -> None:
-    copies = 2000 + 4000  # the bf16 copy that is reduced, of a flattened fp32 copy
-    assert state() == Memory(weights=2000, gradients=2000 + 4000, optimizer=12 * 250, step=copies)
-    assert state(n=BIG).step == 2 * BIG  # one matrix group beyond a bucket is not flattened
+def test_bf16_holds_the_sum_of_gradients_and_a_part_of_the_optimizer() -> None:
+    flattened, cast = 4000, 2000  # copies to be reduced: in fp32, and in bf16 where it is reduced in that
+    assert state() == Memory(weights=2000, gradients=4000, optimizer=12 * 250, step=flattened)
+    assert state(REDUCED).step == flattened + cast
+    assert state(n=BIG).step == 0  # one matrix group beyond a bucket is not flattened
+    assert state(REDUCED, n=BIG).step == 2 * BIG
     assert state(dp=1).step == 0  # nobody to reduce with
 
 
 def test_bf16_offloaded() -> None:
     # on the host: master weights, moments, gradient, and the weights to send back
     on_host = 250 * (4 + 8 + 4 + 2)
-    assert state(OFFLOADED) == Memory(weights=2000, gradients=4000, step=250 * 4 + 1000 * 6, host=on_host)
+    assert state(OFFLOADED) == Memory(weights=2000, gradients=4000, step=250 * 4 + 1000 * 4, host=on_host)
+    assert state(OFFLOADED, REDUCED).step == 250 * 4 + 1000 * 6
     on_card = state(OFFLOADED, n=BIG, dp=1, machine=CARD)
     assert on_card.buffers == 4 * REDUCE_BUCKET
-    assert on_card.step == (4 + 6) * REDUCE_BUCKET  # a second bucket, less the gradients moved into it, and its copies
+    assert on_card.step == (4 + 4) * REDUCE_BUCKET  # a second bucket, less the gradients moved into it, and its copies
 
 
 def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
@@ -76,7 +79,7 @@ def test_what_is_offloaded_from_a_card_is_pinned_in_powers_of_two() -> None:
 def test_a_matrix_larger_than_a_bucket_is_reduced_by_itself() -> None:
     largest = 3 * REDUCE_BUCKET
     found = state(OFFLOADED, n=BIG, dp=2, largest=largest, machine=CARD)
-    assert found.step == 4 * REDUCE_BUCKET + (2 + 4 + 4) * largest  # the bucket is there all the same
+    assert found.step == 4 * REDUCE_BUCKET + (4 + 4) * largest  # the bucket is there all the same
 
 
 def test_fp32() -> None:
@@ -89,7 +92,7 @@ def test_fp32() -> None:
 
 
 def test_fp16() -> None:
-    found = state("precision=fp16", n=BIG, machine=CARD)
+    found = state("precision=fp16", n=BIG, machine=CARD)  # reduced in fp32, a bucket at a time
     assert (found.weights, found.gradients, found.optimizer) == (2 * BIG, 2 * BIG, 3 * BIG)
     assert (found.buffers, found.step) == (2 * REDUCE_BUCKET, 6 * BIG // 4)
     offloaded = state("precision=fp16", OFFLOADED, n=BIG, machine=CARD)
@@ -105,7 +108,7 @@ def test_sgd_has_no_moments() -> None:
 
 def test_a_frozen_parameter_is_weight_and_nothing_else() -> None:
     found = state(trainable=10, dp=1)
-    assert (found.weights, found.gradients, found.optimizer) == (2000, 60, 120)
+    assert (found.weights, found.gradients, found.optimizer) == (2000, 40, 120)
 
 
 TOKENS, HIDDEN = 100, 640  # hidden_states of a micro-batch, bytes

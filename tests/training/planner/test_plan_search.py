@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 import pytest
@@ -15,6 +16,7 @@ from training.planner.hardware import complete_hardware
 from training.planner.run import build_plan, load_architecture, plan_run
 from training.planner.search import CHECKPOINTING, Candidate, render_search, search_plans
 
+KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
 
 
@@ -74,6 +76,17 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
         again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8)
     )
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
+
+
+@pytest.mark.parametrize("machine", ["h100", "h200"])
+def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str) -> None:
+    """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
+    found = search(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none"))
+    assert found[0].plan.layout.micro_batch_size > 1
+    replicas = [c.plan for c in found if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL]
+    by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
+    speeds = [plan.tokens_per_second for plan in by_size]
+    assert len(speeds) == 4 and all(few > many * 1.001 for many, few in itertools.pairwise(speeds))
 
 
 def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:

@@ -18,7 +18,9 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """The two gradients that flow through a layer, and one parameter's new gradient."""
+    """The two gradients that flow through a layer, one parameter's new gradient, and 4 bytes an element beside it: a
+    CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much for what is not counted.
+    """
     hidden = stage.chunks[0].hidden_bytes
     return Memory(buffers=2 * hidden + (stage.run.weight_bytes + 4) * stage.largest_trainable)
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from training.config.schema import RunConfig
+from training.config.schema import Precision, RunConfig
 from training.distributed.topology import Layout
+from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
 from training.planner.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
@@ -44,6 +45,16 @@ class PlannedRun:
     def weight_bytes(self) -> int:
         """Bytes of a weight."""
         return bytes_of(self.config.precision)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient while it is summed over replicas."""
+        return 4 if choose_reduce_dtype(self.config, self.layout) == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient summed over micro-batches."""
+        return 2 if self.config.precision is Precision.fp16 else 4
 
     @property
     def flops_per_second(self) -> float:
@@ -143,21 +154,22 @@ class Stage:
 
     @cached_property
     def num_parameters(self) -> int:
-        return self._count_distinct("num_parameters")
+        return count_distinct("num_parameters", self.layers)
 
     @cached_property
     def num_trainable(self) -> int:
-        return self._count_distinct("num_trainable")
+        return count_distinct("num_trainable", self.layers)
 
     @cached_property
     def largest_trainable(self) -> int:
         """Elements of the largest trainable tensor."""
         return max(layer.largest_trainable for layer in self.layers)
 
-    def _count_distinct(self, count: str) -> int:
-        """The sum of a count over the layers, a module that several of them share once."""
-        shared = {layer.tied_key: getattr(layer, count) for layer in self.layers if layer.tied_key}
-        return sum(getattr(layer, count) for layer in self.layers if not layer.tied_key) + sum(shared.values())
+
+def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:
+    """The sum of a count over the layers, a module that several of them share once."""
+    shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
+    return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
 
 
 @dataclass(frozen=True, kw_only=True)

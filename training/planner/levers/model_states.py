@@ -1,8 +1,8 @@
 """Model states: weights, gradients and optimizer under ZeRO-1 (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
-Whole weights and gradients on each rank, fp32 master weights and moments cut into dp parts. Which of DeepSpeed's two
-optimizers runs, and whether its gradients go through buckets, follows from precision and offload. docs/plan.md names
-the lines behind each term.
+Whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Which of
+DeepSpeed's two optimizers runs, and whether its gradients go through buckets, follows from precision and offload.
+docs/plan.md names the lines behind each term.
 
 n trainable parameters of the stage, dp replicas.
 """
@@ -30,34 +30,36 @@ def compute_model_states(stage: Stage) -> Memory:
 
 
 def _allocate_bf16(stage: Stage) -> Memory:
-    """`BF16_Optimizer`: each micro-batch's gradient in bf16 beside their sum in fp32. Between replicas the sum is
-    reduced in bf16, from a copy, and flattened first where matrices and vectors together fill less than one bucket."""
+    """`BF16_Optimizer`: the sum of gradients in fp32; a micro-batch's own enter it as they arrive (`layers.py` has the
+    one in flight). Between replicas the sum is flattened first where matrices and vectors together fill less than one
+    bucket, and cast to bf16 where it is reduced in that."""
     n = stage.num_trainable
-    copies = 2 * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
-    return Memory(gradients=(2 + 4) * n, step=copies if stage.run.layout.num_weight_replicas > 1 else 0)
+    copies = _cast_bytes(stage) * n + (4 * n if n <= ALLREDUCE_BUCKET else 0)
+    return Memory(gradients=4 * n, step=copies if stage.run.layout.num_weight_replicas > 1 else 0)
 
 
 def _allocate_fp32(stage: Stage) -> Memory:
-    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, then all of this
-    rank's part."""
+    """`DeepSpeedZeroOptimizer` without buckets: as many gradients as one has places for are flattened, and cast, then
+    all of this rank's part is flattened."""
     n = stage.num_trainable
-    return Memory(gradients=4 * n, step=4 * max(_part(stage), min(n, REDUCE_BUCKET), stage.largest_trainable))
+    reduced = (4 + _cast_bytes(stage)) * max(min(n, REDUCE_BUCKET), stage.largest_trainable)
+    return Memory(gradients=4 * n, step=max(4 * _part(stage), reduced))
 
 
 def _allocate_fp16(stage: Stage) -> Memory:
     """`DeepSpeedZeroOptimizer`: gradients leave their bucket for this rank's part, which is then copied in fp32."""
     part, in_bucket = _part(stage), min(stage.num_trainable, REDUCE_BUCKET)
     waiting, filling = _buckets(stage, element=2)
-    step = max(filling + 2 * part - 2 * in_bucket, (4 + 2) * part)
+    step = max(filling + 2 * part + (_cast_bytes(stage) - 2) * in_bucket, (4 + 2) * part)
     return Memory(gradients=2 * stage.num_trainable, buffers=waiting, step=step)
 
 
 def _allocate_on_host(stage: Stage) -> Memory:
     """`DeepSpeedZeroOptimizer` with its state on the host: gradients leave their bucket for it.
 
-    In bf16 gradients are summed in fp32; a bucket is copied in bf16 to communicate, again in fp32, and this rank's part
-    of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself. A GPU also has a buffer
-    for the largest gradient, which a CPU never writes to.
+    In bf16 gradients are summed in fp32; a bucket is copied, cast where it is reduced in bf16, and copied again, this
+    rank's part of it (training/engine/zero_patches.py). A matrix larger than a bucket is reduced by itself. A GPU also
+    has a buffer for the largest gradient, which a CPU never writes to.
     """
     run, n, part = stage.run, stage.num_trainable, _part(stage)
     in_bucket, largest = min(n, REDUCE_BUCKET), stage.largest_trainable
@@ -65,7 +67,7 @@ def _allocate_on_host(stage: Stage) -> Memory:
     element = 4 if is_bf16 else run.weight_bytes
 
     def copy(reduced: int) -> int:
-        return 6 * reduced + 4 * min(part, reduced) if is_bf16 else 0
+        return (4 + _cast_bytes(stage)) * reduced + 4 * min(part, reduced) if is_bf16 else 0
 
     waiting, filling = _buckets(stage, element)
     alone = copy(largest) if largest > REDUCE_BUCKET else 0
@@ -98,6 +100,11 @@ def _buckets(stage: Stage, element: int) -> tuple[int, int]:
     if stage.run.hardware.device is Device.cuda:
         return element * REDUCE_BUCKET, element * REDUCE_BUCKET
     return 0, element * min(stage.num_trainable, REDUCE_BUCKET)
+
+
+def _cast_bytes(stage: Stage) -> int:
+    """Of a gradient's copy in the dtype that it is reduced in, where that is not its own."""
+    return 0 if stage.run.reduce_bytes == stage.run.gradient_bytes else stage.run.reduce_bytes
 
 
 def _part(stage: Stage) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from training.pipeline.schedule import build_schedule
 from training.planner.levers.activations import ACTIVATIONS
 from training.planner.levers.boundaries import BOUNDARIES
+from training.planner.levers.gradient_sums import GRADIENT_SUMS
 from training.planner.levers.layers import LAYERS
 from training.planner.levers.lever import Chunk, Lever, Stage
 from training.planner.levers.loss import LOSS
@@ -18,6 +19,7 @@ from training.planner.time import PassCost, StepCost
 LEVERS: tuple[Lever, ...] = (
     MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
     LAYERS,  # freeze, adapter
+    GRADIENT_SUMS,  # gradient_accumulation_steps, precision
     ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode
     BOUNDARIES,  # num_stages, schedule
     LOSS,  # task
