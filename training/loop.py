@@ -16,7 +16,7 @@ from errors import UserError
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
-from training.config.schema import OnNonfinite, OptimizerName, RunConfig
+from training.config.schema import OnNonfinite, OptimizerName, Precision, RunConfig
 from training.distributed.interrupts import Interrupts
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
@@ -137,7 +137,10 @@ class TrainingLoop:
             self._metrics.add_step(counts=not nonfinite)
         if self.reporters and not nonfinite:
             self._interval.add(loss, totals.count_terms(self._mean_over), totals.num_tokens)
-            self._grad_norm = self.engine.gradient_norm()
+        if nonfinite or self.engine.has_skipped_step():
+            self._interval.num_skipped += 1
+        elif self.reporters:
+            self._interval.grad_norm = self.engine.gradient_norm()
         self.state = replace(self.state, step=step + 1, num_tokens=self.state.num_tokens + totals.num_tokens)
         for reporter in self.reporters:
             reporter.advance(step + 1)
@@ -174,20 +177,30 @@ class TrainingLoop:
         metrics = self._metrics.finish_interval() if self._metrics is not None else {}
         if not self.reporters or self._interval.is_empty or measured is None:
             return
+        grad_norm, skipped = self._interval.grad_norm, self._describe_skipped()
         loss, tokens_per_second, step_time = self._interval.finish()
         self._report(
             {
                 "step": self.state.step,
                 "loss": loss,
                 **metrics,
-                "grad_norm": float(self._grad_norm),
+                "grad_norm": None if grad_norm is None else float(grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,
                 "tokens_per_second": tokens_per_second,
                 "step_time": step_time,
+                **skipped,
                 **self._telemetry.describe(measured, tokens_per_second),
             }
         )
+
+    def _describe_skipped(self) -> Record:
+        """Where a step may be skipped and the run continues: how many were since the last line, and, in fp16, the scale
+        that they have led to."""
+        scaler = self.engine.read_loss_scaler() if self.config.precision is Precision.fp16 else {}
+        skips = scaler or self.config.on_nonfinite is OnNonfinite.skip
+        counted = {"skipped_steps": self._interval.num_skipped} if skips else {}
+        return counted | ({"loss_scale": scaler["cur_scale"]} if scaler else {})
 
     def _evaluate(self) -> None:
         loader, size = self.eval_loader, self.budget.evaluation
@@ -216,7 +229,11 @@ class TrainingLoop:
 
 class _Interval:
     """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the
-    step."""
+    step.
+
+    num_skipped: of them, or in fp16 beside their losses, those that left the weights as they were. grad_norm: of the
+    last step that did not; None while there is none.
+    """
 
     def __init__(self, zero: torch.Tensor) -> None:
         self._zero = zero
@@ -224,7 +241,8 @@ class _Interval:
 
     def start(self) -> None:
         self._loss_sum = self._zero.clone()  # of tokens, or of pairs
-        self._num_terms = self._num_tokens = self._num_steps = 0
+        self._num_terms = self._num_tokens = self._num_steps = self.num_skipped = 0
+        self.grad_norm: torch.Tensor | None = None
         self._seconds, self._since = 0.0, time.perf_counter()
 
     def add(self, loss: torch.Tensor, num_terms: int, num_tokens: int) -> None:

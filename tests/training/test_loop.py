@@ -43,6 +43,9 @@ class Engine:
     def has_skipped_step(self) -> bool:
         return False
 
+    def read_loss_scaler(self) -> dict[str, float]:
+        return {}
+
 
 class Loader:
     def iterate(self, start_step: int = 0, end_step: int = 0) -> Any:
@@ -78,6 +81,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         start: int = 0,
         last: int = 5,
         evaluates: bool = False,
+        engine: Engine | None = None,
         asked: dict[int, Interrupt] | None = None,
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
@@ -106,7 +110,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         config, engine = (
             build_config("learning_rate=1", "lr_scheduler_type=linear", "warmup_ratio=0", "min_lr_ratio=0", *overrides),
-            Engine(),
+            engine or Engine(),
         )
         state = TrainerState(
             step=start,
@@ -216,8 +220,31 @@ def test_a_skipped_step_counts_for_nothing_but_its_tokens(
         (4, pytest.approx((2 * 20 + 1 * 5) / 25)),
         (5, 0.5),
     ]
+    assert [line["skipped_steps"] for line in lines] == [1, 0, 0] and "loss_scale" not in lines[0]
     assert final.num_tokens == 1500
     assert (
         "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err)
         and "64 and 36 more of train_file" in said
     )
+
+
+class ScaledEngine(Engine):
+    """In fp16: the first three steps overflow their loss scale."""
+
+    def gradient_norm(self) -> torch.Tensor:
+        return torch.tensor(float("inf") if self.has_skipped_step() else 0.25)
+
+    def has_skipped_step(self) -> bool:
+        return len(self.rates) <= 3
+
+    def read_loss_scaler(self) -> dict[str, float]:
+        return {"cur_scale": 2.0 ** (16 - min(3, len(self.rates)))}
+
+
+def test_a_step_that_overflowed_its_loss_scale_has_a_loss_and_no_norm(run) -> None:
+    events, _, _ = run("logging_steps=2", "precision=fp16", engine=ScaledEngine())
+    lines = [event for event in events if isinstance(event, dict)]
+    assert [line["loss"] for line in lines] == pytest.approx([(4 * 10 + 3 * 30) / 40, (2 * 20 + 1 * 5) / 25, 0.5])
+    assert [line["grad_norm"] for line in lines] == [None, 0.25, 0.25]
+    assert [line["skipped_steps"] for line in lines] == [2, 1, 0]  # since the last line
+    assert [line["loss_scale"] for line in lines] == [2.0**14, 2.0**13, 2.0**13]

@@ -96,10 +96,8 @@ class Engine(ABC):
 
     @abstractmethod
     def has_skipped_step(self) -> bool:
-        """Whether the last step left the weights as they were because its gradient was not finite.
-
-        Never in fp16, where that is how the loss scale finds its value. Another rank may know more.
-        """
+        """Whether the last step left the weights as they were because its gradient was not finite. Another rank may
+        know more, but in fp16, where that is how the loss scale finds its value: there all know the same."""
 
     @abstractmethod
     def restore_step(self, step: int) -> None:

@@ -31,8 +31,12 @@ def train_step(
 
 
 def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:
-    """Whether the step that has just ended had a loss or a gradient that is not finite; another rank may know more."""
-    return engine.has_skipped_step() or not loss.isfinite().all().item()
+    """Whether the step that has just ended had a loss or a gradient that is not finite; another rank may know more.
+
+    A gradient that was too large for its loss scale (fp16) does not count: the scale is lower in the next step.
+    """
+    failed = engine.has_skipped_step() and not engine.read_loss_scaler()
+    return failed or not loss.isfinite().all().item()
 
 
 def evaluate(engine: Engine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_terms: int) -> float:

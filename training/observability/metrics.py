@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 
-Record = dict[str, Any]  # numbers; a list of them has a figure a stage
+# Numbers; a list of them has a figure a stage. None where there is none: a gradient's norm when all steps were skipped.
+Record = dict[str, Any]
 
 
 class Reporter(Protocol):
@@ -77,7 +78,7 @@ class ProgressBar:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             say(
                 f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}"
-                f"grad_norm {record['grad_norm']:.3f}  lr {record['learning_rate']:.2e}  "
+                f"{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
                 f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
@@ -87,13 +88,22 @@ class ProgressBar:
 
 
 def split_stages(record: Record) -> Record:
-    """A list of the stages' figures as one figure each, under the stage: `stage0/wait_time`, ..."""
+    """What there is a figure of, and a list of the stages' figures as one each, under the stage: `stage0/wait_time`,
+    ..."""
     split: Record = {}
     for key, value in record.items():
+        if value is None:
+            continue
         split |= (
             {f"stage{s}/{key}": figure for s, figure in enumerate(value)} if isinstance(value, list) else {key: value}
         )
     return split
+
+
+def _describe_norm(record: Record) -> str:
+    norm, skipped = record["grad_norm"], record.get("skipped_steps", 0)
+    scaled = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+    return f"grad_norm {'-' if norm is None else f'{norm:.3f}'}" + (f" ({skipped} skipped{scaled})" if skipped else "")
 
 
 def _describe_rewards(record: Record) -> str:
