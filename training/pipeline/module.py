@@ -25,6 +25,7 @@ from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
 from training.distributed.topology import PIPE, TENSOR, Topology, join_group
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
+from training.pipeline.compilation import compile_layers
 from training.pipeline.partition import list_chunks
 from training.pipeline.placement import Placement
 from training.pipeline.trainable import choose_trained
@@ -162,12 +163,11 @@ class StageModule(PipelineModule):
                 self._load(module, index)
 
     def _compile_layers(self) -> None:
-        """Each decoder layer by itself, as it is called; names and parameters stay. One piece of code serves all
-        layers of a kind, and lengths that change from step to step make it general once.
+        """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
+        make it general once.
         """
-        for _, _, module in self.local_layers():
-            if isinstance(module, PipelineDecoderLayer):
-                module.compile()
+        layers = (module for _, _, module in self.local_layers())
+        compile_layers((module for module in layers if isinstance(module, PipelineDecoderLayer)), self.global_rank)
 
     def _fill_groups(self) -> None:
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
