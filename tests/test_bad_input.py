@@ -139,6 +139,10 @@ KEYS = {
         ("profile_step=9", "max_steps=3"),
         "profile_step=9: the run has 3 steps; give one of them, or null",
     ),
+    "a step to trace beyond the end": (
+        ("profile_trace=9", "max_steps=3"),
+        "profile_trace=9: the run has 3 steps; give one of them, or null",
+    ),
     "a length without a target": (("max_seq_length=1",), "max_seq_length=1: at least 2"),
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (

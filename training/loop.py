@@ -27,6 +27,7 @@ from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
+from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
 
 _NAMED_SAMPLES = 64  # of a global batch that is not finite
@@ -53,7 +54,7 @@ class TrainingLoop:
         pause_watchdog: what waiting for the disk is done within."""
         self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
         self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
-        self._telemetry = telemetry
+        self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
         self.last_eval: Record | None = None
         self._pause_watchdog = pause_watchdog
         self._writer = CheckpointWriter(
@@ -97,12 +98,17 @@ class TrainingLoop:
 
     def _step_and_after(self, micro_batches: Any) -> bool:
         """One step, and what is due after it. Returns whether the run ends here."""
-        profiled = self.state.step + 1 == self.config.profile_step
+        number = self.state.step + 1
+        profiled, traced = number == self.config.profile_step, number == self.config.profile_trace
         totals = self._totals.of_step(self.state.step)
+        if traced:
+            self._off_the_clock(self._trace.start)
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches)
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
+        if traced:
+            self._off_the_clock(self._trace.finish)
         self.signum = request.signum
         self._account(loss, totals, request.nonfinite)
         if profiled:

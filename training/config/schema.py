@@ -230,6 +230,7 @@ class RunConfig:
 
     logging_steps: int = MISSING
     profile_step: int | None = MISSING
+    profile_trace: int | None = MISSING
     eval_steps: int | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING

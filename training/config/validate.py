@@ -53,6 +53,7 @@ def _check_ranges(config: RunConfig) -> None:
         "eval_steps",
         "save_steps",
         "profile_step",
+        "profile_trace",
         "max_steps",
         "stop_after_steps",
         "keep_last",
@@ -62,7 +63,11 @@ def _check_ranges(config: RunConfig) -> None:
         if value is not None and value < 1:
             raise UserError(
                 f"{key}={value}: at least 1"
-                + ("; null turns it off" if key.endswith(("eval_steps", "save_steps", "profile_step")) else "")
+                + (
+                    "; null turns it off"
+                    if key.endswith(("eval_steps", "save_steps", "profile_step", "profile_trace"))
+                    else ""
+                )
             )
     for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:

@@ -94,10 +94,10 @@ def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, re
             f"resume: {resume_from} is at step {start.step} of {start.total_steps}, there is nothing left; "
             "raise max_steps"
         )
-    if config.profile_step is not None and config.profile_step > start.total_steps:
-        raise UserError(
-            f"profile_step={config.profile_step}: the run has {start.total_steps} steps; give one of them, or null"
-        )
+    for key in ("profile_step", "profile_trace"):
+        step = getattr(config, key)
+        if step is not None and step > start.total_steps:
+            raise UserError(f"{key}={step}: the run has {start.total_steps} steps; give one of them, or null")
 
 
 def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
