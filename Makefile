@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 
-.PHONY: demo test test-full check format parity venv clean
+.PHONY: demo test test-full gpu check format parity venv clean
 
 demo: venv
 	scripts/quickstart.sh
@@ -18,6 +18,10 @@ test: venv
 
 test-full: venv
 	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+
+# On a machine with a card: is it right, is it fast, and why; benchmarks/gpu.py --help
+gpu: venv
+	python benchmarks/gpu.py
 
 # What CI asks of the source itself; `make format` fixes most of it
 check: venv

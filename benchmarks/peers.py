@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.workload import build_llama, repeat_batch
+from training.distributed.process import current_device
 
 Step = Callable[[], object]
 
@@ -52,15 +53,20 @@ class Work:
     def micro_batches(self) -> int:
         return self.layout.gradient_accumulation_steps
 
+    @property
+    def device(self) -> torch.device:
+        return current_device()
+
     def repeat(self) -> Iterator[Any]:
-        return repeat_batch(self.layout.micro_batch_size, self.config.max_seq_length, self.source.config.vocab_size)
+        shape = (self.layout.micro_batch_size, self.config.max_seq_length)
+        return repeat_batch(*shape, self.source.config.vocab_size, str(self.device))
 
     def build(self, indices: Sequence[int]) -> list[nn.Module]:
         modules = []
         for index in indices:
             module = self.layers[index].module_class(*self.layers[index].args)
             module.load_state_dict(self.source.read_layer(index, self.layers[index]))
-            modules.append(module.to(self.dtype))
+            modules.append(module.to(self.device, self.dtype))
         return modules
 
 
@@ -146,8 +152,9 @@ class _Chunk(nn.Module):
         self.layers = nn.ModuleList(modules)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        rows, length = values.shape[:2]
-        activations = values, torch.arange(length).repeat(rows, 1), torch.ones(rows, length, dtype=torch.int32)
+        (rows, length), device = values.shape[:2], values.device
+        segment_ids = torch.ones(rows, length, dtype=torch.int32, device=device)
+        activations = values, torch.arange(length, device=device).repeat(rows, 1), segment_ids
         for layer in self.layers:
             activations = layer(activations)
         return activations[0]
@@ -162,7 +169,7 @@ def build_torch(work: Work, bounds: Sequence[int]) -> Step:
 
     rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in range(rank, num_chunks, ranks)}
-    stages = [PipelineStage(chunk, i, num_chunks, torch.device("cpu")) for i, chunk in chunks.items()]
+    stages = [PipelineStage(chunk, i, num_chunks, work.device) for i, chunk in chunks.items()]
     (input_ids, *_), (labels, denominator) = next(work.repeat())
     denominator = denominator * work.micro_batches
 

@@ -1,0 +1,175 @@
+"""*fast*: tokens/s, MFU and peak memory of the usual sizes, and what each lever does to a stage of 8B.
+
+Random weights, bf16 (fp32 on a CPU), rows of 4,096 tokens, one a micro-batch, 8 a step, every layer recomputed, AdamW,
+clipping. tokens/s is the median of four steps after two that warm up; MFU by the convention of docs/plan.md, LoRA as if
+all were trained. This trainer keeps fp32 weights and moments. The `Trainer` of transformers runs with fp32 weights
+under autocast, the same work, and with nothing but bf16, which is less.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.measured_runs import GIB, MeasuredRuns, Prediction, Speed, measure
+from benchmarks.gpu_parts.processes import Deadline, list_ranks, run, run_python
+from benchmarks.gpu_parts.right import check_needs, write_name
+from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status
+from benchmarks.gpu_parts.trainer_peer import Job
+
+_SECONDS = {"cuda": (25, 150), "cpu": (15, 120)}  # expected of a run of 1B, and at most of any
+# What others report for 8B at a sequence of 4,096: tokens/s, and on what.
+MARKS = {
+    "8b full": (10_471, "one H200, all recomputed, 57.8% MFU"),
+    "8b LoRA": (12_473, "an H100"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. beside: the row that it is a variation of. needs: as in `right.Case`, or "2 cards". size: how many times
+    as long as one of 1B it is expected to take. runner: ours, or the process that is measured beside it."""
+
+    name: str
+    shape: str
+    overrides: tuple[str, ...] = ()
+    beside: str = ""
+    needs: tuple[str, ...] = ()
+    world_size: int = 1
+    size: float = 1.0
+    runner: str = "ours"
+    weights: str = "fp32"  # of the Trainer
+
+
+_STAGE = "8b stage"
+_LEVERS = {
+    "compile": ("compile=true",),
+    "recompute selective": ("activation_checkpoint_mode=selective",),
+    "recompute every 2nd": ("activation_checkpoint_mode=every", "activation_checkpoint_interval=2"),
+    "recompute nothing": ("activation_checkpoint_interval=0",),
+    "fused kernels": ("fused_kernels=auto",),
+    "packing": ("data.packing=true",),
+    "packing, sdpa": ("data.packing=true", "attn_implementation=sdpa"),
+    "packing, flash_attention_2": ("data.packing=true", "attn_implementation=flash_attention_2"),
+    "packing, flex_attention": ("data.packing=true", "attn_implementation=flex_attention"),
+    "flash_attention_2": ("attn_implementation=flash_attention_2",),
+    "offload": ("offload_optimizer=cpu",),
+}
+_NEEDS = {
+    "fused kernels": ("fused_kernels", "triton", "liger_kernel"),
+    "packing, flash_attention_2": ("gpu", "flash_attn"),
+    "packing, flex_attention": ("gpu",),
+    "flash_attention_2": ("gpu", "flash_attn"),
+}
+_PP2 = ("num_stages=2", "activation_checkpoint_interval=0")
+CASES = (
+    Case("1b", "1b"),
+    Case("1b, Trainer", "1b", beside="1b", runner="trainer"),
+    Case("8b LoRA", "8b", ("adapter=lora",), size=2),
+    Case("8b full", "8b", size=2.5),
+    Case(_STAGE, _STAGE),
+    *(Case(f"{_STAGE}, {name}", _STAGE, keys, _STAGE, _NEEDS.get(name, ())) for name, keys in _LEVERS.items()),
+    Case("3b", "3b", size=1.5),
+    Case("1b, Trainer, bf16", "1b", beside="1b", runner="trainer", weights="bf16"),
+    Case("8b LoRA, Trainer, bf16", "8b", ("adapter=lora",), "8b LoRA", runner="trainer", weights="bf16", size=2),
+    Case("1b, pp2", "1b", _PP2, "1b", ("2 cards",), world_size=2),
+    Case("1b, pp2, torch's pipelining", "1b", _PP2, "1b, pp2", ("2 cards",), world_size=2, runner="torch"),
+)  # fmt: skip
+
+
+class Fast:
+    """The rows of one machine."""
+
+    TITLE = "fast: bf16, rows of full length"
+    COLUMNS = ("tokens/s", "MFU", "peak GiB", "plan tokens/s", "plan GiB", "efficiency that fits", "beside")
+
+    def __init__(self, machine: Machine, folder: Path, logs: Path, tiny: bool) -> None:
+        self.machine, self.logs = machine, logs
+        self.runs = MeasuredRuns(machine, folder, logs, tiny)
+        self._speeds: dict[str, Speed] = {}
+
+    def list_rows(self) -> list[Row]:
+        expected, limit = _SECONDS[self.machine.device]
+        return [Row(case.name, partial(self._measure, case), expected * case.size, limit) for case in CASES]
+
+    def _measure(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
+        self._check_needs(case.needs)
+        if case.runner == "trainer":
+            speed, prediction = self._measure_trainer(case, deadline), None
+        elif case.runner == "torch":
+            speed, prediction = self._measure_torch(case, deadline), None
+        else:
+            speed, given = measure(
+                self.runs, write_name(case.name), case.shape, case.overrides, deadline, case.world_size
+            )
+            prediction = self.runs.predict(given, case.world_size, speed.tokens_per_second)
+        speed = self._speeds[case.name] = self._complete(speed, case)
+        return Status.measured, render(speed, prediction, self._compare(speed, case))
+
+    def _check_needs(self, needs: Sequence[str]) -> None:
+        from training.config.schema import RunConfig
+
+        if "fused_kernels" in needs and "fused_kernels" not in {field.name for field in fields(RunConfig)}:
+            raise NotRun("there is no key fused_kernels")
+        if "2 cards" in needs and not self.machine.is_cpu and len(self.machine.cards) < 2:
+            raise NotRun("needs 2 cards")
+        check_needs([need for need in needs if need not in ("fused_kernels", "2 cards")], self.machine)
+
+    def _complete(self, speed: Speed, case: Case) -> Speed:
+        """With the MFU of a peer that trains the same model on as many cards: by the same count of FLOPs."""
+        ours = self._speeds.get(case.beside)
+        if case.runner == "ours" or ours is None or ours.mfu is None:
+            return speed
+        return replace(speed, mfu=ours.mfu * speed.tokens_per_second / ours.tokens_per_second)
+
+    def _compare(self, speed: Speed, case: Case) -> str:
+        """The row's tokens/s by those of what it stands beside."""
+        rate, compared = speed.tokens_per_second, []
+        if case.beside in self._speeds:
+            compared.append(f"{rate / self._speeds[case.beside].tokens_per_second:.2f} of {case.beside}")
+        if case.name in MARKS and not self.machine.is_cpu:
+            mark, where = MARKS[case.name]
+            compared.append(f"{rate / mark:.2f} of {mark:,} ({where})")
+        return "; ".join(compared) or "-"
+
+    def _measure_trainer(self, case: Case, deadline: Deadline) -> Speed:
+        name = write_name(case.name)
+        result = self.logs / f"{name}.json"
+        job = Job(
+            fields=self.runs.find_fields(case.shape), seq_length=self.runs.seq_length,
+            global_batch_size=self.runs.global_batch_size, lora="adapter=lora" in case.overrides,
+            weights=case.weights, device=self.machine.device, result=str(result),
+        )  # fmt: skip
+        self.logs.mkdir(parents=True, exist_ok=True)
+        job.save(file := self.logs / f"{name}.job.json")
+        words = ["-m", "benchmarks.gpu_parts.trainer_peer", str(file)]
+        run_python(self.machine.first_card(), words, self.logs / f"{name}.log", deadline)
+        return Speed(**json.loads(result.read_text()))
+
+    def _measure_torch(self, case: Case, deadline: Deadline) -> Speed:
+        """torch.distributed.pipelining, 1F1B, with this trainer's layers and split."""
+        name = write_name(case.name)
+        result = self.logs / f"{name}.json"
+        given = self.runs.list_overrides(self.runs.prepare_model(case.shape, deadline), case.overrides)
+        words = [sys.executable, "-m", "benchmarks.gpu_parts.torch_peer", str(result), *given]
+        run(list_ranks(self.machine, case.world_size, words), self.logs / f"{name}.log", deadline)
+        return Speed(**json.loads(result.read_text()))
+
+
+def render(speed: Speed, prediction: Prediction | None, beside: str) -> Cells:
+    cells = {
+        "tokens/s": f"{speed.tokens_per_second:,.0f}",
+        "MFU": "-" if speed.mfu is None else f"{speed.mfu:.1%}",
+        "peak GiB": f"{speed.peak / GIB:.1f}",
+        "beside": beside,
+    }
+    if prediction is not None:
+        cells |= {"plan tokens/s": f"{prediction.tokens_per_second:,.0f}", "plan GiB": f"{prediction.peak / GIB:.1f}"}
+        if prediction.efficiency is not None:
+            cells["efficiency that fits"] = f"{prediction.efficiency:.2f}"
+    return cells

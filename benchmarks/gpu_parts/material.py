@@ -1,0 +1,103 @@
+"""What the rows train on, made once per part: a Llama of random weights, a tokenizer whose words are tokens, records.
+
+A word is a token, so that lengths are what they are meant to be.
+
+    python -m benchmarks.gpu_parts.material FOLDER DEVICE DTYPE '{"hidden_size": ...}'     the model, drawn on a device
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_SPECIAL = ("<s>", "</s>", "<pad>")  # no beginning of a word: a special token is found within words too
+_WORDS = 500  # of the tokenizer; the model's vocabulary may be larger
+# Documents of a step, in 128ths of a row. Several to a row, of different lengths, and with different numbers of
+# targets; their number and that of the rows they are packed into are multiples of 8, for 2 stages, 2 replicas and
+# micro-batches of 2.
+LENGTHS = (128, 110, 100, 90, 90, 70, 64, 64, 60, 50, 40, 36, 30, 28, 20, 12)
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*_SPECIAL, *(f"w{i}" for i in range(len(_SPECIAL), _WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), _SPECIAL, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def save_records(file: Path, lengths: Sequence[int], seed: int = 0) -> None:
+    """Prompts and completions; lengths: of the samples in tokens, the end among them."""
+    numbers = random.Random(seed)
+    with open(file, "w") as output:
+        for length in lengths:
+            words = [f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(length - 1)]
+            prompt = max(1, len(words) // numbers.choice((2, 4, 8)))
+            record = {"prompt": " ".join(words[:prompt]), "completion": " ".join(words[prompt:])}
+            output.write(json.dumps(record) + "\n")
+
+
+def save_texts(file: Path, count: int, length: int, seed: int = 0) -> None:
+    """Raw texts of `length` tokens each, the end among them, all of them targets."""
+    numbers = random.Random(seed)
+    with open(file, "w") as output:
+        for _ in range(count):
+            words = " ".join(f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(length - 1))
+            output.write(json.dumps({"text": words}) + "\n")
+
+
+def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", **fields: Any) -> None:
+    """A Llama, untied unless asked. The values are those of bf16, so that a model in bf16 starts from the same."""
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from benchmarks.workload import build_llama
+
+    disable_progress_bar()  # of files that take no time
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(build_llama(**fields))
+    torch.set_default_dtype(torch.float32)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_adapter(folder: Path, model_folder: Path) -> None:
+    """A peft folder in which every matrix is random, so that each has a gradient."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    options = LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    get_peft_model(model, options).save_pretrained(folder)
+
+
+def read_documents(path: Path) -> Iterator[tuple[list[int], list[int]]]:
+    """The input ids and labels of each sample of a tokenized folder."""
+    from data.storage.tokenized import TokenizedDataset
+
+    dataset = TokenizedDataset(path, True, True)
+    for index in range(len(dataset)):
+        yield dataset.input_ids(index).tolist(), dataset.labels(index).tolist()
+
+
+def main() -> None:
+    folder, device, dtype, fields = sys.argv[1:]
+    save_model(Path(folder), device, dtype, **json.loads(fields))
+
+
+if __name__ == "__main__":
+    main()

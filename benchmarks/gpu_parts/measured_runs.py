@@ -1,0 +1,165 @@
+"""Runs for speed: a model of a shape, full rows of data, the run's own figures, and the plan of the same run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.material import save_records
+from benchmarks.gpu_parts.processes import Deadline, RowFailed, run_python
+from benchmarks.gpu_parts.shapes import find_shape
+from benchmarks.gpu_parts.training_runs import Record, read_metrics, train
+
+WARM_UP, STEPS = 2, 4
+GIB = 2**30
+_SCRIPT = Path(__file__).with_name("unsaved_trainer.py")
+_DOCUMENTS_A_ROW = 4  # of packed data
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of the steps behind the first two, which warm up. tokens_per_second: median. peak: bytes of the fullest card."""
+
+    tokens_per_second: float
+    mfu: float | None
+    peak: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The plan of the same run. efficiency: with which the plan's tokens/s would be the measured ones."""
+
+    tokens_per_second: float
+    peak: float
+    efficiency: float | None
+
+
+class MeasuredRuns:
+    """One shape's weights lie on the disk at a time."""
+
+    def __init__(self, machine: Machine, folder: Path, logs: Path, tiny: bool) -> None:
+        self.machine, self.folder, self.logs, self._tiny = machine, folder, logs, tiny
+        self.seq_length, self.global_batch_size = (128, 4) if tiny else (4096, 8)
+        self._precision = "fp32" if machine.is_cpu else "bf16"  # most CPUs are slow in bf16
+
+    def find_fields(self, shape: str) -> dict[str, Any]:
+        return find_shape(shape, self._tiny, self.seq_length)
+
+    def prepare_model(self, shape: str, deadline: Deadline) -> Path:
+        """The folder of a shape's weights; those of another shape are deleted."""
+        wanted = self.folder / "models" / shape.replace(" ", "_")
+        if not (wanted / "config.json").exists():
+            shutil.rmtree(wanted.parent, ignore_errors=True)
+            words = ["-m", "benchmarks.gpu_parts.material", str(wanted), self.machine.device, "bfloat16"]
+            log = self.logs / f"{wanted.name}_weights.log"
+            run_python(self.machine, [*words, json.dumps(self.find_fields(shape))], log, deadline)
+        return wanted
+
+    def prepare_records(self, packed: bool) -> Path:
+        """Samples of exactly a row, or of a quarter of one."""
+        file = self.folder / f"records_{'packed' if packed else 'full'}.jsonl"
+        if not file.exists():
+            parts = _DOCUMENTS_A_ROW if packed else 1
+            save_records(file, [self.seq_length // parts] * (parts * 2 * self.global_batch_size))
+        return file
+
+    def list_overrides(self, model: Path, overrides: Sequence[str]) -> list[str]:
+        """All layers recomputed, unless `overrides` say otherwise."""
+        return [
+            f"model_name_or_path={model}", f"train_file={self.prepare_records('data.packing=true' in overrides)}",
+            f"data.cache_dir={self.folder}/cache", "data.prompt_template='{prompt}'", f"precision={self._precision}",
+            f"max_seq_length={self.seq_length}", "micro_batch_size=1", f"global_batch_size={self.global_batch_size}",
+            "activation_checkpoint_interval=1", "logging_steps=1", f"max_steps={WARM_UP + STEPS}", *overrides,
+        ]  # fmt: skip
+
+    def run(
+        self, name: str, shape: str, overrides: Sequence[str], deadline: Deadline, world_size: int = 1
+    ) -> tuple[list[str], Path]:
+        """What the run was started with, and its output_dir."""
+        given = self.list_overrides(self.prepare_model(shape, deadline), overrides)
+        output = self.folder / "runs" / name
+        train(
+            self.machine, [*given, f"output_dir={output}"], world_size=world_size, log=self.logs / f"{name}.log",
+            deadline=deadline, script=_SCRIPT,
+        )  # fmt: skip
+        return given, output
+
+    def predict(self, overrides: Sequence[str], world_size: int, measured: float | None) -> Prediction | None:
+        """None where the card is in no file of conf/hardware, or the plan refuses the run."""
+        from errors import UserError
+
+        hardware = find_hardware(self.machine)
+        try:
+            return None if hardware is None else _predict(hardware, [*overrides, f"world_size={world_size}"], measured)
+        except UserError:
+            return None
+
+
+def read_speed(records: Sequence[Record]) -> Speed:
+    """Raises RowFailed where no step is left to measure."""
+    steps = records[WARM_UP:]
+    if not steps:
+        raise RowFailed(f"{len(records)} steps were reported, and {WARM_UP} of them warm up")
+    mfus = [record["mfu"] for record in steps if "mfu" in record]
+    return Speed(
+        tokens_per_second=statistics.median(record["tokens_per_second"] for record in steps),
+        mfu=statistics.median(mfus) if mfus else None,
+        peak=max(max(record["peak_memory"]) for record in steps),
+    )
+
+
+def measure(
+    runs: MeasuredRuns, name: str, shape: str, overrides: Sequence[str], deadline: Deadline, world_size: int
+) -> Any:
+    """(Speed, overrides) of a run."""
+    given, output = runs.run(name, shape, overrides, deadline, world_size)
+    return read_speed(read_metrics(output)), given
+
+
+def find_hardware(machine: Machine) -> str | None:
+    """The file of conf/hardware that describes the card."""
+    from training.config.schema import load_hardware
+
+    name = "cpu" if machine.is_cpu else machine.name
+    return next((known.name for known in load_hardware() if re.search(known.device_name, name)), None)
+
+
+def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
+    from benchmarks.workload import compose_run
+    from models.architecture import build_layers
+    from models.parallel.tensor_parallel import shard_layers
+    from training.planner.hardware import complete_hardware
+    from training.planner.run import build_plan, load_architecture
+
+    config = compose_run(*overrides, f"hardware={hardware}")
+    architecture = load_architecture(config)
+    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    machine = complete_hardware(config.hardware, config.precision, config.world_size)
+
+    def predict_rate(efficiency: float) -> float:
+        plan = build_plan(config, architecture, layers, replace(machine, efficiency=efficiency))
+        return plan.tokens_per_second
+
+    plan = build_plan(config, architecture, layers, machine)
+    peak = max(stage.memory.peak for stage in plan.stages)
+    times_layers = config.hardware.peak_flops is None  # then no efficiency is assumed
+    fitting = None if measured is None or times_layers else fit_efficiency(predict_rate, measured)
+    return Prediction(plan.tokens_per_second, peak, fitting)
+
+
+def fit_efficiency(predict_rate: Any, measured: float) -> float | None:
+    """The efficiency at which a growing `predict_rate` gives the measured rate; None when none from 1% to 150% does."""
+    low, high = 0.01, 1.5
+    if not predict_rate(low) <= measured <= predict_rate(high):
+        return None
+    while high - low > 0.005:
+        middle = (low + high) / 2
+        low, high = (middle, high) if predict_rate(middle) < measured else (low, middle)
+    return (low + high) / 2

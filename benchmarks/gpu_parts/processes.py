@@ -1,0 +1,163 @@
+"""Starts what a row runs, gives it a time limit, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu_parts.machine import ROOT, Machine
+
+TRAINER = ROOT / "trainer_base_ds_mp.py"
+_MARK = "GPU_REPORT_ROW"  # in the environment of each process of a row, and of theirs
+_SECONDS_FOR_THE_OTHERS = 15  # after the first rank has failed: to report, or to end by themselves
+_SECONDS_BETWEEN_LOOKS = 0.05
+_TAIL = 25  # lines of a log that a report shows
+# What the libraries say when memory is gone: torch's allocator, CUDA, and the system that killed the process.
+_OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory", "DefaultCPUAllocator: can't")
+
+
+STOPPED = threading.Event()  # whoever waits for the report has asked it to end: every wait ends, and its processes
+
+
+class RowFailed(Exception):
+    """A process of a row ended with an error, or did not end in time."""
+
+    def __init__(self, text: str, tail: str = "", out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.tail, self.out_of_memory = tail, out_of_memory
+
+
+class TimeLimit(RowFailed):
+    """It did not end in time."""
+
+
+class Deadline:
+    """When a row must have ended, with all that it starts."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._at = seconds, time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._at - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process: what it is started with beyond this process's own environment."""
+
+    words: Sequence[str]
+    environment: dict[str, str]
+
+
+def list_ranks(machine: Machine, world_size: int, words: Sequence[str]) -> list[Command]:
+    """One command per rank, with the variables that `torchrun` would set."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        Command(words, {**shared, **machine.rank_environment(rank, world_size), "RANK": str(rank)})
+        for rank in range(world_size)
+    ]
+
+
+def run(commands: Sequence[Command], log: Path, deadline: Deadline, until: Callable[[], bool] | None = None) -> float:
+    """Runs them side by side, their output in `log`; returns the seconds that it took.
+
+    until: what makes them be killed, and that a success. Raises RowFailed when one fails (the others are then ended),
+    TimeLimit at the deadline.
+    """
+    mark, started = uuid.uuid4().hex, time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as output:
+        processes = [_start(command, mark, output) for command in commands]
+    try:
+        _wait(processes, log, deadline, until)
+    finally:
+        _end(processes, mark)
+    return time.monotonic() - started
+
+
+def run_python(machine: Machine, words: Sequence[str], log: Path, deadline: Deadline) -> float:
+    """One Python process that may use the whole machine; see `run`."""
+    return run([Command([sys.executable, *words], machine.environment())], log, deadline)
+
+
+def _start(command: Command, mark: str, output: object) -> subprocess.Popen[bytes]:
+    folder = Path(sys.executable).parent
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+        "PATH": f"{folder}:{os.environ.get('PATH', '')}", **command.environment, _MARK: mark,
+    }  # fmt: skip
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ['PYTHONPATH']}" if "PYTHONPATH" in os.environ else str(ROOT)
+    return subprocess.Popen(
+        list(command.words), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], log: Path, deadline: Deadline, until: Callable[[], bool] | None
+) -> None:
+    while True:
+        codes = [process.poll() for process in processes]
+        if until is not None and until():
+            return
+        if any(codes):
+            _wait_for_others(processes)
+            code = next(code for code in codes if code)
+            tail = read_tail(log)
+            is_memory = code == -signal.SIGKILL or any(sign in log.read_text() for sign in _OUT_OF_MEMORY)
+            raise RowFailed(f"ended with code {code}", tail, is_memory)
+        if all(code == 0 for code in codes):
+            return
+        if STOPPED.is_set():
+            raise RowFailed("interrupted", read_tail(log))
+        if not deadline.left():
+            raise TimeLimit("did not end in time", read_tail(log))
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _wait_for_others(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
+    """Kills what is left: those that were started here, and what they have started, by the mark they inherited."""
+    while left := [process.pid for process in processes if process.poll() is None] + _list_marked(mark):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    for process in processes:
+        process.wait()
+
+
+def _list_marked(mark: str) -> list[int]:
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and ") Z " not in (folder / "stat").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+def read_tail(log: Path) -> str:
+    """The last lines of a log that say something; a progress bar's repeated states are one line."""
+    if not log.exists():
+        return ""
+    lines = [line.rpartition("\r")[2].rstrip() for line in log.read_text(errors="replace").splitlines()]
+    return "\n".join([line for line in lines if line][-_TAIL:])

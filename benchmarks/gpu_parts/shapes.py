@@ -1,0 +1,52 @@
+"""The models of *fast* and *why*: of Llama 3.2 and 3, and a quarter of the largest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 128_256
+_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": VOCABULARY,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": VOCABULARY,
+    },
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": VOCABULARY,
+    },
+    "8b": _8B,
+    # A stage of four from the middle: its decoder layers, with an embedding and a head too small to count
+    "8b stage": {**_8B, "num_hidden_layers": 8, "vocab_size": 512},
+}
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def find_shape(name: str, tiny: bool, seq_length: int) -> dict[str, Any]:
+    """The fields of a Llama's config."""
+    fields = {**SHAPES[name], **_TINY} if tiny else SHAPES[name]
+    return {**fields, "max_position_embeddings": seq_length, "rope_theta": 500_000.0}

@@ -1,0 +1,45 @@
+"""The training command, without what it leaves at its end: checkpoints and the exported model.
+
+A benchmark of 8B would write 130 GB for a few seconds of training, more than many a machine's disk has. Everything else
+is the command itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from benchmarks.gpu_parts.processes import TRAINER
+
+
+def main() -> None:
+    spec = importlib.util.spec_from_file_location("trainer_base_ds_mp", TRAINER)
+    assert spec is not None and spec.loader is not None
+    trainer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
+    trainer.import_run = leave_out_saving(trainer)
+    sys.argv[0] = str(TRAINER)
+    trainer.main()
+
+
+def leave_out_saving(trainer: ModuleType) -> Callable[[], Any]:
+    """The command's own `import_run`, which imports torch when it is time to."""
+    import_run = trainer.import_run
+
+    def import_changed_run() -> Any:
+        run = import_run()
+        import training.run
+        from training.checkpoint.writer import CheckpointWriter
+
+        CheckpointWriter.save = CheckpointWriter.check_room = lambda *arguments, **named: None  # type: ignore
+        training.run.export = lambda *arguments: None
+        return run
+
+    return import_changed_run
+
+
+if __name__ == "__main__":
+    main()

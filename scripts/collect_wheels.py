@@ -1,0 +1,137 @@
+"""Collects what requirements.txt asks for as wheels, for a machine with torch and a GPU but without internet.
+
+    python scripts/collect_wheels.py --python-version 3.12 --torch 2.11.0 --output_dir wheels
+    python scripts/collect_wheels.py ... --without pyarrow,pandas          what the machine has already, to save space
+
+Everything that the requirements need is resolved as pip would there, with that torch; torch itself and the CUDA
+libraries that come with it stay out. What is published as source only (deepspeed) is built here, without compiled
+parts. At the end: how much it is, and the command that installs it there, which does not touch torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
+_WITH_TORCH = re.compile(r"torch|triton|nvidia-|cuda-|pytorch-triton")  # comes with torch's own build
+_MISSING = re.compile(r"satisfies the requirement ([^\s;]+)")
+_GLIBC = range(5, 40)  # minor versions
+_MOST_SOURCES = 20
+
+
+class PipFailed(Exception):
+    """What pip said."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python-version", default="3.12", help="of the machine")
+    parser.add_argument("--torch", default="2.11.0", help="the version that the machine has")
+    parser.add_argument("--machine", default="x86_64", help="what `uname -m` prints there")
+    parser.add_argument("--without", default="", help="packages that the machine has already, with commas between")
+    parser.add_argument("--output_dir", type=Path, default=Path("wheels"))
+    arguments = parser.parse_args()
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    if any(arguments.output_dir.iterdir()):
+        sys.exit(f"{arguments.output_dir} is not empty, and two versions of a package end an installation")
+    target = list_target_options(arguments.python_version, arguments.machine)
+    try:
+        pins = resolve(arguments.torch, target, arguments.output_dir)
+        without = [name for name in arguments.without.split(",") if name]
+        download(choose(pins, without), target, arguments.output_dir)
+    except PipFailed as failure:
+        sys.exit(f"pip: {failure}")
+    print(describe(arguments.output_dir))
+
+
+def list_target_options(python_version: str, machine: str) -> list[str]:
+    """pip's options for another Python than this one. It matches the number of a platform exactly."""
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in reversed(_GLIBC)]
+    older = [f"--platform=manylinux{name}_{machine}" for name in ("2014", "2010", "1")]
+    return [f"--python-version={python_version}", "--implementation=cp", *platforms, *older, "--only-binary=:all:"]
+
+
+def resolve(torch_version: str, target: Sequence[str], folder: Path) -> dict[str, str]:
+    """Package -> version of all that the requirements need. What has no wheel is built into `folder`. Raises
+    PipFailed."""
+    lines = [line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("torch==")]
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text("\n".join([*lines, f"torch=={torch_version}"]))
+        options = ["--dry-run", "--ignore-installed", f"--target={scratch}/site", "--quiet", "--report=-"]
+        for _ in range(_MOST_SOURCES):
+            try:
+                report = run_pip("install", *options, *target, f"--find-links={folder}", "-r", str(wanted))
+                return read_pins(report)
+            except PipFailed as failure:
+                missing = _MISSING.search(str(failure))
+                if missing is None:
+                    raise
+                build(missing[1], folder)
+    raise PipFailed(f"more than {_MOST_SOURCES} packages have no wheel")
+
+
+def read_pins(report: str) -> dict[str, str]:
+    """From the report of `pip install --report`."""
+    installed = (entry["metadata"] for entry in json.loads(report)["install"])
+    return {metadata["name"]: metadata["version"] for metadata in installed}
+
+
+def build(requirement: str, folder: Path) -> None:
+    """A wheel for every Python and machine, from source. Raises PipFailed for one that is not."""
+    print(f"building {requirement}: it is published as source only", flush=True)
+    before = set(folder.iterdir())
+    run_pip("wheel", "--no-deps", f"--wheel-dir={folder}", requirement)
+    built = set(folder.iterdir()) - before
+    if not built or not all(wheel.name.endswith("-none-any.whl") for wheel in built):
+        raise PipFailed(f"{requirement}: there is no wheel, and one built here fits this machine only")
+
+
+def choose(pins: dict[str, str], without: Sequence[str]) -> list[str]:
+    """Requirements of one version each, without what comes with torch and what the machine has."""
+    left_out = {_normalize(name) for name in without}
+    return [
+        f"{name}=={version}"
+        for name, version in sorted(pins.items())
+        if not _WITH_TORCH.match(_normalize(name)) and _normalize(name) not in left_out
+    ]
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def download(requirements: Sequence[str], target: Sequence[str], folder: Path) -> None:
+    run_pip("download", "--no-deps", "--quiet", *target, f"--find-links={folder}", f"--dest={folder}", *requirements)
+
+
+def describe(folder: Path) -> str:
+    """How much it is, the largest, and what installs it."""
+    sizes = sorted(((file.stat().st_size, file.name) for file in folder.glob("*.whl")), reverse=True)
+    largest = ", ".join(f"{name.partition('-')[0]} {size / 2**20:.0f}" for size, name in sizes[:5])
+    return "\n".join(
+        [
+            f"{len(sizes)} wheels, {sum(size for size, _ in sizes) / 2**20:.0f} MiB ({largest}) in {folder}",
+            f"there: python3 -m pip install --no-index --no-deps --no-compile {folder}/*.whl",
+            "or, where Python's own folder is read-only: add --target SITE, and export PYTHONPATH=SITE",
+        ]
+    )
+
+
+def run_pip(*words: str) -> str:
+    """Its output. Raises PipFailed."""
+    ended = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if ended.returncode:
+        raise PipFailed("\n".join(ended.stderr.strip().splitlines()[-5:]))
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    main()
