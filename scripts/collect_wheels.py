@@ -2,6 +2,7 @@
 
     python scripts/collect_wheels.py --python-version 3.12 --torch 2.11.0 --output_dir wheels
     python scripts/collect_wheels.py ... --without pyarrow,pandas          what the machine has already, to save space
+    python scripts/collect_wheels.py ... --drop wandb,tensorboard          requirements that are not wanted there
 
 Everything that the requirements need is resolved as pip would there, with that torch; torch itself and the CUDA
 libraries that come with it stay out. What is published as source only (deepspeed) is built here, without compiled
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
-_WITH_TORCH = re.compile(r"torch|triton|nvidia-|cuda-|pytorch-triton")  # comes with torch's own build
+_WITH_TORCH = re.compile(r"torch$|triton$|pytorch-triton|nvidia-|cuda-")  # comes with torch's own build
 _MISSING = re.compile(r"satisfies the requirement ([^\s;]+)")
 _GLIBC = range(5, 40)  # minor versions
 _MOST_SOURCES = 20
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--torch", default="2.11.0", help="the version that the machine has")
     parser.add_argument("--machine", default="x86_64", help="what `uname -m` prints there")
     parser.add_argument("--without", default="", help="packages that the machine has already, with commas between")
+    parser.add_argument("--drop", default="", help="requirements to leave out, with what only they need")
     parser.add_argument("--output_dir", type=Path, default=Path("wheels"))
     arguments = parser.parse_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
@@ -43,9 +45,9 @@ def main() -> None:
         sys.exit(f"{arguments.output_dir} is not empty, and two versions of a package end an installation")
     target = list_target_options(arguments.python_version, arguments.machine)
     try:
-        pins = resolve(arguments.torch, target, arguments.output_dir)
-        without = [name for name in arguments.without.split(",") if name]
-        download(choose(pins, without), target, arguments.output_dir)
+        wanted = list_requirements(arguments.torch, arguments.drop.split(","))
+        pins = resolve(wanted, target, arguments.output_dir)
+        download(choose(pins, arguments.without.split(",")), target, arguments.output_dir)
     except PipFailed as failure:
         sys.exit(f"pip: {failure}")
     print(describe(arguments.output_dir))
@@ -58,13 +60,18 @@ def list_target_options(python_version: str, machine: str) -> list[str]:
     return [f"--python-version={python_version}", "--implementation=cp", *platforms, *older, "--only-binary=:all:"]
 
 
-def resolve(torch_version: str, target: Sequence[str], folder: Path) -> dict[str, str]:
-    """Package -> version of all that the requirements need. What has no wheel is built into `folder`. Raises
-    PipFailed."""
-    lines = [line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("torch==")]
+def list_requirements(torch_version: str, drop: Sequence[str]) -> list[str]:
+    """The lines of requirements.txt, for a machine with another torch."""
+    lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
+    dropped = {_normalize(name) for name in ("torch", *drop)}
+    return [line for line in lines if _normalize(line.partition("==")[0]) not in dropped] + [f"torch=={torch_version}"]
+
+
+def resolve(requirements: Sequence[str], target: Sequence[str], folder: Path) -> dict[str, str]:
+    """Package -> version of all that they need. What has no wheel is built into `folder`. Raises PipFailed."""
     with tempfile.TemporaryDirectory() as scratch:
         wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text("\n".join([*lines, f"torch=={torch_version}"]))
+        wanted.write_text("\n".join(requirements))
         options = ["--dry-run", "--ignore-installed", f"--target={scratch}/site", "--quiet", "--report=-"]
         for _ in range(_MOST_SOURCES):
             try:
@@ -96,7 +103,7 @@ def build(requirement: str, folder: Path) -> None:
 
 def choose(pins: dict[str, str], without: Sequence[str]) -> list[str]:
     """Requirements of one version each, without what comes with torch and what the machine has."""
-    left_out = {_normalize(name) for name in without}
+    left_out = {_normalize(name) for name in without if name}
     return [
         f"{name}=={version}"
         for name, version in sorted(pins.items())
