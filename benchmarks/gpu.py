@@ -1,6 +1,6 @@
 """Half an hour with a GPU: is it right, is it fast, and why.
 
-    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT] [--minutes 7.5] [--output FOLDER]
+    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT ...] [--minutes 7.5] [--output FOLDER]
     python benchmarks/gpu.py --device cpu --tiny      everything that a CPU can run, small, to see that all works
 
 *right* trains a small model in every way and compares with the plain Hugging Face model in one process. *fast* measures
@@ -39,23 +39,36 @@ _MOST_AT_ONCE = 4
 
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside ends the rows too
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit from outside ends the rows too
+        signal.signal(number, stop_once)
     machine = find_machine(arguments.device)
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # this process: the cards are for the rows
     folder = arguments.output or choose_folder(machine, arguments.tiny)
     report = Report(folder, machine, {key: str(value) for key, value in vars(arguments).items()})
     print(f"{machine.describe()}; report: {folder}", flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch:
-        for part in arguments.parts:
-            run_part(part, arguments, machine, report, Path(scratch) / part)
+        try:
+            for part in arguments.parts:
+                run_part(part, arguments, machine, report, Path(scratch) / part)
+        except KeyboardInterrupt:
+            sys.exit(f"\nstopped; what has run is in {folder}/report.md")
     print(f"\nreport: {folder}/report.md", flush=True)
     sys.exit(1 if report.is_bad else 0)
+
+
+def stop_once(signum: int, frame: object) -> None:
+    """Launchers and `timeout` repeat their signals, and the first one is enough."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="right,fast,why", help="with commas between")
-    parser.add_argument("--rows", default="", help="only rows whose name holds one of these, with commas between")
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose name holds one of these"
+    )
     parser.add_argument("--minutes", type=float, default=7.5, help="that each part may take")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the shapes at a size that takes seconds anywhere")
@@ -70,8 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report: Report, scratch: Path) -> None:
     scratch.mkdir()
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
-    wanted = [name.strip() for name in arguments.rows.split(",")]
-    rows = [row for row in measured.list_rows() if any(name in row.name for name in wanted)]
+    rows = [row for row in measured.list_rows() if any(text in row.name for text in arguments.rows)]
     jobs = max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW)) if part == "right" else 1
     report.begin(part, measured.TITLE, measured.COLUMNS)
     run_rows(rows, arguments.minutes * 60, lambda result: report.add(part, result), jobs)

@@ -194,8 +194,12 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
 def test_steps_that_fp16_skips_are_found() -> None:
     records = build_records((1.0, float("inf")), (1.0, 1.0), (1.0, 1.0))
     assert find_skipped_steps(records) == (1,)
-    counted = [{**record, "grad_norm": 1.0, "skipped_steps": count} for record, count in zip(records, (1, 2, 2))]
-    assert find_skipped_steps(counted) == (1, 2)
+    counted = [
+        {**record, "grad_norm": norm, "skipped_steps": norm is None} for record, norm in zip(records, (None, 1, 1))
+    ]
+    assert find_skipped_steps(counted) == (1,)
+    figures = compare_records(counted, build_records((1.0, 5.0), (1.0, 2.0), (1.0, 1.0)), (1,))
+    assert figures["gradient norm"] == 0.5  # of the steps that were taken
 
 
 def test_the_efficiency_that_makes_the_plan_fit() -> None:
@@ -253,7 +257,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
         "--output",
         str(tmp_path),
     ]
-    rows = ["--rows", "pp2, fp32,fp16,8b stage, LoRA,8b stage, offload"]
+    rows = ["--rows", "pp2, fp32", "fp16", "8b stage, LoRA", "8b stage, offload"]
     ended = subprocess.run([*command, *rows], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]

@@ -77,8 +77,8 @@ CASES = (
     Case("3b", "3b", size=1.5),
     Case("1b, Trainer, bf16", "1b", beside="1b", runner="trainer", weights="bf16"),
     Case("8b LoRA, Trainer, bf16", "8b", ("adapter=lora",), "8b LoRA", runner="trainer", weights="bf16", size=2),
-    Case("1b, pp2", "1b", _PP2, "1b", ("2 cards",), world_size=2),
-    Case("1b, pp2, torch's pipelining", "1b", _PP2, "1b, pp2", ("2 cards",), world_size=2, runner="torch"),
+    Case(f"{_STAGE}, pp2", _STAGE, _PP2, _STAGE, ("2 cards",), world_size=2),
+    Case(f"{_STAGE}, pp2, torch", _STAGE, _PP2, f"{_STAGE}, pp2", ("2 cards",), world_size=2, runner="torch"),
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ CASES = (
     Case("8b stage, compile", "8b stage", ("compile=true",)),
     Case("8b stage, LoRA", "8b stage", ("adapter=lora",)),
     Case("1b", "1b"),
-    Case("1b, pp2", "1b", ("num_stages=2",), world_size=2),
+    Case("8b stage, pp2", "8b stage", ("num_stages=2",), world_size=2),
 )
 
 
