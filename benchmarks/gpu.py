@@ -1,6 +1,6 @@
 """Half an hour with a GPU: is it right, is it fast, and why.
 
-    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT ...] [--minutes 7.5] [--output FOLDER]
+    python benchmarks/gpu.py [--parts right,fast,why] [--rows TEXT ...] [--minutes N] [--output FOLDER]
     python benchmarks/gpu.py --device cpu --tiny      everything that a CPU can run, small, to see that all works
 
 *right* trains a small model in every way and compares with the plain Hugging Face model in one process. *fast* measures
@@ -33,7 +33,9 @@ from benchmarks.gpu_parts.rows import run_rows
 from benchmarks.gpu_parts.why import Why
 
 PARTS = {"right": Right, "fast": Fast, "why": Why}
-_CORES_PER_ROW = 4  # of right, whose rows say nothing of time and so run side by side
+_MINUTES = {"cuda": 7.5, "cpu": 15.0}  # of a part: a session with a card is often cut into tens of minutes
+# Of right, whose rows say nothing of time and so run side by side; most of a row is imports, on one core.
+_CORES_PER_ROW = {"cuda": 4, "cpu": 1}
 _MOST_AT_ONCE = 4
 
 
@@ -69,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose name holds one of these"
     )
-    parser.add_argument("--minutes", type=float, default=7.5, help="that each part may take")
+    parser.add_argument("--minutes", type=float, help="that each part may take: 7.5, on a CPU 15")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the shapes at a size that takes seconds anywhere")
     parser.add_argument("--output", type=Path, help="folder of the report")
@@ -84,9 +86,10 @@ def run_part(part: str, arguments: argparse.Namespace, machine: Machine, report:
     scratch.mkdir()
     measured = PARTS[part](machine, scratch, report.folder / "logs" / part, arguments.tiny)
     rows = [row for row in measured.list_rows() if any(text in row.name for text in arguments.rows)]
-    jobs = max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW)) if part == "right" else 1
+    fitting = min(_MOST_AT_ONCE, (os.cpu_count() or 1) // _CORES_PER_ROW[machine.device])
+    jobs, minutes = max(1, fitting) if part == "right" else 1, arguments.minutes or _MINUTES[machine.device]
     report.begin(part, measured.TITLE, measured.COLUMNS)
-    run_rows(rows, arguments.minutes * 60, lambda result: report.add(part, result), jobs)
+    run_rows(rows, minutes * 60, lambda result: report.add(part, result), jobs)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Machine:
 
     def environment(self) -> dict[str, str]:
         """What a process gets that may use the whole machine."""
-        if self.is_cpu:
-            return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        if self.is_cpu:  # a thread a process: rows run side by side, and small models gain nothing from more
+            return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(self.cards)}
 
     def rank_environment(self, rank: int, world_size: int) -> dict[str, str]:
