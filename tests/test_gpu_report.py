@@ -141,7 +141,8 @@ def test_ranks_share_a_card_where_there_is_one_only() -> None:
     pair = Machine("cuda", "NVIDIA H200", ("0", "1"), 1, {}).rank_environment(1, 2)
     assert pair == {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     assert CPU.rank_environment(1, 2) == {
-        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "1", "LOCAL_SIZE": "2",
+        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": "1", "LOCAL_SIZE": "2",
     }  # fmt: skip
 
 
