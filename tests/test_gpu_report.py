@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu_parts.fast import CASES as SPEED_CASES
+from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.material import LENGTHS, save_model, save_records, save_tokenizer
 from benchmarks.gpu_parts.measured_runs import MeasuredRuns, fit_efficiency, read_speed
 from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, TimeLimit, run
 from benchmarks.gpu_parts.report import Report
-from benchmarks.gpu_parts.right import BOUNDS, CASES, Right, compare_records, compare_weights, find_skipped_steps
+from benchmarks.gpu_parts.right import BOUNDS, CASES, Right
 from benchmarks.gpu_parts.rows import Cells, NotRun, Result, Row, Status, run_row, run_rows
 from benchmarks.gpu_parts.shapes import find_shape
 

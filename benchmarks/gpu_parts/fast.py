@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.measured_runs import GIB, MeasuredRuns, Prediction, Speed, measure
 from benchmarks.gpu_parts.processes import Deadline, list_ranks, run, run_python
-from benchmarks.gpu_parts.right import check_needs, write_name
-from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status
+from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status, check_needs
 from benchmarks.gpu_parts.trainer_peer import Job
+from benchmarks.gpu_parts.training_runs import write_name
 
 _SECONDS = {"cuda": (25, 150), "cpu": (15, 120)}  # expected of a run of 1B, and at most of any
 # What others report for 8B at a sequence of 4,096: tokens/s, and on what.

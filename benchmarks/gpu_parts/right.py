@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.machine import ROOT, Machine, is_installed
+from benchmarks.gpu_parts.figures import compare_records, compare_weights, find_skipped_steps
+from benchmarks.gpu_parts.machine import ROOT, Machine
 from benchmarks.gpu_parts.material import LENGTHS, save_adapter, save_model, save_records
 from benchmarks.gpu_parts.oracle import Job
 from benchmarks.gpu_parts.processes import Command, Deadline, RowFailed, run, run_python
-from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status
-from benchmarks.gpu_parts.training_runs import Record, read_metrics, train
+from benchmarks.gpu_parts.rows import Cells, Row, Status, check_needs
+from benchmarks.gpu_parts.training_runs import read_metrics, train, write_name
 
 BOUNDS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 1e-2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -246,63 +247,5 @@ class Right:
         return {**self.machine.environment(), "PATH": f"{beside}:{os.environ['PATH']}"}
 
 
-def check_needs(needs: Sequence[str], machine: Machine) -> None:
-    """Raises NotRun with the reason."""
-    for need in needs:
-        if need == "gpu" and machine.is_cpu:
-            raise NotRun("needs a GPU")
-        if need != "gpu" and not is_installed(need):
-            raise NotRun(f"the package {need} is not installed")
-
-
 def has_checkpoint(output_dir: Path) -> bool:
     return (output_dir / "checkpoints" / "latest").exists()
-
-
-def write_name(name: str) -> str:
-    """Of a file or folder."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def find_skipped_steps(records: Sequence[Record]) -> tuple[int, ...]:
-    """The steps, from 1, whose update fp16 has left out: those that a run counts, or that have no norm."""
-    return tuple(
-        record["step"]
-        for record in records
-        if record.get("skipped_steps") or record["grad_norm"] is None or not math.isfinite(record["grad_norm"])
-    )
-
-
-def compare_records(
-    records: Sequence[Record], expected: Sequence[Record], skipped: Sequence[int] = ()
-) -> dict[str, float]:
-    """The largest relative difference of the losses, and of the norms but for skipped steps. Raises RowFailed where
-    steps are missing."""
-    if len(records) != len(expected) or len(skipped) == len(expected):
-        raise RowFailed(f"{len(records)} steps were reported, not {len(expected)}, and {len(skipped)} skipped")
-    pairs = list(zip(records, expected, strict=True))
-    norms = [(a["grad_norm"], b["grad_norm"]) for a, b in pairs if a["step"] not in skipped]
-    return {
-        "loss": max(_relative(a["loss"], b["loss"]) for a, b in pairs),
-        "gradient norm": max(_relative(actual, wanted) for actual, wanted in norms),
-    }
-
-
-def _relative(actual: float, expected: float) -> float:
-    difference = abs(actual - expected) / abs(expected)
-    return math.inf if math.isnan(difference) else difference
-
-
-def compare_weights(export: Path, expected: Path) -> float:
-    """The largest relative difference of the worst tensor. export: a Hugging Face or peft folder. Raises RowFailed
-    where the names differ."""
-    from safetensors.torch import load_file
-
-    actual = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
-    wanted = {name.replace(".default", ""): tensor for name, tensor in load_file(expected).items()}
-    if actual.keys() != wanted.keys():
-        raise RowFailed(f"other tensors than the oracle's: {sorted(actual.keys() ^ wanted.keys())[:4]}")
-    return max(
-        ((actual[name].float() - tensor.float()).abs().max() / tensor.float().abs().max()).nan_to_num(math.inf).item()
-        for name, tensor in wanted.items()
-    )

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from enum import Enum
 
+from benchmarks.gpu_parts.machine import Machine, is_installed
 from benchmarks.gpu_parts.processes import STOPPED, Deadline, RowFailed, TimeLimit
 
 Cells = dict[str, str]  # column -> what stands there
@@ -33,6 +34,15 @@ class Status(Enum):
 
 class NotRun(Exception):
     """Why a row cannot run on this machine."""
+
+
+def check_needs(needs: Sequence[str], machine: Machine) -> None:
+    """Raises NotRun with the reason."""
+    for need in needs:
+        if need == "gpu" and machine.is_cpu:
+            raise NotRun("needs a GPU")
+        if need != "gpu" and not is_installed(need):
+            raise NotRun(f"the package {need} is not installed")
 
 
 @dataclass(frozen=True)

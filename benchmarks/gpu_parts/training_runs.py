@@ -34,3 +34,8 @@ def read_metrics(output_dir: Path) -> list[Record]:
     file = output_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [record for line in lines if "loss" in (record := json.loads(line))]
+
+
+def write_name(name: str) -> str:
+    """Of a file or folder."""
+    return "".join(letter if letter.isalnum() else "_" for letter in name)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu_parts.machine import Machine
 from benchmarks.gpu_parts.measured_runs import WARM_UP, MeasuredRuns
 from benchmarks.gpu_parts.processes import Deadline, RowFailed
-from benchmarks.gpu_parts.right import write_name
 from benchmarks.gpu_parts.rows import Cells, NotRun, Row, Status
+from benchmarks.gpu_parts.training_runs import write_name
 
 if TYPE_CHECKING:
     from training.observability.trace_summary import StepProfile
