@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
 from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, Ids, micro_batch_ids
-from data.step_totals import StepTotals, compute_step_totals
+from data.step_totals import BatchShape, StepTotals, compute_step_totals
 from data.storage.rows import RowPlan, Rows, list_rows
 
 PAD_MULTIPLE = 8
@@ -108,7 +108,12 @@ class TrainLoader:
         return self._order.sample_ids(step)
 
     def step_totals(self, step: int) -> StepTotals:
-        return compute_step_totals(self._rows, self._row_ids(step), self._options.group_size)
+        options, row_ids = self._options, self._row_ids(step)
+        shape = None
+        if isinstance(options.collator, PadRight):
+            seq_length = options.compute_seq_length(self._rows.lengths[row_ids])
+            shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
+        return compute_step_totals(self._rows, row_ids, options.group_size, shape)
 
     def _row_ids(self, step: int) -> np.ndarray:
         return list_rows(self._order.sample_ids(step), self._options.group_size)

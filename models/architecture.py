@@ -40,6 +40,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.layer import Layer, Styles, refuse_sharding
+from models.packed_attention import FLASH, VARLEN, find_obstacle
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
@@ -54,7 +55,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2": "models.qwen2",
     "qwen3": "models.qwen3",
 }
-_ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
 # Old exports carry them, and no layer needs them: rotary frequencies and causal masks are computed.
 _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
@@ -68,19 +69,37 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
     return _load_architecture(config).build_layers(config)
 
 
-def choose_attention(config: PretrainedConfig, requested: str) -> str:
-    """The kernel for `attn_implementation=requested`; `auto` means the family's first.
+def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None) -> str:
+    """The kernel for `attn_implementation=requested`. `auto` means the family's first; but on a GPU torch's kernel for
+    packed rows where that can be used, since it leaves other rows to SDPA.
 
-    Raises UserError for one that the family cannot use.
+    gpu_dtype: of a model on this process's GPU; None on a CPU, and for a plan. Raises UserError for a kernel that the
+    family cannot use.
     """
-    available = getattr(_load_architecture(config), "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
+    available = _list_attention(config)
     if requested == "auto":
-        return available[0]
+        packs = gpu_dtype is not None and VARLEN in available and find_obstacle(config, gpu_dtype) is None
+        return VARLEN if packs and _passes_documents(config) else available[0]
     if requested not in available:
         raise UserError(
             f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}"
         )
+    obstacle = find_obstacle(config, gpu_dtype) if requested == VARLEN and gpu_dtype is not None else None
+    if obstacle is None and requested in (VARLEN, *FLASH) and not _passes_documents(config):
+        obstacle = f"the layers of '{config.model_type}' do not tell their attention where documents begin"
+    if obstacle is not None:
+        raise UserError(f"attn_implementation={requested} cannot be used here: {obstacle}; use sdpa")
     return requested
+
+
+def _list_attention(config: PretrainedConfig) -> tuple[str, ...]:
+    return getattr(_load_architecture(config), "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
+
+
+def _passes_documents(config: PretrainedConfig) -> bool:
+    """True of the families with a file here, which the tests prove."""
+    passes_documents = getattr(_load_architecture(config), "passes_documents", None)
+    return passes_documents is None or passes_documents(config)
 
 
 def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:

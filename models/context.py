@@ -14,6 +14,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from models.documents import (
+    DocumentBounds,
+    Documents,
+    build_packed_mask,
+    locate_documents,
+    locate_rows,
+    number_documents,
+)
+from models.packed_attention import FLASH, VARLEN
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -25,11 +35,11 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 
 
 class MicroBatchContext:
-    """Attention masks and rotary angles of the micro-batch that a stage is working on.
+    """Attention masks, documents and rotary angles of the micro-batch that a stage is working on.
 
-    All layers of a stage share one object, and none of them derives such a thing for itself: whatever else follows from
-    the integers of a micro-batch (cumulative lengths of its documents, its padding) is derived here, once, when a layer
-    needs it. A family that differs overrides `derive_shared` or `build_mask`.
+    All layers of a stage share one object, and none of them derives such a thing for itself: whatever follows from the
+    integers of a micro-batch is derived here, once, when a layer needs it. A family that differs overrides
+    `derive_shared` or `build_mask`.
 
     Not an `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to
     bf16 turn long positions into noise.
@@ -39,9 +49,12 @@ class MicroBatchContext:
         """rotary: the family's rotary embedding, or None for a family without."""
         self.config = config
         self.rotary = rotary
+        # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
+        self.bounds: DocumentBounds | None = None
         self._position_ids: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
-        self._masks: dict[str, torch.Tensor | BlockMask | None] = {}
+        self._by_type: dict[str, dict[str, Any]] = {}
+        self._numbers: torch.Tensor | None = None
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -56,11 +69,12 @@ class MicroBatchContext:
         position_ids = inputs[1]
         with _disable_current_modes():
             if position_ids is not self._position_ids:
-                self._shared, self._masks = self.derive_shared(inputs), {}
+                self._shared, self._by_type = self.derive_shared(inputs), {}
+                self._numbers = number_documents(position_ids, self.bounds)
                 self._position_ids = position_ids
-            if attention_type not in self._masks:
-                self._masks[attention_type] = self.build_mask(inputs, attention_type)
-        return {"position_ids": position_ids, "attention_mask": self._masks[attention_type], **self._shared}
+            if attention_type not in self._by_type:
+                self._by_type[attention_type] = self._derive(inputs, attention_type)
+        return {"position_ids": position_ids, **self._by_type[attention_type], **self._shared}
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         """Keyword arguments that are the same for all layers."""
@@ -74,15 +88,48 @@ class MicroBatchContext:
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
         """The mask of one type of attention, in the form that the attention implementation takes.
 
-        Documents of a packed row are kept apart by positions that restart, as `transformers` does it. Padding needs no
-        mask: it is behind the tokens, and its positions continue those of the last document, so a batch without packed
-        rows has none at all.
+        Documents of a packed row are kept apart by positions that restart. Padding needs no mask: it is behind the
+        tokens, and its positions continue those of the last document, so a batch without packed rows has none at all.
         """
-        hidden_states, position_ids, _ = inputs
+        hidden_states = inputs[0]
+        if self._numbers is not None:
+            return build_packed_mask(self.config, hidden_states, self._numbers, self._find_window(attention_type))
+        # Without positions: `transformers` would wait for the device to see whether they restart
         return _MASKS[attention_type](
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=position_ids,
+            config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None
         )
+
+    def find_documents(self, inputs: Activations, attention_type: str) -> Documents | None:
+        """What attention without a mask needs to keep documents apart; None for whole rows under a causal mask."""
+        position_ids, window = inputs[1], self._find_window(attention_type)
+        if self._numbers is not None:
+            return Documents(*locate_documents(self._numbers, self.bounds), window)
+        if window is not None and window < position_ids.shape[1]:
+            return Documents(*locate_rows(position_ids), window)
+        return None
+
+    def _derive(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
+        """Keyword arguments of one type of attention, as the attention implementation wants them."""
+        implementation = self.config._attn_implementation
+        if implementation == VARLEN:
+            return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}
+        if implementation in FLASH:
+            return {"attention_mask": None, **self._name_for_flash(inputs[1])}
+        return {"attention_mask": self.build_mask(inputs, attention_type)}
+
+    def _name_for_flash(self, position_ids: torch.Tensor) -> dict[str, Any]:
+        """The documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves know windows.
+
+        Without them it looks, in each layer, whether a micro-batch of one row is packed, and waits for the device;
+        larger ones it takes to be not (`_is_packed_sequence`, 5.23).
+        """
+        if self._numbers is None and len(position_ids) > 1:
+            return {}
+        offsets, longest = (
+            locate_rows(position_ids) if self._numbers is None else locate_documents(self._numbers, self.bounds)
+        )
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        return dict(zip(names, (offsets, offsets, longest, longest), strict=True))
+
+    def _find_window(self, attention_type: str) -> int | None:
+        return self.config.sliding_window if attention_type == "sliding_attention" else None

@@ -21,6 +21,7 @@ from models.context import MicroBatchContext
 from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.losses.cross_entropy import IGNORE_INDEX, build_loss
+from models.packed_attention import VARLEN
 from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
@@ -62,6 +63,21 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
 
 def is_published(config: PretrainedConfig) -> bool:
     return getattr(config, "base_model_pp_plan", None) is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def passes_documents(config: PretrainedConfig) -> bool:
+    """Whether the layers hand on to their attention what it needs to keep packed documents apart without a mask: a
+    small model gives the same loss with it as with the mask."""
+    small = shrink(config)
+    position_ids = torch.cat([torch.arange(9), torch.arange(15)]).repeat(2, 1)
+    losses = []
+    for small._attn_implementation in ("sdpa", VARLEN):
+        model, input_ids = _build_small(small)
+        try:
+            losses.append(_run(_assemble(small), model.state_dict(), input_ids, small, position_ids)[0])
+        except TypeError:  # the required keyword of `models.packed_attention.attend` is missing
+            return False
+    return abs(losses[1].item() / losses[0].item() - 1) < BOUND
 
 
 def _find_fault(config: PretrainedConfig) -> str | None:
@@ -135,14 +151,7 @@ def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
     """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
     config._attn_implementation = "sdpa"
     layers = _assemble(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter += 0.1 * torch.randn_like(parameter)
-        input_ids = torch.randint(3, config.vocab_size, (2, 24))
+    model, input_ids = _build_small(config)
     expected = model(input_ids, labels=input_ids, use_cache=False).loss
     expected.backward()
     loss, modules = _run(layers, model.state_dict(), input_ids, config)
@@ -162,11 +171,29 @@ def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
     )
 
 
+def _build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The model of a small config with random weights, the same at every call, and input_ids [2, 24]."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        return model, torch.randint(3, config.vocab_size, (2, 24))
+
+
 def _run(
-    layers: list[Layer], weights: dict[str, torch.Tensor], input_ids: torch.Tensor, config: PretrainedConfig
+    layers: list[Layer],
+    weights: dict[str, torch.Tensor],
+    input_ids: torch.Tensor,
+    config: PretrainedConfig,
+    position_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
-    """The loss of the layers one after the other, and those that own weights with their modules."""
-    position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
+    """The loss of the layers one after the other, and those that own weights with their modules. position_ids: one
+    document a row by default."""
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     activations: Any = (input_ids, position_ids, torch.ones_like(input_ids, dtype=torch.int32))
     modules: list[tuple[Layer, nn.Module]] = []
     shared: dict[str, nn.Module] = {}

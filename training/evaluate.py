@@ -37,7 +37,7 @@ def evaluate_checkpoint(
     reporters: get them too, as of the checkpoint's step; none on all ranks but the main one.
     """
     metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
-    result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms)}
+    result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)}
     result |= metrics.finish_evaluation() if metrics is not None else {}
     result["eval_tokens"] = size.targets
     ranks.say(f"{source} on {config.eval_file}: {describe_evaluation(result)}")

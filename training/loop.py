@@ -13,6 +13,7 @@ import torch
 import console
 from data.step_totals import StepTotals
 from errors import UserError
+from models.documents import DocumentBounds
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
@@ -23,7 +24,7 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
 from training.inputs.step_budget import StepBudget
-from training.inputs.step_totals import SharedTotals
+from training.inputs.step_totals import SharedTotals, bound_documents
 from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
@@ -104,7 +105,7 @@ class TrainingLoop:
         if traced:
             self._off_the_clock(self._trace.start)
         self._telemetry.start_step(profiled)
-        loss = self._train_step(micro_batches)
+        loss = self._train_step(micro_batches, bound_documents(totals))
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         if traced:
@@ -126,9 +127,9 @@ class TrainingLoop:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
-    def _train_step(self, micro_batches: Any) -> torch.Tensor:
+    def _train_step(self, micro_batches: Any, bounds: DocumentBounds | None) -> torch.Tensor:
         loss, self._learning_rate = train_step(
-            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps
+            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, bounds=bounds
         )
         return loss
 
@@ -211,7 +212,7 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         loader, size = self.eval_loader, self.budget.evaluation
         assert loader is not None and size is not None
-        loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms)
+        loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)
         metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
         self.last_eval = {"step": self.state.step, "eval_loss": loss, **metrics, "eval_tokens": size.targets}
         self._report(self.last_eval)

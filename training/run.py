@@ -128,7 +128,9 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     with Watchdog(ranks, config.stuck_minutes):
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
-        size = process.broadcast_from_main(lambda: measure_evaluation(config, datasets["eval_file"]), ranks)
+        size = process.broadcast_from_main(
+            lambda: measure_evaluation(config, setup.layout, datasets["eval_file"]), ranks
+        )
         hosts = process.gather_hosts()
         reporters: list[Reporter] = []
         if ranks.is_main:

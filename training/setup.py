@@ -14,7 +14,7 @@ from pathlib import Path
 
 from errors import UserError
 from models.adapters import Adapter
-from models.architecture import build_layers, check_length, choose_attention, choose_experts
+from models.architecture import build_layers, check_length, choose_experts
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
@@ -34,6 +34,7 @@ from training.engine.optimizer import check_optimizer
 from training.inputs.custom import build_collator
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
+from training.pipeline.attention import choose_run_attention
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
@@ -102,7 +103,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
 
     plans: the costs of the layers are wanted. Raises UserError.
     """
-    source.config._attn_implementation = choose_attention(source.config, config.attn_implementation.value)
+    source.config._attn_implementation = choose_run_attention(config, source.config)
     check_length(source.config, config.max_seq_length)
     layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
     source.config._experts_implementation = choose_experts(
@@ -113,7 +114,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     adapter = None if config.evaluate_only else build_adapter(config, layers)
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
-    check_together(Run(config, has_accelerator(), layout.micro_batch_size))
+    check_together(Run(config, has_accelerator()))
     layout = schedule_layout(layout, config, len(layers))
     costs = fits = None
     if plans and (ranks.is_main or has_accelerator()):  # on a CPU only the main rank has a use for them

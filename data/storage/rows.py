@@ -235,12 +235,27 @@ class Rows:
         run = slice(*self._index["offset"][row : row + 2])
         return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
 
+    def piece_counts(self, rows: np.ndarray) -> np.ndarray:
+        """What each of several rows holds, int64 [len(rows)]."""
+        if self._index is None:
+            return np.ones(len(rows), np.int64)
+        offsets = self._index["offset"]
+        return offsets[rows + 1] - offsets[rows]
+
     def count_pieces(self, rows: np.ndarray) -> int:
         """What several rows hold together."""
+        return int(self.piece_counts(rows).sum())
+
+    def longest_piece(self, rows: np.ndarray, seq_length: int) -> int:
+        """Tokens of the longest piece of several rows, when the last one of each is padded to `seq_length`."""
         if self._index is None:
-            return len(rows)
-        offsets = self._index["offset"]
-        return int((offsets[rows + 1] - offsets[rows]).sum())
+            return seq_length
+        counts, offsets = self.piece_counts(rows), self._index["offset"]
+        ends = counts.cumsum()
+        places = np.arange(ends[-1]) + np.repeat(offsets[rows] - (ends - counts), counts)
+        lengths = self._index["stop"][places] - self._index["start"][places]
+        lengths[ends - 1] += seq_length - self.lengths[rows]
+        return int(lengths.max())
 
     def input_ids(self, row: int) -> np.ndarray:
         """int32 [T]"""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.collator import unshift_targets
+from data.collator import Checked, PadRight, unshift_targets
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.loader import (
@@ -22,7 +22,7 @@ from data.loader import (
 )
 from data.options import MeanOver
 from data.order import GlobalOrder
-from data.step_totals import compute_step_totals
+from data.step_totals import BatchShape, compute_step_totals
 from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
@@ -138,7 +138,11 @@ def test_step_totals_are_those_of_the_global_batch(path: Path, data: TokenizedDa
         num_targets = sum(int((data.labels(i)[1:] != -100).sum()) for i in ids)
         assert totals.num_targets == totals.count_terms(MeanOver.targets) == num_targets
         assert totals.num_documents == totals.num_samples == len(ids) == 8
-        assert totals == compute_step_totals(Rows(path, OPTIONS.row_plan, False, False), ids, group_size=1)
+        shape = BatchShape(rows=2, seq_length=totals.longest_document)
+        assert totals == compute_step_totals(Rows(path, OPTIONS.row_plan, False, False), ids, 1, shape)
+        assert totals.most_documents == 2  # nothing is packed
+    (loader,) = build_layout(path, 1, 2, 4, collator=Checked(PadRight(), "data.collator my.Own"))
+    assert loader.step_totals(2).most_documents == 0  # positions are the collator's to set
 
 
 def test_a_run_from_the_middle_is_the_tail_of_a_run_from_the_start(path: Path) -> None:

@@ -47,6 +47,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "auto": ("attn_implementation=auto",),
         "sdpa": ("attn_implementation=sdpa",),
+        "varlen": ("attn_implementation=varlen",),
         "eager": ("attn_implementation=eager",),
         "flash": ("attn_implementation=flash_attention_2",),
         "flex": ("attn_implementation=flex_attention",),

@@ -13,6 +13,7 @@ import torch
 from support.configs import build_config
 
 from data.step_totals import StepTotals
+from models.documents import DocumentBounds
 from training import loop
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -27,11 +28,13 @@ TOKENS = [100, 200, 300, 400, 500]
 
 
 class Engine:
-    device, rank, module = torch.device("cpu"), 0, SimpleNamespace(loss_fn=None)
+    device, rank = torch.device("cpu"), 0
     layout = Layout(Topology.of(1), 2, 4)
 
     def __init__(self) -> None:
         self.rates: list[float] = []
+        self.expected: list[DocumentBounds | None] = []
+        self.module = SimpleNamespace(loss_fn=None, expect_documents=self.expected.append)
 
     def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
         self.rates.append(learning_rate)
@@ -55,7 +58,8 @@ class Loader:
         return np.arange(100) + step
 
     def step_totals(self, step: int) -> StepTotals:
-        return StepTotals(TOKENS[step], TARGETS[step], num_documents=1, num_samples=1)
+        known = {} if step == 2 else {"most_documents": step + 5, "longest_document": 10 * step}
+        return StepTotals(TOKENS[step], TARGETS[step], num_documents=1, num_samples=1, **known)
 
     def __len__(self) -> int:
         return 1
@@ -94,7 +98,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 check_room=lambda num_moments: None,
             ),
         )
-        monkeypatch.setattr(loop, "evaluate", lambda *_: 7.0)
+        monkeypatch.setattr(loop, "evaluate", lambda *_, **__: 7.0)
         monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(of_step=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
@@ -164,6 +168,13 @@ def test_evaluation_and_saving_come_at_their_steps_and_at_the_end(run) -> None:
         (0, 7.0), (2, 7.0), "save 3", (4, 7.0), (5, None), (5, 7.0), "save 5",
     ]  # fmt: skip
     assert events[0] == {"step": 0, "eval_loss": 7.0, "eval_tokens": 12}
+
+
+def test_each_step_is_run_with_what_the_host_knows_of_its_documents(run) -> None:
+    _, engine, _ = run()
+    known = [DocumentBounds(step + 5, 10 * step) for step in range(5)]
+    known[2] = None
+    assert engine.expected == known
 
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What does not go together: one table of pairs of features, each with its reason and what to write instead.
 
 The checks of a run read it (`check_together`), docs/configure.md shows it, and tests/training/test_combinations.py runs
-what it does not refuse. A pair is decided by the config, the machine and the batch. What a family cannot do stands in
+what it does not refuse. A pair is decided by the config and the machine. What a family cannot do stands in
 its own file in `models/` (`ATTENTION_IMPLEMENTATIONS`, `tensor_parallel_plan`), and arithmetic (a batch that does not
 divide) where it is done.
 """
@@ -21,11 +21,10 @@ from training.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Run:
-    """What a feature is read from. has_accelerator: true for a plan. micro_batch_size: None until it is known."""
+    """What a feature is read from. has_accelerator: true for a plan."""
 
     config: RunConfig
     has_accelerator: bool = True
-    micro_batch_size: int | None = None
 
     def read(self, key: str) -> Any:
         return functools.reduce(getattr, key.split("."), self.config)
@@ -87,10 +86,6 @@ _TENSOR_PARALLEL = Feature(
 _ONE_STAGE = Feature(  # a search tries other numbers of stages
     "num_stages=1", lambda run: run.config.num_stages == 1 and run.config.plan != "search", "num_stages"
 )
-_PACKED_TOGETHER = Feature(
-    "data.packing=true with several rows in a micro-batch",
-    lambda run: run.config.data.packing and (run.micro_batch_size or 1) > 1,
-)
 _TIMED_HERE = Feature(
     "plan=true with hardware=here", lambda run: run.config.plan is True and run.config.hardware.peak_flops is None
 )
@@ -120,10 +115,9 @@ INCOMPATIBLE = (
     ),
     Pair(
         _FLASH,
-        _PACKED_TOGETHER,
-        # `_is_packed_sequence` (modeling_flash_attention_utils.py, 5.23) looks at micro-batches of one row alone
-        "transformers keeps packed samples apart in micro-batches of one row only",
-        "give micro_batch_size=1, or attn_implementation=sdpa",
+        _is("precision", "fp32"),
+        "its kernels take bf16 and fp16",
+        "use precision=bf16, or attn_implementation=sdpa",
     ),
     Pair(
         _is("activation_checkpoint_mode", "selective"),

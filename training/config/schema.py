@@ -55,6 +55,7 @@ class CheckpointMode(Enum):
 class AttnImplementation(Enum):
     auto = "auto"
     sdpa = "sdpa"
+    varlen = "varlen"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"
     flash_attention_3 = "flash_attention_3"

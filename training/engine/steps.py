@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from console import progress
+from models.documents import DocumentBounds
 from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
@@ -16,10 +17,19 @@ from training.engine.lr_schedule import learning_rate_at
 
 
 def train_step(
-    engine: Engine, micro_batches: Iterator[Any], config: RunConfig, step: int, total_steps: int
+    engine: Engine,
+    micro_batches: Iterator[Any],
+    config: RunConfig,
+    step: int,
+    total_steps: int,
+    *,
+    bounds: DocumentBounds | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning
     rate.
+
+    bounds: of the documents in these micro-batches; None where they are not known, and each micro-batch has to be
+    asked.
 
     Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
     """
@@ -27,6 +37,7 @@ def train_step(
     # The ranks that share layers drop the same places of what all of them hold.
     topology = engine.layout.topology
     seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(TENSOR)))) % 2**63
+    engine.module.expect_documents(bounds)
     return engine.train_step(micro_batches, learning_rate, seed), learning_rate
 
 
@@ -39,12 +50,20 @@ def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:
     return failed or not loss.isfinite().all().item()
 
 
-def evaluate(engine: Engine, micro_batches: Iterator[Any] | None, num_micro_batches: int, num_terms: int) -> float:
+def evaluate(
+    engine: Engine,
+    micro_batches: Iterator[Any] | None,
+    num_micro_batches: int,
+    num_terms: int,
+    *,
+    bounds: DocumentBounds | None = None,
+) -> float:
     """Mean loss a target token, or a pair, over the evaluation set; the same on every rank.
 
     micro_batches: of this rank's loader, whose loss is a sum; None on a rank that reads nothing.
-    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank.
+    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank. bounds: as in `train_step`.
     """
+    engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     with progress("evaluating", num_micro_batches, "micro-batches", shown=engine.rank == 0) as bar:
         followed = None if micro_batches is None else bar.follow(micro_batches)

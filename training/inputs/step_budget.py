@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 import console
 from data.options import MeanOver
 from data.order import GlobalOrder
-from data.storage.rows import count_rows
+from data.step_totals import bound_documents
+from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
+from models.documents import DocumentBounds
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, read_state
@@ -22,11 +26,13 @@ from training.objectives.registry import describe_objective, get_objective
 
 @dataclasses.dataclass(frozen=True)
 class EvalSize:
-    """Of `eval_file`. rows: as `micro_batch_size` counts them. terms: what eval_loss is a mean over."""
+    """Of `eval_file`. rows: as `micro_batch_size` counts them. terms: what eval_loss is a mean over. documents: of its
+    micro-batches; None where a user-defined collator sets positions."""
 
     rows: int
     targets: int
     terms: int
+    documents: DocumentBounds | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ def compute_step_budget(
     if config.stop_after_steps is not None:
         last_step = min(total_steps, start.step + config.stop_after_steps)
     _check_steps_left(config, start, last_step, resume_from)
-    evaluation = measure_evaluation(config, datasets["eval_file"]) if "eval_file" in datasets else None
+    evaluation = measure_evaluation(config, layout, datasets["eval_file"]) if "eval_file" in datasets else None
     return StepBudget(num_samples, total_steps, last_step, evaluation), start
 
 
@@ -100,8 +106,14 @@ def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, re
             raise UserError(f"{key}={step}: the run has {start.total_steps} steps; give one of them, or null")
 
 
-def measure_evaluation(config: RunConfig, path: Path) -> EvalSize:
+def measure_evaluation(config: RunConfig, layout: Layout, path: Path) -> EvalSize:
     """path: of the tokenized `eval_file`."""
-    rows, targets = count_rows(path, build_row_plan(config, "eval_file")), load_summary(path).num_targets
-    by_samples = get_objective(config).mean_over is MeanOver.samples
-    return EvalSize(rows, targets, terms=rows if by_samples else targets)
+    plan, objective = build_row_plan(config, "eval_file"), get_objective(config)
+    rows, targets = count_rows(path, plan), load_summary(path).num_targets
+    documents = None
+    if config.data.collator is None:
+        counts = Rows(path, plan, False, False).piece_counts(np.arange(rows * objective.rows_per_sample))
+        most = bound_documents(counts, layout.micro_batch_size * objective.rows_per_sample)
+        documents = DocumentBounds(most, config.max_seq_length)
+    terms = rows if objective.mean_over is MeanOver.samples else targets
+    return EvalSize(rows, targets, terms, documents)

@@ -27,12 +27,12 @@ from data.storage.rows import RowPlan
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.adapters import adapter_off
-from models.architecture import choose_attention
 from models.losses.dpo import RowScore
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
+from training.pipeline.attention import choose_run_attention
 from training.pipeline.module import StageModule
 
 _VERSION = 1  # raise it when the same model starts to give other log-probabilities
@@ -42,7 +42,7 @@ _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pip
 def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
     """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
-    attention = choose_attention(reference.config, config.attn_implementation.value)
+    attention = choose_run_attention(config, reference.config)
     state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit)
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 

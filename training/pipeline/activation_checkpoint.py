@@ -32,7 +32,7 @@ KEPT_OPERATORS = {
     )
     if hasattr(torch.ops.aten, name)
 }
-KEPT_NAMESPACES = ("flash_attn", "flash_attn_3")  # the operators of those packages
+KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn")  # the operators of those packages, and of varlen_attn
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from console import progress
 from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.decoder import PipelineDecoderLayer
+from models.documents import DocumentBounds
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
 from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
@@ -168,6 +169,12 @@ class StageModule(PipelineModule):
         """
         layers = (module for _, _, module in self.local_layers())
         compile_layers((module for module in layers if isinstance(module, PipelineDecoderLayer)), self.global_rank)
+
+    def expect_documents(self, bounds: DocumentBounds | None) -> None:
+        """Says what is known of the documents of the micro-batches to come; None where nothing is."""
+        for module in self._functions.values():
+            if isinstance(module, PipelineDecoderLayer):
+                module.context.bounds = bounds
 
     def _fill_groups(self) -> None:
         """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.

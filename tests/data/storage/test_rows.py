@@ -14,6 +14,7 @@ from data.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.options import Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
+from data.step_totals import bound_documents
 from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
@@ -100,19 +101,30 @@ def test_every_layout_packs_the_same_global_batches(path: Path, layout: tuple[in
     dp_size, micro_batch_size, accumulation = layout
     order = GlobalOrder(count_rows(path, PLAN), 4, seed=5)
     rows = Rows(path, PLAN, True, True)
-    read = []
+    read, documents, longest = [], [], []
     for rank in range(dp_size):
         options = LoaderOptions(
             True, True, rank, dp_size, micro_batch_size=micro_batch_size, row_plan=PLAN, pad_token_id=0
         )
         for inputs, (_, denominator, _) in build_train_loader(path, options, order, accumulation).iterate(1, 2):
             read += [tuple(row[row != 0].tolist()) for row in inputs[0]]
+            starts = np.flatnonzero(inputs[1].flatten() == 0)
+            documents.append(len(starts))
+            longest.append(np.diff([*starts, inputs[1].numel()]).max())
             totals = build_train_loader(path, options, order, accumulation).step_totals(1)
             assert denominator == totals.num_targets / (dp_size * accumulation)
     ids = order.sample_ids(1)
     assert sorted(read) == sorted(tuple(rows.input_ids(i).tolist()) for i in ids)
     assert totals.num_tokens == rows.lengths[ids].sum() and totals.num_targets == rows.num_targets[ids].sum()
     assert totals.num_documents == sum(len(rows.pieces(i)) for i in ids) > totals.num_samples == len(ids)
+    assert max(documents) <= totals.most_documents <= sum(documents) and totals.longest_document == max(longest)
+
+
+def test_no_choice_of_rows_holds_more_documents_than_their_bound() -> None:
+    counts = np.array([1, 5, 2, 3, 1])
+    assert [bound_documents(counts, num_rows) for num_rows in (1, 2, 5)] == [5, 8, 12]
+    assert bound_documents(counts, 7) == 14  # two rows of padding
+    assert bound_documents(np.ones(9, np.int64), 4) == 4
 
 
 def test_evaluation_takes_every_packed_sample_once(path: Path) -> None:

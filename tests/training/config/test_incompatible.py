@@ -21,9 +21,9 @@ EXAMPLES = {
         "attn_implementation=flash_attention_3",
     ),
     "attn_implementation=flex_attention does not go together with a machine": ("attn_implementation=flex_attention",),
-    "attn_implementation=flash_attention_2 does not go together with data.packing=true with several rows": (
+    "attn_implementation=flash_attention_2 does not go together with precision=fp32: ": (
         "attn_implementation=flash_attention_2",
-        "data.packing=true",
+        "precision=fp32",
     ),
     "activation_checkpoint_mode=selective does not go together with compile=true: ": (
         "activation_checkpoint_mode=selective",
@@ -106,7 +106,7 @@ def base() -> RunConfig:
     ids=[f"{pair.first.words} + {pair.second.words}" for pair in INCOMPATIBLE],
 )
 def test_a_pair(base: RunConfig, pair: Pair, message: str, overrides: tuple[str, ...]) -> None:
-    run = Run(set_keys(base, *overrides), has_accelerator="a machine" not in pair.second.words, micro_batch_size=2)
+    run = Run(set_keys(base, *overrides), has_accelerator="a machine" not in pair.second.words)
     assert list_conflicts(run) == [pair]
     with pytest.raises(UserError) as caught:
         check_together(run)
@@ -123,10 +123,9 @@ def test_the_checks_of_a_run_read_the_table(base: RunConfig) -> None:
 
 def test_one_feature_alone_is_not_refused(base: RunConfig) -> None:
     flash = set_keys(base, "attn_implementation=flash_attention_2", "data.packing=true")
-    check_together(Run(flash, micro_batch_size=1))
-    check_together(Run(flash))  # before the layout is known
+    check_together(Run(flash))
     for overrides in ((TWO_RANKS,), ("num_stages=2", "schedule=interleaved"), ("plan=search", "schedule=interleaved")):
-        check_together(Run(set_keys(base, *overrides), has_accelerator=False, micro_batch_size=2))
+        check_together(Run(set_keys(base, *overrides), has_accelerator=False))
 
 
 def test_the_page_shows_the_table() -> None:

@@ -20,7 +20,7 @@ class Loader:
 
     def step_totals(self, step: int) -> StepTotals:
         self.asked.append(step)
-        return StepTotals(*range(2**40 * step, 2**40 * step + 4))
+        return StepTotals(*range(2**40 * step, 2**40 * step + 6))
 
 
 def read_totals(first_step: int) -> tuple[list[StepTotals], list[int]]:

@@ -11,15 +11,28 @@ import json
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.cases import Case, merge, train_case, train_oracle, worst_difference
+from support.cases import (
+    CHECKPOINTED,
+    SELECTIVE,
+    Case,
+    mean_loss,
+    merge,
+    train_case,
+    train_oracle,
+    train_run,
+    worst_difference,
+)
+from support.packed_kernels import play_flash
 from support.tiny import save_llama, save_records, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
 from data.storage.rows import Rows
+from data.storage.tokenized import TokenizedDataset
 from training.inputs.datasets import build_row_plan, prepare_file
 
 BOUND = 1e-5
@@ -34,6 +47,7 @@ LAYOUTS = {
     "pp2xdp2": (2, 4),
 }  # num_stages, world size
 PACKED = "data.packing=true"
+TOGETHER = ("micro_batch_size=2",)  # rows of a micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +86,13 @@ def rows(root: Path) -> Rows:
         ("pp2xdp2", ("activation_checkpoint_interval=1",)),
         *(pytest.param(layout, (), marks=pytest.mark.full) for layout in ("pp2", "pp3", "pp4", "pp1xdp2")),
         pytest.param("pp2", ("attn_implementation=eager", "data.pad_to=max_seq_length"), marks=pytest.mark.full),
+        *(
+            pytest.param(layout, (*TOGETHER, "attn_implementation=varlen", CHECKPOINTED), marks=pytest.mark.full)
+            for layout in ("pp2", "pp2xdp2")
+        ),
+        pytest.param("pp1", (*TOGETHER, "attn_implementation=varlen", *SELECTIVE), marks=pytest.mark.full),
+        pytest.param("pp2", ("attn_implementation=varlen", "schedule=interleaved"), marks=pytest.mark.full),
+        pytest.param("pp2", TOGETHER, marks=pytest.mark.full),
     ],
 )
 def test_packed_rows_train_as_each_document_alone(
@@ -85,6 +106,55 @@ def test_packed_rows_train_as_each_document_alone(
         assert worst_difference(result["weights"], other["weights"])[0] < BOUND
         torch.testing.assert_close(result["losses"], other["losses"], rtol=BOUND, atol=0)
         torch.testing.assert_close(result["norms"], other["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("pp2", ("activation_checkpoint_interval=1",)),
+        pytest.param("pp1", ("activation_checkpoint_interval=2",), marks=pytest.mark.full),
+    ],
+)
+def test_flash_attention_keeps_the_documents_of_several_rows_apart(
+    workers, root: Path, rows: Rows, layout: str, overrides: tuple[str, ...]
+) -> None:
+    """transformers' own attention function around kernels that are played on the CPU."""
+    packed = build_case(
+        root, layout, PACKED, *TOGETHER, "attn_implementation=flash_attention_2", *overrides, rows=len(rows)
+    )
+    results = workers(packed.world_size).run(train_with_flash, packed)
+    assert all(called == {"flash_attn_varlen_func"} for _, called in results)
+    result = merge([trained for trained, _ in results])
+    expected = train_oracle(build_case(root, layout))
+    assert worst_difference(result["weights"], expected["weights"])[0] < BOUND
+    torch.testing.assert_close(result["losses"], expected["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], expected["norms"], rtol=BOUND, atol=0)
+
+
+def train_with_flash(case: Case) -> tuple[dict[str, Any], set[str]]:
+    """`train_case`, and which of flash-attention's functions were called. Nothing refuses the kernel for its machine or
+    the precision."""
+    from training import setup
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(setup, "check_together", lambda run: None)
+        called = play_flash(monkeypatch)
+        return train_case(case), set(called)
+
+
+def test_packed_rows_are_evaluated_as_each_document_alone(workers, root: Path, rows: Rows) -> None:
+    """The last micro-batch runs short: its rows of padding count as documents too."""
+    assert len(rows) % 3
+    case = build_case(
+        root, "pp2", PACKED, "attn_implementation=varlen", "evaluate_only=true", f"eval_file={root}/train.jsonl",
+        "micro_batch_size=3", rows=9,
+    )  # fmt: skip
+    workers(case.world_size).run(train_run, case)
+    evaluated = json.loads((root / "out" / "evaluation.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    (folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
+    loss, num_targets = mean_loss(model, TokenizedDataset(folder, True, True))
+    assert evaluated["eval_tokens"] == num_targets and evaluated["eval_loss"] == pytest.approx(loss, rel=BOUND)
 
 
 @pytest.mark.parametrize(

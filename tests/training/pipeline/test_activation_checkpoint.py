@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.packed_kernels import play_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
@@ -42,17 +43,22 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_selective_repeats_what_is_cheap_and_nothing_else(dtype: torch.dtype) -> None:
+def test_selective_repeats_what_is_cheap_and_nothing_else(
+    dtype: torch.dtype, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
     )
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "varlen" if packs else "sdpa"
+    play_varlen(monkeypatch)
     layer = build_layers(config)[1]
     torch.manual_seed(0)
     module = layer.module_class(*layer.args).to(dtype)
     hidden_states = torch.randn(B, T, 64, dtype=dtype, requires_grad=True)
-    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+    length = T // 2 if packs else T
+    integers = torch.arange(T).remainder(length).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
     gradients, calls = {}, {}
     for recompute in (
         ActivationCheckpointing(0),
@@ -67,7 +73,8 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(dtype: torch.dtype) ->
         calls[name] = counted.calls
     for name in ("grouped", "selective"):
         assert all(torch.equal(a, b) for a, b in zip(gradients[name], gradients["kept"], strict=True)), name
-    costly = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
+    costly = ("mm", "_varlen_attn" if packs else "_scaled_dot_product_flash_attention_for_cpu")
+    assert packs == (calls["grouped"]["_varlen_attn"] == 1)
     assert calls["grouped"]["mm"] > calls["kept"]["mm"] and calls["grouped"]["silu"] == calls["selective"]["silu"] == 1
     assert all(calls["selective"][operator] == calls["kept"][operator] for operator in costly)
     assert is_kept(torch.ops.aten.mm.default) and not is_kept(torch.ops.aten.silu.default)

@@ -1,0 +1,107 @@
+"""Where the documents of a micro-batch begin and end, found without waiting for the device.
+
+A document begins at each row's start and wherever positions do not continue; padding continues those of the last
+document of its row, and stays a part of it (a causal model's tokens never see what is behind them). How many documents
+there are is data on the device, and asking for it would stop the host until the device has caught up. So the host says
+beforehand how many there can be: the loader knows the lengths of a step's rows (`DocumentBounds`).
+
+B micro-batch, T sequence, N documents of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    BlockMask,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+
+@dataclass(frozen=True)
+class DocumentBounds:
+    """Holds for every micro-batch of a step, or of an evaluation.
+
+    most: documents in a micro-batch, a row of padding counted as one. longest: tokens of a document, the padding
+    behind it included.
+    """
+
+    most: int
+    longest: int
+
+
+class Documents(NamedTuple):
+    """What attention kernels for packed rows ask for: all rows of a micro-batch end to end, and where to cut them.
+
+    offsets: int32 [N + 1], on the device: document i is tokens offsets[i] .. offsets[i + 1] - 1. Where there are fewer
+    documents than the host has said the last ones are empty; the kernels' blocks return at once for those (flash
+    attention's `if (m_block * kBlockM >= binfo.actual_seqlen_q) return`), and each costs 128 rows of the backward
+    pass's fp32 workspace, so N is the bound of a step and not of the whole data.
+    longest: an upper bound of their lengths; kernels start as many blocks per document as it takes.
+    window: tokens that a token sees, itself included; None for all before it.
+    """
+
+    offsets: torch.Tensor
+    longest: int
+    window: int | None
+
+
+def number_documents(position_ids: torch.Tensor, bounds: DocumentBounds | None) -> torch.Tensor | None:
+    """The document of each token, int64 [B, T], counted from 1 over all rows; None where no row holds several.
+
+    bounds: None asks the device, and waits for it.
+    """
+    if bounds is not None and bounds.most <= len(position_ids):
+        return None
+    continues = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    if bounds is None and bool(continues.all()):
+        return None
+    starts = F.pad(~continues, (1, 0), value=True)
+    return starts.flatten().cumsum(0).view_as(starts)
+
+
+def locate_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> tuple[torch.Tensor, int]:
+    """`offsets` and `longest` of `Documents`. numbers: the document of each token, [B, T]."""
+    most = bounds.most if bounds is not None else int(numbers[-1, -1])
+    longest = numbers.shape[1] if bounds is None else min(bounds.longest, numbers.shape[1])
+    # The place of each document's first token; behind the last document, that of no token: B x T
+    firsts = torch.arange(1, most + 2, device=numbers.device)
+    return torch.searchsorted(numbers.flatten(), firsts, out_int32=True), longest
+
+
+def locate_rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The same, where each row [T] of position_ids is one document."""
+    length = position_ids.shape[1]
+    stop = position_ids.numel() + 1
+    return torch.arange(0, stop, length, dtype=torch.int32, device=position_ids.device), length
+
+
+def build_packed_mask(
+    config: PretrainedConfig, hidden_states: torch.Tensor, numbers: torch.Tensor, window: int | None
+) -> torch.Tensor | BlockMask:
+    """The mask of rows that hold several documents, as `transformers` makes it for the config's attention; its own
+    functions look at the positions first, to see whether there is anything to mask, and so wait for the device
+    (`find_packed_sequence_indices`, 5.23).
+
+    numbers: the document of each token, [B, T].
+    """
+    batch_size, length = numbers.shape
+    causal = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+        batch_size=batch_size,
+        q_length=length,
+        kv_length=length,
+        mask_function=and_masks(packed_sequence_mask_function(numbers), causal),
+        allow_is_causal_skip=False,
+        dtype=hidden_states.dtype,
+        config=config,
+        device=hidden_states.device,
+    )
