@@ -62,6 +62,7 @@ def attend(
 ) -> torch.Tensor:
     """[L, H, E]"""
     check_documents(query, offsets, longest)
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the kernels know one size of heads"
     parts = [
         (compute_weights(q, k, scale, before) @ v).transpose(0, 1) for _, (q, k, v) in split(query, key, value, offsets)
     ]
