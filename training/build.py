@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from models.fused_kernels import describe_fused, find_obstacle
 from training.config.precision import DTYPES
-from training.config.schema import RunConfig
+from training.config.schema import FusedKernels, RunConfig
+from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.pipeline_engine import start_engine
@@ -33,7 +35,9 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
     parallel = join_tensor_parallel(setup.layout.topology, ranks.rank)
-    return StageModule(
+    fuses = config.fused_kernels is FusedKernels.auto
+    obstacle = find_obstacle(current_device()) if fuses else None
+    module = StageModule(
         setup.layers,
         setup.bounds,
         setup.source,
@@ -44,9 +48,13 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         loss=build_run_loss(config, setup.source.config, parallel),
         checkpoint_mode=config.activation_checkpoint_mode,
         compiles=config.compile,
+        fuses=fuses and obstacle is None,
         parallel=parallel,
         topology=setup.layout.topology,
     )
+    if fuses:
+        ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")
+    return module
 
 
 def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:

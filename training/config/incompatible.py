@@ -120,6 +120,12 @@ INCOMPATIBLE = (
         "use precision=bf16, or attn_implementation=sdpa",
     ),
     Pair(
+        _is("fused_kernels", "auto"),
+        _COMPILED,
+        "the compiler fuses the same operations",
+        "give fused_kernels=none, or compile=false",
+    ),
+    Pair(
         _is("activation_checkpoint_mode", "selective"),
         _COMPILED,
         "a compiled layer no longer has the single operations that it picks",

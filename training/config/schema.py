@@ -62,6 +62,11 @@ class AttnImplementation(Enum):
     flex_attention = "flex_attention"
 
 
+class FusedKernels(Enum):
+    none = "none"
+    auto = "auto"
+
+
 class Init(Enum):
     pretrained = "pretrained"
     random = "random"
@@ -249,6 +254,7 @@ class RunConfig:
     activation_checkpoint_mode: CheckpointMode = MISSING
     compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
+    fused_kernels: FusedKernels = MISSING
 
     plan: Any = MISSING
     world_size: int | None = MISSING

@@ -17,6 +17,7 @@ from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.decoder import PipelineDecoderLayer
 from models.documents import DocumentBounds
+from models.fused_kernels import fuse_kernels
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
 from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
@@ -82,13 +83,15 @@ class StageModule(PipelineModule):
         loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
         compiles: bool = False,
+        fuses: bool = False,
         parallel: TensorParallel = ALONE,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
-        decoder layers, each by itself. parallel: the ranks that share the layers, which
-        `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised process group.
+        decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
+        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised
+        process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -100,9 +103,10 @@ class StageModule(PipelineModule):
             list(freeze),
         )
         self.rank_topology, self.parallel = topology, parallel
-        self._recompute, self._compiles = (
+        self._recompute, self._compiles, self._fuses = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
             compiles,
+            fuses,
         )
         super().__init__(
             layers=build_layer_specs(layers),
@@ -152,6 +156,9 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
+        self.fused: set[str] = set()  # names of kernels
+        if self._fuses:
+            self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
         if self._compiles:
             self._compile_layers()
         self._fill_groups()

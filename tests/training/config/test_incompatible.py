@@ -25,6 +25,7 @@ EXAMPLES = {
         "attn_implementation=flash_attention_2",
         "precision=fp32",
     ),
+    "fused_kernels=auto does not go together with compile=true: ": ("fused_kernels=auto", "compile=true"),
     "activation_checkpoint_mode=selective does not go together with compile=true: ": (
         "activation_checkpoint_mode=selective",
         "compile=true",
