@@ -7,7 +7,9 @@ without their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +42,11 @@ class Embedding(nn.Embedding):
 class PipelineDecoderLayer(nn.Module):
     """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden
     states.
+
+    recompute: a layer that checkpoints itself runs `transform` by it; None for one that others checkpoint, or nobody.
     """
+
+    recompute: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
@@ -48,7 +54,14 @@ class PipelineDecoderLayer(nn.Module):
         self.attention_type = get_attention_type(config, layer_idx)
 
     def forward(self, inputs: Activations) -> Activations:
-        return super().forward(inputs[0], **self.context(inputs, self.attention_type)), *inputs[1:]
+        given = self.context(inputs, self.attention_type)
+        if self.recompute is None:
+            return self.transform(inputs[0], **given), *inputs[1:]
+        return self.recompute(self.transform, inputs[0], **given), *inputs[1:]
+
+    def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        """The layer of `transformers`. given: what the context has derived."""
+        return super().forward(hidden_states, **given)
 
     def share_heads(self, rank: int, size: int) -> None:
         """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks

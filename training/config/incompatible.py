@@ -126,12 +126,6 @@ INCOMPATIBLE = (
         "give fused_kernels=none, or compile=false",
     ),
     Pair(
-        _is("activation_checkpoint_mode", "selective"),
-        _COMPILED,
-        "a compiled layer no longer has the single operations that it picks",
-        "set compile=false, or another mode",
-    ),
-    Pair(
         _is("activation_checkpoint_mode", "every", "selective"),
         _is("activation_checkpoint_interval", "0"),
         "nothing is recomputed then",

@@ -3,7 +3,8 @@
 `grouped` recomputes groups of `interval` layers from their input (1604.06174). `every` recomputes each `interval`-th
 layer of a stage and keeps all activations of the others. `selective` keeps, in each group, the results of matrix
 products and fused attention, which cost time, and recomputes the rest (norms, activation functions, rotary angles),
-which costs memory (2205.05198).
+which costs memory (2205.05198). Compiled layers have single operations only while they are compiled, so there each
+layer is a group of its own, inside its compiled code: the partitioner of forward and backward follows the policy.
 """
 
 from __future__ import annotations

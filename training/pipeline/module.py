@@ -108,19 +108,22 @@ class StageModule(PipelineModule):
             compiles,
             fuses,
         )
+        # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
+        self._by_layer = compiles and self._recompute.is_selective
+        self._by_group = ActivationCheckpointing(0) if self._by_layer else self._recompute
         super().__init__(
             layers=build_layer_specs(layers),
             topology=build_deepspeed_topology(topology),
             loss_fn=loss or build_loss(source.config, parallel),
             partition_method=list(bounds),
-            activation_checkpoint_interval=self._recompute.group_size,
-            activation_checkpoint_func=self._recompute.build_function(),
+            activation_checkpoint_interval=self._by_group.group_size,
+            activation_checkpoint_func=self._by_group.build_function(),
         )
 
     def _precompute_checkpointable_values(self) -> None:
         """Says of each group of layers that `forward` cuts whether it is recomputed."""
         self.is_checkpointable_results = [
-            group.is_recomputed for group in self._recompute.list_groups(len(self.forward_funcs))
+            group.is_recomputed for group in self._by_group.list_groups(len(self.forward_funcs))
         ]
 
     def _partition_layers(self, method: list[int]) -> None:
@@ -174,8 +177,11 @@ class StageModule(PipelineModule):
         """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
         make it general once.
         """
-        layers = (module for _, _, module in self.local_layers())
-        compile_layers((module for module in layers if isinstance(module, PipelineDecoderLayer)), self.global_rank)
+        layers = [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)]
+        recompute = self._recompute.build_function() if self._by_layer else None  # one object, or each has its own code
+        for layer in layers:
+            layer.recompute = recompute
+        compile_layers(layers, self.global_rank)
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
         """Says what is known of the documents of the micro-batches to come; None where nothing is."""

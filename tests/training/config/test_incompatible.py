@@ -26,10 +26,6 @@ EXAMPLES = {
         "precision=fp32",
     ),
     "fused_kernels=auto does not go together with compile=true: ": ("fused_kernels=auto", "compile=true"),
-    "activation_checkpoint_mode=selective does not go together with compile=true: ": (
-        "activation_checkpoint_mode=selective",
-        "compile=true",
-    ),
     "activation_checkpoint_mode=every does not go together with activation_checkpoint_interval=0: ": (
         "activation_checkpoint_mode=every",
         "activation_checkpoint_interval=0",

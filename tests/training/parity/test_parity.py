@@ -87,7 +87,11 @@ def test_selective_checkpointing(workers, material) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("overrides", [(), (CHECKPOINTED,), EVERY_SECOND], ids=["kept", "checkpointed", "every-second"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), (CHECKPOINTED,), EVERY_SECOND, SELECTIVE],
+    ids=["kept", "checkpointed", "every-second", "selective"],
+)
 def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
     """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others,
     whatever the layers."""

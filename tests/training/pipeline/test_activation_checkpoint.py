@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -78,3 +79,52 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(
     assert calls["grouped"]["mm"] > calls["kept"]["mm"] and calls["grouped"]["silu"] == calls["selective"]["silu"] == 1
     assert all(calls["selective"][operator] == calls["kept"][operator] for operator in costly)
     assert is_kept(torch.ops.aten.mm.default) and not is_kept(torch.ops.aten.silu.default)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_layer_keeps_what_selective_says() -> None:
+    """The compiled backward pass repeats neither matrix product nor attention, and holds less than without."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
+    )
+    config._attn_implementation = "sdpa"
+    layer = build_layers(config)[1]
+    torch.manual_seed(0)
+    module = layer.module_class(*layer.args)
+    hidden_states = torch.randn(B, T, 64, requires_grad=True)
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+
+    def measure() -> tuple[int, Counter[str], tuple[torch.Tensor, ...]]:
+        """Bytes saved, operators of the backward pass, gradients."""
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, *_ = module((hidden_states, *integers))
+        loss = output.square().sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            gradients = torch.autograd.grad(loss, [hidden_states, *module.parameters()])
+        calls = Counter({event.key: event.count for event in profile.key_averages()})
+        own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        return sum(size for address, size in saved.items() if address not in own), calls, gradients
+
+    _, _, expected = measure()
+    found = {}
+    for name, mode in (("kept", None), ("grouped", CheckpointMode.grouped), ("selective", CheckpointMode.selective)):
+        torch._dynamo.reset()
+        module.recompute = None if mode is None else ActivationCheckpointing(1, mode).build_function()
+        module.compile()
+        measure()  # compiles the backward pass
+        *found[name], gradients = measure()
+        for gradient, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    sizes, calls = ({name: result[index] for name, result in found.items()} for index in (0, 1))
+    assert sizes["grouped"] < sizes["selective"] < sizes["kept"]
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert calls["selective"]["aten::mm"] == calls["kept"]["aten::mm"] < calls["grouped"]["aten::mm"]
+    assert calls["selective"][attention] == calls["kept"][attention] == 0 < calls["grouped"][attention]
