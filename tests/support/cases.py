@@ -117,7 +117,7 @@ def train_case(case: Case) -> dict[str, Any]:
     from training.inputs.step_totals import SharedTotals, bound_documents
 
     engine, loader, config, _, bounds = build_engine(case)
-    micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps, engine.device)
+    micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
         known = bound_documents(totals.of_step(step))
