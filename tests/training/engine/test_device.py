@@ -21,7 +21,7 @@ STEPS = 3
 CASES = {
     "bf16-clipped": ("precision=bf16", "max_grad_norm=0.05", "activation_checkpoint_interval=1"),
     "fp32-interleaved": ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
-    "lora-packed": ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true", "micro_batch_size=1"),
+    "lora-packed": ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true"),
 }
 
 
@@ -77,7 +77,8 @@ def test_the_device_is_strict(use: str, strict_workers: WorkerGroup) -> None:
 
 def make_case(folder: Path, *overrides: str, workdir: Path | None = None) -> Case:
     files = folder / "model", folder / "train.jsonl", workdir or folder / "work"
-    return Case(*files, num_stages=2, world_size=2, steps=STEPS, overrides=overrides)
+    given = ("micro_batch_size=1", "global_batch_size=4", *overrides)
+    return Case(*files, num_stages=2, world_size=2, steps=STEPS, overrides=given)
 
 
 def train_on_device(case: Case) -> tuple[dict[str, Any], list[Wait]]:

@@ -34,8 +34,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_case(root: Path, tied: bool, num_stages: int, world_size: int, *overrides: str) -> Case:
     return Case(
-        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, steps=3,
-        overrides=(BF16, CLIPPED, "micro_batch_size=1", *overrides),
+        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, steps=2,
+        overrides=(BF16, CLIPPED, "micro_batch_size=1", "global_batch_size=4", *overrides),
     )  # fmt: skip
 
 
@@ -44,8 +44,8 @@ def build_case(root: Path, tied: bool, num_stages: int, world_size: int, *overri
     [
         pytest.param(False, 2, 2, (), id="pp2"),
         pytest.param(True, 2, 2, ("schedule=interleaved", CHECKPOINTED), id="interleaved-tied-checkpointed"),
-        pytest.param(True, 1, 2, ("tensor_parallel_size=2",), id="tp2-tied"),
         pytest.param(False, 2, 2, (OFFLOADED,), id="pp2-offloaded"),
+        pytest.param(True, 1, 2, ("tensor_parallel_size=2",), id="tp2-tied", marks=pytest.mark.full),
         pytest.param(True, 1, 1, (), id="pp1-tied", marks=pytest.mark.full),
         pytest.param(True, 2, 2, (), id="pp2-tied", marks=pytest.mark.full),
         pytest.param(False, 1, 2, (), id="dp2", marks=pytest.mark.full),
