@@ -240,6 +240,15 @@ def test_the_plan_of_a_row_is_that_of_its_card(tmp_path: Path) -> None:
     assert unknown.predict(overrides, 1, None) is None
 
 
+@pytest.mark.parametrize(("machine", "accelerator"), [(CPU, "cpu"), (H200, "")])
+def test_the_demo_chooses_its_devices_itself(machine: Machine, accelerator: str, tmp_path: Path) -> None:
+    """On one card its two ranks need the CPU, which the script takes unless DS_ACCELERATOR is set."""
+    command = Right(machine, tmp_path, tmp_path / "logs", tiny=True).build_demo_command()
+    before_script = command.words[: command.words.index("bash")]
+    words = [*before_script, "bash", "-c", 'echo "${DS_ACCELERATOR:-}"']
+    assert subprocess.check_output(words, text=True, env=command.environment).strip() == accelerator
+
+
 def test_names_of_rows_are_unique() -> None:
     for cases in (CASES, SPEED_CASES):
         assert len({case.name for case in cases}) == len(cases)

@@ -232,19 +232,22 @@ class Right:
 
     def _check_demo(self, deadline: Deadline) -> tuple[Status, Cells]:
         """The commands of the README, through the deepspeed launcher; at --tiny with a few steps."""
-        words = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *(["max_steps=6"] if self._tiny else [])]
-        run([Command(words, self._demo_environment())], self.logs / "demo.log", deadline)
+        run([self.build_demo_command()], self.logs / "demo.log", deadline)
         completed = json.loads((ROOT / "outputs" / "demo" / "completed.json").read_text())
         right = math.isfinite(completed["eval_loss"])
         return Status.ok if right else Status.wrong, {"loss": f"eval_loss {completed['eval_loss']:.3f}"}
 
-    def _demo_environment(self) -> dict[str, str]:
-        """Where the packages lie in a folder of their own (`pip install --target`), so do their commands."""
+    def build_demo_command(self) -> Command:
+        """As a user starts it: whether two stages run on cards or on the CPU is for the script to choose. Where the
+        packages lie in a folder of their own (`pip install --target`), so do their commands."""
         import importlib.util
 
+        unset = [] if self.machine.is_cpu else ["env", "-u", "DS_ACCELERATOR"]
+        script = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *(["max_steps=6"] if self._tiny else [])]
         spec = importlib.util.find_spec("deepspeed")
         beside = Path(spec.origin or "").parents[1] / "bin" if spec is not None else Path()
-        return {**self.machine.environment(), "PATH": f"{beside}:{os.environ['PATH']}"}
+        environment = {**self.machine.environment(), "PATH": f"{beside}:{os.environ['PATH']}"}
+        return Command([*unset, *script], environment)
 
 
 def has_checkpoint(output_dir: Path) -> bool:
