@@ -26,10 +26,11 @@ def may_share_cards(visible_devices_variables: Sequence[str]) -> bool:
     are let through by NCCL, several on one card.
 
     visible_devices_variables: CUDA_VISIBLE_DEVICES or what it is called for this accelerator. The deepspeed launcher
-    lists one for each rank that it starts, whether they are there or not.
+    lists one for each rank that it starts, whether they are there or not; torchrun lets all its ranks see the same.
     """
     lists = [os.environ[name].split(",") for name in visible_devices_variables if os.environ.get(name)]
-    return "NCCL_HOSTID" in os.environ or any(len(listed) == 1 for listed in lists)
+    sees_its_own = "TORCHELASTIC_RUN_ID" not in os.environ and any(len(listed) == 1 for listed in lists)
+    return "NCCL_HOSTID" in os.environ or sees_its_own
 
 
 def choose_card(local_rank: int, local_size: int, device_count: int, may_share: bool = False) -> int:

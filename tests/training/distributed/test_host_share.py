@@ -74,6 +74,7 @@ def test_fewer_cards_than_ranks_is_one_line_on_each_of_them(
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),  # of the deepspeed launcher
         ({"CUDA_VISIBLE_DEVICES": ""}, False),
         ({"CUDA_VISIBLE_DEVICES": "3"}, True),  # of srun --gpus-per-task=1
+        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # of all ranks of a torchrun
         ({"NCCL_HOSTID": "rank-1"}, True),
     ],
 )
