@@ -22,4 +22,4 @@ def add_gradient(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> t
     """
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
-    return gradient.to(torch.float32) if total is None else total.add_(gradient.view_as(total))
+    return gradient.to(torch.float32) if total is None else total.add_(gradient.reshape(total.shape))

@@ -170,3 +170,11 @@ def test_a_sum_is_that_of_a_cast_copy() -> None:
     assert torch.equal(total, expected) and parameter.grad is None
     parameter.grad = torch.ones_like(parameter)
     assert add_gradient(parameter, None).dtype is torch.float32
+
+
+def test_a_gradient_that_was_assigned_may_have_any_strides() -> None:
+    """Only autograd's own accumulation gives a gradient the strides of its parameter."""
+    parameter, total = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16)), torch.zeros(15)
+    parameter.grad = torch.arange(15.0).bfloat16().view(5, 3).T
+    expected = parameter.grad.float().flatten()
+    assert torch.equal(add_gradient(parameter, total), expected)
