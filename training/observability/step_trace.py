@@ -13,8 +13,9 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.profiler import profile, record_function, supported_activities
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
+from training.distributed.process import has_accelerator
 from training.observability.trace_summary import StepProfile, render_profiles, summarize_trace
 
 _ANNOTATION = "optimizer step {}"
@@ -30,7 +31,7 @@ class StepTrace:
     def start(self) -> None:
         """Returns when all ranks have got so far: starting a profiler takes seconds, and none of them would be the
         step's."""
-        self._profiler = profile(activities=supported_activities())
+        self._profiler = profile(activities=list_activities())
         self._profiler.start()
         self._mark = record_function(_ANNOTATION.format(self.step))
         dist.barrier()
@@ -58,3 +59,8 @@ class StepTrace:
         events = json.loads(file.read_text())["traceEvents"]
         file.unlink()
         return summarize_trace(events, _ANNOTATION.format(self.step))
+
+
+def list_activities() -> set[ProfilerActivity]:
+    """Of the host alone for a run on the CPU: on a machine with cards the profiler would take one to watch it."""
+    return supported_activities() if has_accelerator() else {ProfilerActivity.CPU}

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.configs import build_config
+from torch.profiler import ProfilerActivity
 
 from errors import UserError
 from training.config.validate import check_config
+from training.observability import step_trace
 
 
 def test_one_step_is_traced_on_every_rank(run: Callable[..., Path]) -> None:
@@ -35,3 +37,13 @@ def test_one_step_is_traced_on_every_rank(run: Callable[..., Path]) -> None:
 def test_the_step_is_counted_from_one() -> None:
     with pytest.raises(UserError, match="profile_trace=0: at least 1; null turns it off"):
         check_config(build_config("profile_trace=0"), has_accelerator=False)
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_a_run_on_the_cpu_of_a_machine_with_a_card_does_not_trace_the_card(
+    has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    monkeypatch.setattr(step_trace, "supported_activities", lambda: both)
+    monkeypatch.setattr(step_trace, "has_accelerator", lambda: has_accelerator)
+    assert step_trace.list_activities() == (both if has_accelerator else {ProfilerActivity.CPU})
