@@ -47,7 +47,7 @@ def fuse_kernels(layer: nn.Module) -> set[str]:
         for name, replace in _REPLACEMENTS.items():
             forward = replace(module)
             if forward is not None:
-                module.forward = MethodType(forward, module)  # noqa: B010: mypy sees a method
+                module.forward = MethodType(forward, module)
                 fused.add(name)
     return fused
 
