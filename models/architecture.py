@@ -73,8 +73,8 @@ def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.
     """The kernel for `attn_implementation=requested`. `auto` means the family's first; but on a GPU torch's kernel for
     packed rows where that can be used, since it leaves other rows to SDPA.
 
-    gpu_dtype: of a model on this process's GPU; None on a CPU, and for a plan. Raises UserError for a kernel that the
-    family cannot use.
+    gpu_dtype: of a model on this process's GPU; None on a CPU. Raises UserError for a kernel that the family cannot
+    use.
     """
     available = _list_attention(config)
     if requested == "auto":

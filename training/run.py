@@ -115,6 +115,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             engine, config, budget, start, folder, train_loader=train_loader, eval_loader=eval_loader,
             reporters=reporters, telemetry=telemetry, pause_watchdog=watchdog.paused,
         )  # fmt: skip
+        watchdog.limit_collectives()  # those of the loop's group too
         with watchdog.watching(engine.module):
             loop.run()
         conclude(setup, folder, ranks, loop, telemetry=telemetry, totals=totals)

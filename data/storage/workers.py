@@ -22,6 +22,9 @@ _function: Callable[[Any], Any]  # of a worker
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
     """`map`, in `num_processes` processes that inherit `function` by forking; with one, in this process.
 
+    They may be forked from a process that has started CUDA, as those of torch's DataLoader are: none of them may touch
+    a GPU.
+
     What `function` raises is raised here. Raises UserError when a process was killed.
     """
     if num_processes == 1:

@@ -93,6 +93,5 @@ def _clip(
     if global_norm is None:
         global_norm = utils.get_global_norm_of_tensors(input_tensors, mpu=mpu)
     factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
-    for tensor in input_tensors:
-        tensor.detach().mul_(factor)
+    torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
     return global_norm

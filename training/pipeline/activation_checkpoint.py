@@ -10,7 +10,7 @@ layer is a group of its own, inside its compiled code: the partitioner of forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,10 @@ class ActivationCheckpointing:
 
 
 def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
-    return ActivationCheckpointing(config.activation_checkpoint_interval, config.activation_checkpoint_mode)
+    """What the run does, and what its plan counts."""
+    recompute = ActivationCheckpointing(config.activation_checkpoint_interval, config.activation_checkpoint_mode)
+    # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
+    return replace(recompute, interval=1) if recompute.is_selective and config.compile else recompute
 
 
 def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -87,8 +87,8 @@ def rows(root: Path) -> Rows:
         *(pytest.param(layout, (), marks=pytest.mark.full) for layout in ("pp2", "pp3", "pp4", "pp1xdp2")),
         pytest.param("pp2", ("attn_implementation=eager", "data.pad_to=max_seq_length"), marks=pytest.mark.full),
         *(
-            pytest.param(layout, (*TOGETHER, "attn_implementation=varlen", CHECKPOINTED), marks=pytest.mark.full)
-            for layout in ("pp2", "pp2xdp2")
+            pytest.param(layout, (*rows, "attn_implementation=varlen", CHECKPOINTED), marks=pytest.mark.full)
+            for layout, rows in (("pp2", TOGETHER), ("pp2xdp2", ()))
         ),
         pytest.param("pp1", (*TOGETHER, "attn_implementation=varlen", *SELECTIVE), marks=pytest.mark.full),
         pytest.param("pp2", ("attn_implementation=varlen", "schedule=interleaved"), marks=pytest.mark.full),
