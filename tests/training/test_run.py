@@ -121,7 +121,7 @@ def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return masters
 
 
-@pytest.mark.parametrize("optimizer, tied", [("sgd", True), ("adamw", False)])
+@pytest.mark.parametrize("optimizer, tied", [pytest.param("sgd", True, marks=pytest.mark.full), ("adamw", False)])
 def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: str, tied: bool) -> None:
     overrides = (
         "precision=bf16",

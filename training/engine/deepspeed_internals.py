@@ -154,6 +154,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     groups = "torch.distributed.distributed_c10d"
     yield "torch", groups, ("_world", "_set_pg_timeout"), "limiting how long ranks wait for each other"
     yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
+    yield "torch", "torch", ("_foreach_mul_",), "clipping many gradients at once"
     modes = "torch.utils._python_dispatch"
     yield "torch", modes, ("_disable_current_modes",), "computing masks beside selective checkpointing"
     yield "torch", modes, ("TorchDispatchMode",), "counting what selective checkpointing keeps"

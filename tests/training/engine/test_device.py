@@ -18,11 +18,15 @@ from tests.support.workers import WorkerGroup
 PASSES = ("ForwardPass", "BackwardPass")
 STEPS = 3
 
-CASES = {
-    "bf16-clipped": ("precision=bf16", "max_grad_norm=0.05", "activation_checkpoint_interval=1"),
-    "fp32-interleaved": ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
-    "lora-packed": ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true"),
-}
+CASES = [
+    pytest.param(("precision=bf16", "max_grad_norm=0.05", "activation_checkpoint_interval=1"), id="bf16-clipped"),
+    pytest.param(("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true"), id="lora-packed"),
+    pytest.param(
+        ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
+        id="fp32-interleaved",
+        marks=pytest.mark.full,
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def strict_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerG
     group.close()
 
 
-@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("overrides", CASES)
 def test_a_step_waits_twice_and_computes_the_same(
     folder: Path, overrides: tuple[str, ...], strict_workers: WorkerGroup, workers: Callable[[int], WorkerGroup]
 ) -> None:

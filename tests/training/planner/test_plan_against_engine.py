@@ -181,8 +181,11 @@ def compare_peaks(
 
 @pytest.mark.parametrize(
     "num_stages, overrides",
-    [(1, OFFLOADED), (2, OFFLOADED), (1, ("precision=fp32",))],
-    ids=["pp1-offloaded", "pp2-offloaded", "fp32"],
+    [
+        pytest.param(1, OFFLOADED, id="pp1-offloaded", marks=pytest.mark.full),
+        pytest.param(2, OFFLOADED, id="pp2-offloaded"),
+        pytest.param(1, ("precision=fp32",), id="fp32"),
+    ],
 )
 def test_the_size_of_a_bucket_changes_no_bit(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, num_stages: int, overrides: tuple[str, ...]

@@ -78,7 +78,7 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
 
 
-@pytest.mark.parametrize("machine", ["h100", "h200"])
+@pytest.mark.parametrize("machine", ["h100", pytest.param("h200", marks=pytest.mark.full)])
 def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str) -> None:
     """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
     found = search(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none"))
