@@ -111,7 +111,7 @@ def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, num_stages: int) -> None:
     lora = ("adapter=lora", "adapter.r=4", "adapter.target_modules=[q_proj,v_proj,down_proj]")
     whole = run("whole", num_stages, num_stages, *lora)

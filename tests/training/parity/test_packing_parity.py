@@ -82,9 +82,8 @@ def rows(root: Path) -> Rows:
 @pytest.mark.parametrize(
     "layout, overrides",
     [
-        ("pp1", ()),
         ("pp2xdp2", ("activation_checkpoint_interval=1",)),
-        *(pytest.param(layout, (), marks=pytest.mark.full) for layout in ("pp2", "pp3", "pp4", "pp1xdp2")),
+        *(pytest.param(layout, (), marks=pytest.mark.full) for layout in ("pp1", "pp2", "pp3", "pp4", "pp1xdp2")),
         pytest.param("pp2", ("attn_implementation=eager", "data.pad_to=max_seq_length"), marks=pytest.mark.full),
         *(
             pytest.param(layout, (*rows, "attn_implementation=varlen", CHECKPOINTED), marks=pytest.mark.full)
