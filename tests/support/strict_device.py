@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -247,7 +248,7 @@ def _install() -> None:
 
 
 _INSTALLED = set[str]()
-_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY = library.Library("aten", "IMPL")
 
 
 def _implement_factory(name: str) -> None:
