@@ -44,15 +44,6 @@ def save_records(file: Path, lengths: Sequence[int], seed: int = 0) -> None:
             output.write(json.dumps(record) + "\n")
 
 
-def save_texts(file: Path, count: int, length: int, seed: int = 0) -> None:
-    """Raw texts of `length` tokens each, the end among them, all of them targets."""
-    numbers = random.Random(seed)
-    with open(file, "w") as output:
-        for _ in range(count):
-            words = " ".join(f"w{numbers.randrange(len(_SPECIAL), _WORDS)}" for _ in range(length - 1))
-            output.write(json.dumps({"text": words}) + "\n")
-
-
 def save_model(folder: Path, device: str = "cpu", dtype: str = "float32", **fields: Any) -> None:
     """A Llama, untied unless asked. The values are those of bf16, so that a model in bf16 starts from the same."""
     import torch

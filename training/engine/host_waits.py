@@ -1,7 +1,8 @@
 """DeepSpeed's step without what makes the host wait for the device: a GPU whose host waits soon has nothing to do.
 
 Two waits are left in a step: DeepSpeed asks whether the norm of the gradient is finite, and the run asks it of the
-loss. tests/training/engine/test_device.py counts them on a device that is not the CPU.
+loss. The first pass of a run also copies the rotary frequencies, and reports, evaluations and saves wait for what they
+read. tests/training/engine/test_device.py counts the waits of a later step, on a device that is not the CPU.
 """
 
 from __future__ import annotations
