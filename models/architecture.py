@@ -39,6 +39,7 @@ import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
+from models.experts.grouped import GROUPED
 from models.layer import Layer, Styles, refuse_sharding
 from models.packed_attention import FLASH, VARLEN, find_obstacle
 
@@ -108,7 +109,11 @@ def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: t
     a family that leaves it to `transformers`."""
     chosen: str | None = config._experts_implementation
     widths = (config.hidden_size, getattr(config, "moe_intermediate_size", 0) // tensor_parallel_size)
-    return "eager" if chosen == "grouped_mm" and any(width * dtype.itemsize % 16 for width in widths) else chosen
+    return (
+        "eager"
+        if chosen in ("grouped_mm", GROUPED) and any(width * dtype.itemsize % 16 for width in widths)
+        else chosen
+    )
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:

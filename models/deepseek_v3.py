@@ -18,6 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from models.context import MicroBatchContext
 from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.experts.grouped import GROUPED
 from models.layer import Layer, Piece, Style, Styles
 
 
@@ -52,7 +53,7 @@ def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
 
 def build_layers(config: DeepseekV3Config) -> list[Layer]:
     if config._experts_implementation is None:
-        config._experts_implementation = "grouped_mm"  # transformers' own choice when it builds the model
+        config._experts_implementation = GROUPED
     layers = build_decoder(
         config, DecoderLayer, FinalNorm, MicroBatchContext(config, DeepseekV3RotaryEmbedding(config))
     )

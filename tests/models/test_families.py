@@ -25,6 +25,7 @@ from models.architecture import (
     choose_experts,
     warn_of_length,
 )
+from models.experts.grouped import GROUPED
 from models.losses.cross_entropy import build_loss
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
@@ -176,7 +177,7 @@ def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_tak
         choose_experts(config, size, dtype)
         for size, dtype in ((1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16))
     ]
-    assert chosen == ["grouped_mm", "grouped_mm", "eager"]
+    assert chosen == [GROUPED, GROUPED, "eager"]
     config._experts_implementation = "batched_mm"
     assert choose_experts(config, 2, torch.bfloat16) == "batched_mm"
     assert choose_experts(build_family_config("llama"), 2, torch.bfloat16) is None
