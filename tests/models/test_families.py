@@ -171,7 +171,7 @@ def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
 
 def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_take_their_rows() -> None:
     """24 columns an expert: 12 a rank at tensor_parallel_size=2, 24 bytes in bf16."""
-    config = build_family("deepseek_v3").config
+    config = build_family_config("deepseek_v3")
     build_layers(config)
     chosen = [
         choose_experts(config, size, dtype)
