@@ -10,7 +10,6 @@ differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
-    ignored_tensors(config)          a pattern of names that published weights hold and no layer needs
     tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
                                      Fused; without it the layer cannot be sharded
 
@@ -42,6 +41,7 @@ from errors import UserError
 from models.experts.grouped import GROUPED
 from models.layer import Layer, Styles, refuse_sharding
 from models.packed_attention import FLASH, VARLEN, find_obstacle
+from models.weights.disk_names import list_ignored, name_pieces
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
@@ -67,7 +67,9 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
     Raises UserError for a `model_type` that is neither in the table nor published, and for a feature that its layers do
     not carry.
     """
-    return _load_architecture(config).build_layers(config)
+    if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
+        config._experts_implementation = GROUPED
+    return name_pieces(config, _load_architecture(config).build_layers(config))
 
 
 def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None) -> str:
@@ -94,7 +96,10 @@ def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.
 
 
 def _list_attention(config: PretrainedConfig) -> tuple[str, ...]:
-    return getattr(_load_architecture(config), "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
+    family = _load_architecture(config)
+    if hasattr(family, "list_attention"):
+        return family.list_attention(config)
+    return getattr(family, "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
 
 
 def _passes_documents(config: PretrainedConfig) -> bool:
@@ -108,7 +113,8 @@ def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: t
     where the rows of their matrices are no multiples of 16 bytes, which torch's grouped product needs (2.13). None for
     a family that leaves it to `transformers`."""
     chosen: str | None = config._experts_implementation
-    widths = (config.hidden_size, getattr(config, "moe_intermediate_size", 0) // tensor_parallel_size)
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
+    widths = (config.hidden_size, inner // tensor_parallel_size)
     return (
         "eager"
         if chosen in ("grouped_mm", GROUPED) and any(width * dtype.itemsize % 16 for width in widths)
@@ -152,10 +158,7 @@ def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
     """Whether a checkpoint may hold this tensor though no layer needs it."""
-    if _IGNORED_TENSORS.search(hf_name):
-        return True
-    ignored_tensors = getattr(_load_architecture(config), "ignored_tensors", None)
-    return ignored_tensors is not None and bool(ignored_tensors(config).search(hf_name))
+    return any(pattern.search(hf_name) for pattern in (_IGNORED_TENSORS, *list_ignored(config)))
 
 
 def _load_architecture(config: PretrainedConfig) -> ModuleType:
@@ -173,5 +176,6 @@ def is_supported(config: PretrainedConfig) -> bool:
 def unsupported(model_type: str | None) -> str:
     return (
         f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
-        "and Llama-like ones for which transformers publishes a pipeline plan. docs/add_a_model.md says how to add one"
+        "and those of transformers that are an embedding, layers, a norm and a head. docs/add_a_model.md says how to "
+        "add one"
     )

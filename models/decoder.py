@@ -96,6 +96,23 @@ class LMHead(nn.Linear):
         return hand_to_loss(self, inputs)
 
 
+class BiasedLMHead(LMHead):
+    """A head with a bias: one more column of its matrix, by which a one behind the hidden states is multiplied.
+
+    So the loss knows nothing of it. Padded with zeros to a multiple of 8 columns, which tensor cores want.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        nn.Linear.__init__(self, config.hidden_size, config.vocab_size)
+
+    def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states = inputs[0]
+        width = -hidden_states.shape[-1] % 8 or 8
+        one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
+        column = nn.functional.pad(self.bias.unsqueeze(1), (0, width - 1))
+        return torch.cat([hidden_states, one], dim=-1), torch.cat([self.weight, column], dim=1)
+
+
 def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
     """(hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
 
@@ -121,19 +138,20 @@ def build_decoder(
     context: MicroBatchContext,
     *,
     embedding: type[nn.Module] = Embedding,
+    head: type[nn.Module] = LMHead,
     names: Names = Names(),
 ) -> list[Layer]:
     """Embedding, decoder layers, final norm, head; a tied head is the embedding used again."""
     tied = config.tie_word_embeddings
     tied_key = "embedding" if tied else None
-    head = (
+    last = (
         Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss)
         if tied
-        else Layer(names.head, LMHead, (config,))
+        else Layer(names.head, head, (config,))
     )
     return [
         Layer(names.embedding, embedding, (config,), tied_key),
         *(Layer(names.layer.format(i), decoder_layer, (config, i, context)) for i in range(config.num_hidden_layers)),
         Layer(names.norm, norm, (config,)),
-        head,
+        last,
     ]

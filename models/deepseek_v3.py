@@ -1,13 +1,10 @@
 """DeepSeek V3 (2412.19437): latent attention, the first layers dense, then a mixture of experts with one shared expert.
 
-On disk each expert has its own matrices; in memory those of a layer are stacked, so that they can be multiplied in one
-call. The bias that balances the experts' load is a buffer, kept in its own dtype and not trained. Layers past
+The bias that balances the experts' load is a buffer, kept in its own dtype and not trained. Layers past
 `num_hidden_layers` in the published weights predict further tokens; they are left out, as `transformers` does.
 """
 
 from __future__ import annotations
-
-import re
 
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
@@ -18,8 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from models.context import MicroBatchContext
 from models.decoder import PipelineDecoderLayer, PipelineNorm, build_decoder
-from models.experts.grouped import GROUPED
-from models.layer import Layer, Piece, Style, Styles
+from models.layer import Layer, Style, Styles
 
 
 class DecoderLayer(PipelineDecoderLayer, DeepseekV3DecoderLayer):
@@ -52,36 +48,4 @@ def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
 
 
 def build_layers(config: DeepseekV3Config) -> list[Layer]:
-    if config._experts_implementation is None:
-        config._experts_implementation = GROUPED
-    layers = build_decoder(
-        config, DecoderLayer, FinalNorm, MicroBatchContext(config, DeepseekV3RotaryEmbedding(config))
-    )
-    first_sparse = 1 + config.first_k_dense_replace
-    for index in range(first_sparse, 1 + config.num_hidden_layers):
-        layers[index] = layers[index].with_pieces(
-            stacked_experts(config.n_routed_experts, config.moe_intermediate_size)
-        )
-    return layers
-
-
-def stacked_experts(num_experts: int, intermediate_size: int) -> dict[str, list[Piece]]:
-    """Which matrices on disk make up the stacked ones: gate_up_proj [experts, 2 x intermediate, D], down_proj [experts,
-    D, intermediate].
-    """
-    gate, up = slice(0, intermediate_size), slice(intermediate_size, 2 * intermediate_size)
-    name = "mlp.experts.{}.{}_proj.weight"
-    return {
-        "mlp.experts.gate_up_proj": [
-            Piece(name.format(i, which), (i, rows))
-            for i in range(num_experts)
-            for which, rows in (("gate", gate), ("up", up))
-        ],
-        "mlp.experts.down_proj": [Piece(name.format(i, "down"), (i,)) for i in range(num_experts)],
-    }
-
-
-def ignored_tensors(config: DeepseekV3Config) -> re.Pattern[str]:
-    """The layers that predict further tokens."""
-    further = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
-    return re.compile(rf"^model\.layers\.({'|'.join(map(str, further))})\.")
+    return build_decoder(config, DecoderLayer, FinalNorm, MicroBatchContext(config, DeepseekV3RotaryEmbedding(config)))

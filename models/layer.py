@@ -94,9 +94,11 @@ class Layer:
         return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
 
     def buffer_names(self) -> set[str]:
-        """The tensors of the layer file that are not trained and keep their own dtype."""
+        """The tensors of the layer file that are not trained and keep their own dtype: buffers, and parameters that the
+        family itself freezes.
+        """
         module = self.build_on_meta()
-        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
+        return module.state_dict().keys() - {name for name, p in module.named_parameters() if p.requires_grad}
 
     def get_pieces(self, name: str) -> list[Piece]:
         """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""

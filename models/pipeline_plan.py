@@ -1,27 +1,35 @@
-"""Families without a file here, through the pipeline plan that `transformers` publishes for them
-(`base_model_pp_plan`).
+"""Families without a file here, from the parts of the model that `transformers` has of them.
 
-The plan names the embedding, the layers and the final norm. It does not say what else a model does: a scaled embedding,
-capped or scaled logits, a mask of its own kind. So before such a model is used it is proven: a small one of the same
-config, random weights, run here and by `transformers`, must give the same loss and the same gradients. What differs is
-refused, with the difference.
+A model of embed_tokens, layers, norm and a head is taken to be those, one after the other. That does not say what else
+it does: a scaled embedding, capped or scaled logits, a mask of its own kind. So before such a model is used it is
+proven: a small one of the same config, random weights, run here and by `transformers`, must give the same loss and the
+same gradients. What differs is refused, with the difference. Tensor parallelism follows the plan that `transformers`
+publishes (`base_model_tp_plan`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from errors import UserError
 from models.context import MicroBatchContext
-from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, PipelineNorm, build_decoder
+from models.decoder import (
+    BiasedLMHead,
+    FinalLayerNorm,
+    LMHead,
+    Names,
+    PipelineDecoderLayer,
+    PipelineNorm,
+    build_decoder,
+)
 from models.layer import Layer
 from models.losses.cross_entropy import IGNORE_INDEX, build_loss
-from models.packed_attention import VARLEN
+from models.packed_attention import FLASH, VARLEN
 from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
@@ -42,27 +50,40 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout"), 0.0),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "q_lora_rank": 24,
 }
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "moe_k")
 _NUM_LAYERS = 4
-_proven: dict[str, str | None] = {}  # a config -> why its plan does not suffice
+_proven: dict[str, str | None] = {}  # a config -> why its parts alone are not the model
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
-    """Raises UserError for a family whose published plan does not suffice, with what is missing."""
+    """Raises UserError for a family whose parts alone are not the model, with what is missing."""
     key = config.to_json_string(use_diff=False)
     if key not in _proven:
         _proven[key] = _find_fault(config)
     if _proven[key] is not None:
         raise UserError(
             f"model_type '{config.model_type}' has no file in models/, "
-            f"and the pipeline plan that transformers publishes for it does not suffice: {_proven[key]}. "
+            f"and its embedding, layers, norm and head alone are not the model: {_proven[key]}. "
             "docs/add_a_model.md says how to write the file"
         )
     return _assemble(config)
 
 
 def is_published(config: PretrainedConfig) -> bool:
-    return getattr(config, "base_model_pp_plan", None) is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def list_attention(config: PretrainedConfig) -> tuple[str, ...]:
+    """The kernels that the family's attention can use, the first by default."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kernels = ["sdpa", VARLEN] if model_class._supports_sdpa else []
+    flash = FLASH if model_class._supports_flash_attn else ()
+    return *kernels, "eager", *flash, *(["flex_attention"] if model_class._supports_flex_attn else [])
 
 
 def passes_documents(config: PretrainedConfig) -> bool:
@@ -71,7 +92,7 @@ def passes_documents(config: PretrainedConfig) -> bool:
     small = shrink(config)
     position_ids = torch.cat([torch.arange(9), torch.arange(15)]).repeat(2, 1)
     losses = []
-    for small._attn_implementation in ("sdpa", VARLEN):
+    for small._attn_implementation in (list_attention(config)[0], VARLEN):
         model, input_ids = _build_small(small)
         try:
             losses.append(_run(_assemble(small), model.state_dict(), input_ids, small, position_ids)[0])
@@ -91,7 +112,7 @@ def _find_fault(config: PretrainedConfig) -> str | None:
     if worst < BOUND:
         return None
     return (
-        f"it does something that its plan does not say, since '{name}' of a small model differs by {worst:.0e} "
+        f"it does something else beside, since '{name}' of a small model differs by {worst:.0e} "
         "from that of transformers"
     )
 
@@ -104,26 +125,32 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             fields[name] = [value[index] for index in chosen]
-    sizes = {name: value for name, value in _SMALL.items() if fields.get(name) is not None}
+    sizes = {name: value for name, value in _SMALL.items() if fields.get(name) is not None} | _shrink_experts(fields)
     if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
         sizes.pop("num_key_value_heads", None)
         fields["num_key_value_heads"] = sizes.get("num_attention_heads")
     return type(config)(**{**fields, **sizes, "num_hidden_layers": len(chosen)})
 
 
+def _shrink_experts(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Few experts, in as many groups as before."""
+    num_experts = max(8, 4 * (fields.get("n_group") or 1))
+    most = {**dict.fromkeys(_NUM_EXPERTS, num_experts), **dict.fromkeys(_NUM_CHOSEN, 2)}
+    return {name: min(fields[name], limit) for name, limit in most.items() if fields.get(name)}
+
+
 def _assemble(config: PretrainedConfig) -> list[Layer]:
-    """The layers by the plan. Raises UserError for a part that the shared ones cannot stand for."""
-    if get_checkpoint_conversion_mapping(config.model_type):
-        raise UserError("its tensors have other names on disk than in memory")
+    """The layers. Raises UserError for a part that the shared ones cannot stand for."""
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](shrink(config))
-    base, head, plan = model.base_model, model.get_output_embeddings(), config.base_model_pp_plan
-    if set(plan) != {"embed_tokens", "layers", "norm"}:
-        raise UserError(f"it has other parts than embed_tokens, layers and norm ({', '.join(plan)})")
+    base, head = model.base_model, model.get_output_embeddings()
+    parts = {name for name, part in base.named_children() if next(part.parameters(), None) is not None}
+    if parts | {"norm"} != {"embed_tokens", "layers", "norm"} or not hasattr(base, "norm"):
+        raise UserError(f"it has other parts than embed_tokens, layers and norm ({', '.join(sorted(parts))})")
     if type(base.embed_tokens) is not nn.Embedding:
         raise UserError(f"its embedding is a {type(base.embed_tokens).__name__}")
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise UserError("its head is not a matrix alone")
+    if type(head) is not nn.Linear or (head.bias is not None and config.tie_word_embeddings):
+        raise UserError("its head is not a matrix, with or without a bias, or the embedding alone")
     if len({type(layer) for layer in base.layers}) != 1:
         raise UserError("its layers are of several classes")
     if not hasattr(base, "rotary_emb"):
@@ -132,7 +159,8 @@ def _assemble(config: PretrainedConfig) -> list[Layer]:
     names = Names(f"{prefix}embed_tokens.", prefix + "layers.{}.", f"{prefix}norm.", f"{_name_of(model, head)}.")
     decoder_layer = type("DecoderLayer", (PipelineDecoderLayer, type(base.layers[0])), {})
     context = MicroBatchContext(config, type(base.rotary_emb)(config=config))
-    return build_decoder(config, decoder_layer, _find_norm(base.norm, config), context, names=names)
+    lm_head = LMHead if head.bias is None else BiasedLMHead
+    return build_decoder(config, decoder_layer, _find_norm(base.norm, config), context, head=lm_head, names=names)
 
 
 def _find_norm(norm: nn.Module, config: PretrainedConfig) -> type[nn.Module]:
@@ -149,12 +177,15 @@ def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
 
 def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
     """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = list_attention(config)[0]
     layers = _assemble(config)
     model, input_ids = _build_small(config)
-    expected = model(input_ids, labels=input_ids, use_cache=False).loss
+    with torch.random.fork_rng(devices=[]):  # a router may draw
+        torch.manual_seed(0)
+        expected = model(input_ids, labels=input_ids, use_cache=False).loss
+        torch.manual_seed(0)
+        loss, modules = _run(layers, model.state_dict(), input_ids, config)
     expected.backward()
-    loss, modules = _run(layers, model.state_dict(), input_ids, config)
     loss.backward()
     pairs = {"loss": (loss, expected)}
     named = dict(model.named_parameters())
@@ -162,9 +193,11 @@ def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
         pairs |= {
             layer.hf_prefix + name: (p.grad, named[layer.hf_prefix + name].grad)
             for name, p in module.named_parameters()
+            if p.requires_grad
         }
+    named = {name: p for name, p in named.items() if p.requires_grad}
     if missing := named.keys() - pairs.keys():
-        raise UserError(f"it has parameters outside of its plan ('{min(missing)}')")
+        raise UserError(f"it has parameters outside of these parts ('{min(missing)}')")
     return max(
         (((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item(), name)
         for name, (ours, theirs) in pairs.items()
@@ -201,7 +234,8 @@ def _run(
         if not layer.owns_weights:
             activations = layer.forward_fn(shared[layer.tied_key], activations)
             continue
-        module = layer.module_class(*layer.args)
+        with torch.random.fork_rng(devices=[]):  # what initialisation draws would be missing in the pass
+            module = layer.module_class(*layer.args)
         module.load_state_dict({name: weights[layer.hf_prefix + name] for name in module.state_dict()})
         modules.append((layer, module))
         if layer.tied_key:

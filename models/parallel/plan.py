@@ -7,6 +7,10 @@ from transformers import PretrainedConfig
 
 from models.layer import Fused, Layer, Style, Styles, refuse_sharding
 
+_EXPERTS = "mlp.experts"
+_ROUTERS = ("mlp.gate", "mlp.router")
+_SHARED_EXPERTS = ("mlp.shared_experts", "mlp.shared_expert", "mlp.shared_mlp")
+
 
 def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
     """`base_model_tp_plan` of a decoder layer. Raises UserError where there is none, or it has other values than
@@ -15,6 +19,9 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
     published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix, known = "layers.*.", {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
     plan = {name.removeprefix(prefix): style for name, style in published.items() if name.startswith(prefix)}
+    experts = [name for name in plan if name == _EXPERTS or name.startswith(f"{_EXPERTS}.")]
+    for name in experts:
+        del plan[name]
     if not plan:
         raise refuse_sharding(config, "transformers publishes no plan for it")
     if strange := {name: style for name, style in plan.items() if style not in known}:
@@ -22,7 +29,16 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
         raise refuse_sharding(
             config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not supported"
         )
-    return {name: Style(style) for name, style in plan.items()}
+    return (_plan_mixture() if experts else {}) | {name: Style(style) for name, style in plan.items()}
+
+
+def _plan_mixture() -> dict[str, Style]:
+    """Of a mixture in the place of an MLP: experts cut along their inner neurons, those that are always chosen like an
+    MLP, and a router that each rank has whole, and of whose gradient it sees what its shard of the experts gives.
+    """
+    mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
+    shared = {f"{block}.{name}": style for block in _SHARED_EXPERTS for name, style in mlp.items()}
+    return {_EXPERTS: Style.EXPERTS, **dict.fromkeys(_ROUTERS, Style.SUMMED), **shared}
 
 
 def count_sums(layer: Layer) -> tuple[int, int]:

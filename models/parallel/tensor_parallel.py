@@ -158,8 +158,10 @@ def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
     assert isinstance(weight, torch.Tensor)
     spec = ShardSpec(0, (weight.shape[0],))
     start, stop = spec.intervals(parallel.rank, parallel.size)[0]
-    part.weight = nn.Parameter(spec.take(weight.detach(), parallel))
-    part.shard_specs = {"weight": spec}  # type: ignore[assignment]
+    names = [name for name, _ in part.named_parameters()]  # a head may have a bias
+    for name in names:
+        setattr(part, name, nn.Parameter(spec.take(part.get_parameter(name).detach(), parallel)))
+    part.shard_specs = dict.fromkeys(names, spec)  # type: ignore[assignment]
     if not isinstance(part, nn.Embedding):
         return
     part.num_embeddings = stop - start

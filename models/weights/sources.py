@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from errors import UserError
 from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.architecture import is_ignored, is_supported, unsupported
-from models.layer import Layer
+from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights
 from models.weights.source import WeightSource
 from models.weights.tensor_files import load_json, load_torch_file, open_tensors
@@ -197,7 +197,7 @@ class HuggingFaceFolder:
             for layer in layers
             if layer.owns_weights
             for name in layer.shapes()
-            for piece in layer.get_pieces(name)
+            for piece in self._get_pieces(layer, name)
         }
         if missing := sorted(expected - self._files.keys()):
             raise UserError(
@@ -233,9 +233,14 @@ class HuggingFaceFolder:
                 'set "tie_word_embeddings" to false in config.json, or remove the tensor'
             )
 
+    def _get_pieces(self, layer: Layer, name: str) -> list[Piece]:
+        """As most checkpoints have them; or whole, as `transformers` saves with `save_original_format=False`."""
+        pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
+        return [whole] if whole.hf_name in self._files and pieces[0].hf_name not in self._files else pieces
+
     def _read_tensor(self, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
         """A tensor of the layer's module, mapped from its file, or put together from several."""
-        pieces = layer.get_pieces(name)
+        pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
             return self._read(pieces[0].hf_name)
         first = self._read(pieces[0].hf_name)

@@ -86,6 +86,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_ROPE_YARN, "mscale_all_dim": 1.0, "mscale": 1.0},
     },
 }
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_GROUPED = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+
+# Mixtures of experts without a file in models/, likewise.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": _WINDOW},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "glm4_moe": {
+        **_GROUPED,
+        "head_dim": 16,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe_lite": {**_GROUPED, **_LATENT, "num_key_value_heads": 4},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "hy_v3": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
+    "solar_open": {**_GROUPED, "head_dim": 16, "n_group": 1},
+    "exaone_moe": {**_EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": _WINDOW},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": _WINDOW},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0},
+    "phimoe": {
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": _WINDOW,
+        "router_jitter_noise": 0.0,  # it draws among experts that are nearly as good
+        "input_jitter_noise": 0.0,
+    },
+    "deepseek_v2": {
+        **_GROUPED,
+        **_LATENT,
+        "num_key_value_heads": 4,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 2},
+    "dots1": {**_GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
+}
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 
@@ -97,7 +140,8 @@ def has_sharding_plan(model_type: str) -> bool:
 
 def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:
     sizes = {key: _SIZES[key] for key in _COMMON} if model_type in _OWN_SIZES else _SIZES
-    return AutoConfig.for_model(model_type, **{**sizes, **FAMILIES[model_type], "tie_word_embeddings": tied, **fields})
+    own = {**FAMILIES, **MIXTURES}[model_type]
+    return AutoConfig.for_model(model_type, **{**sizes, **own, "tie_word_embeddings": tied, **fields})
 
 
 def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:
@@ -108,7 +152,7 @@ def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: A
         for name, tensor in model.state_dict().items():
             if tensor.ndim == 1:
                 tensor += 0.1 * torch.randn_like(tensor)
-            elif "gate.weight" in name:
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 tensor.normal_(std=0.2)  # a router that is sure of its choice, whatever the last bit
     return model
 
