@@ -302,7 +302,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "of another architecture": (
         lambda d: edit_json(d / "config.json", model_type="bert"),
-        ("{folder}/config.json: model_type 'bert'", "known: ", "llama"),
+        ("model_type 'bert' has no file in models/", "docs/add_a_model.md"),
     ),
     "of another depth": (lambda d: edit_json(d / "config.json", num_hidden_layers=3), ("layer_05-model_states.pt",)),
     "without a tokenizer": (
