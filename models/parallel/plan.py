@@ -29,7 +29,9 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style]:
         raise refuse_sharding(
             config, f"the plan that transformers publishes for it has {name}: {strange[name]}, which is not supported"
         )
-    return (_plan_mixture() if experts else {}) | {name: Style(style) for name, style in plan.items()}
+    # Not all plans name the norms of each head, which come after projections that are cut by their heads
+    norms = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), Style.SUMMED)
+    return norms | (_plan_mixture() if experts else {}) | {name: Style(style) for name, style in plan.items()}
 
 
 def _plan_mixture() -> dict[str, Style]:
