@@ -48,6 +48,7 @@ ARCHITECTURES: dict[str, str] = {
     "deepseek_v3": "models.deepseek_v3",
     "gemma2": "models.gemma2",
     "gpt2": "models.gpt2",
+    "gpt_oss": "models.gpt_oss",
     "llama": "models.llama",
     "mistral": "models.mistral",
     "mpt": "models.mpt",

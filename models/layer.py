@@ -39,6 +39,7 @@ class Style(Enum):
     SUMMED = "replicated_with_grad_allreduce"
     # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
     EXPERTS = "experts"
+    HEADS = "heads"  # a parameter with one number for each head
     NORM = (
         "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
     )

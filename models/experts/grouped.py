@@ -55,7 +55,11 @@ def grouped_linear(
 def project(experts: Any, name: str, rows: torch.Tensor, where: Dispatch) -> torch.Tensor:
     """The rows through one of the stacked projections of the module, such as "gate_up_proj"."""
     outputs = grouped_linear(rows, getattr(experts, name), where.offsets, transposed=experts.is_transposed)
-    return outputs + getattr(experts, f"{name}_bias")[where.experts] if experts.has_bias else outputs
+    if not experts.has_bias:
+        return outputs
+    # Of a bias that ranks have whole and whose outputs they sum, each adds a share
+    share = getattr(experts, "bias_shares", {}).get(name, 1)
+    return outputs + share * getattr(experts, f"{name}_bias")[where.experts]
 
 
 def compute_experts(

@@ -66,12 +66,12 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
     if not issubclass(layer.module_class, PipelineDecoderLayer):
         return {}
     module = layer.build_on_meta()
-    parts = {name for name, _ in module.named_modules()}
+    parts = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
     styles = {name: style for name, style in plan.items() if name in parts}
     # In a block each rank sees a share of what follows, so the gradient of anything else would be a share too.
     for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(
-            name.startswith(f"{part}.") for part in styles
+            name == part or name.startswith(f"{part}.") for part in styles
         ):
             raise refuse_sharding(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
     return styles
@@ -93,6 +93,9 @@ def _check_heads(config: PretrainedConfig, size: int) -> None:
 def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
     """Shards a layer's module, built on the meta device, in place, and puts the communication around its blocks."""
     for name, style in styles.items():
+        if style is Style.HEADS:
+            _shard_heads(module, name, parallel)
+            continue
         part = module.get_submodule(name)
         if style is Style.VOCABULARY:
             _shard_vocabulary(part, parallel)
@@ -142,13 +145,31 @@ def _shard_projection(part: nn.Module, style: Style | Fused, parallel: TensorPar
     return sharded
 
 
+def _shard_heads(module: nn.Module, name: str, parallel: TensorParallel) -> None:
+    owner, _, own_name = name.rpartition(".")
+    part, parameter = module.get_submodule(owner), module.get_parameter(name)
+    spec = ShardSpec(0, (len(parameter),))
+    setattr(part, own_name, nn.Parameter(spec.take(parameter.detach(), parallel)))
+    part.shard_specs = {own_name: spec}  # type: ignore[assignment]
+
+
 def _shard_experts(part: Any, parallel: TensorParallel) -> None:
-    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate]."""
-    length = part.down_proj.shape[2]
-    part.shard_specs = {"gate_up_proj": ShardSpec(1, (length, length)), "down_proj": ShardSpec(2, (length,))}
-    for name, spec in part.shard_specs.items():
+    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate], or transposed, and biases."""
+    inputs, outputs = (1, 2) if part.is_transposed else (2, 1)
+    length = part.down_proj.shape[inputs]
+    halves: tuple[int, ...] = (length, length)
+    if not part.is_concatenated:  # a gate's neuron beside its up's: pairs are kept together
+        if length % parallel.size:
+            raise UserError(f"tensor_parallel_size={parallel.size} does not divide the {length} neurons of an expert")
+        halves = (2 * length,)
+    shard_specs = {"gate_up_proj": ShardSpec(outputs, halves), "down_proj": ShardSpec(inputs, (length,))}
+    if part.has_bias:
+        shard_specs["gate_up_proj_bias"] = ShardSpec(1, halves)
+        # Whole on each rank, whose outputs are summed
+        part.bias_shares, part.sums_gradients = {"down_proj": 1 / parallel.size}, True
+    for name, spec in shard_specs.items():
         setattr(part, name, nn.Parameter(spec.take(getattr(part, name).detach(), parallel)))
-    part.intermediate_dim = part.down_proj.shape[2]
+    part.shard_specs, part.intermediate_dim = shard_specs, part.down_proj.shape[inputs]
     part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
 
 

@@ -35,6 +35,7 @@ PARTS = {
     "gemma2": {"rotary": 4},  # 1 + weight, GELU
     "deepseek_v3": {"RMSNorm": 17, "SwiGLU": 4},  # its rotation can be interleaved
     "gpt2": {},
+    "gpt_oss": {},  # the weight is applied before the cast back; a rotation and a gate of its own
     "mpt": {},
 }
 

@@ -20,7 +20,7 @@ from models.losses.cross_entropy import build_loss
 from models.weights.disk_names import list_ignored
 from models.weights.sources import open_weights
 
-SHORT = ("mixtral", "glm4_moe", "gpt_oss")  # by softmax, by sigmoid and groups, by a gate and layout of its own
+SHORT = ("mixtral", "glm4_moe")  # by softmax; by sigmoid and groups
 EVERY_MIXTURE = pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in sorted(MIXTURES)]
 )

@@ -68,6 +68,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0.0,
         "scale_attn_by_inverse_layer_idx": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "rope_parameters": {**_ROPE_YARN, "truncate": False},
+    },
     "olmo2": {},
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -109,7 +116,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "solar_open": {**_GROUPED, "head_dim": 16, "n_group": 1},
     "exaone_moe": {**_EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": _WINDOW},
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": _WINDOW},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0},
     "phimoe": {
         "num_local_experts": 8,

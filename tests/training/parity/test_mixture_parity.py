@@ -42,7 +42,7 @@ KINDS = (
     "gpt_oss",
 )  # softmax; sigmoid, groups and a bias; softmax of the chosen, attention sinks
 CUT = ("mixtral", "glm4_moe", "qwen3_moe", "hy_v3", "solar_open", "exaone_moe", "ernie4_5_moe", "dots1")
-SHORT = [("gpt_oss", "pp2"), ("glm4_moe", "tp2")]
+SHORT = [("mixtral", "pp2"), ("glm4_moe", "tp2")]
 REST = [(family, "pp2") for family in sorted(MIXTURES)]
 REST += [(family, layout) for family in KINDS for layout in ("pp1", "pp4", "dp2")]
 REST += [(family, layout) for family in CUT for layout in ("tp2", "tp2xpp2")]
