@@ -160,7 +160,10 @@ def _shard_experts(part: Any, parallel: TensorParallel) -> None:
     halves: tuple[int, ...] = (length, length)
     if not part.is_concatenated:  # a gate's neuron beside its up's: pairs are kept together
         if length % parallel.size:
-            raise UserError(f"tensor_parallel_size={parallel.size} does not divide the {length} neurons of an expert")
+            raise UserError(
+                f"tensor_parallel_size={parallel.size} does not divide the {length} neurons of an expert; "
+                "give one that does"
+            )
         halves = (2 * length,)
     shard_specs = {"gate_up_proj": ShardSpec(outputs, halves), "down_proj": ShardSpec(inputs, (length,))}
     if part.has_bias:
