@@ -10,6 +10,7 @@ It streams: a model of any size converts on a machine that holds one of its laye
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import signal
 import sys
@@ -155,4 +156,5 @@ def parse_size(text: str) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported is not garbage: to look through it at the end takes a second
     sys.exit(main())

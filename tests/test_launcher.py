@@ -7,12 +7,26 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.launching import BIN, ROOT, Launch, run, run_alone, run_deepspeed, run_supervised, run_torchrun
+from support.hosts import two_hosts, why_not
+from support.launching import (
+    BIN,
+    ROOT,
+    Launch,
+    list_launcher_words,
+    run,
+    run_alone,
+    run_deepspeed,
+    run_forked,
+    run_on_hosts,
+    run_supervised,
+    run_torchrun,
+)
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,6 +54,8 @@ FIELDS = [
     "peak_memory",
     "predicted_peak_memory",
 ]
+
+REASON = why_not()  # this machine cannot play two hosts
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +93,36 @@ def read_metrics(output_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_whole_run_through_deepspeed(root: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    ended = run_deepspeed(arguments(root, out), tmp_path)
+def on_one_host(arguments: list[str], folder: Path) -> str:
+    """The output of a whole run."""
+    ended = run_deepspeed(arguments, folder)
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
-    assert "pp2 x dp1 = 2 ranks; global batch 8 = micro-batch 2 x accumulation 4 x dp 1" in ended.output
+    return ended.output
 
-    assert (
-        "\nmemory: " in ended.output and "\ndone: 3 steps\n" in ended.output and f"\nexported: {out}/hf" in ended.output
-    )
+
+def across_two_hosts(arguments: list[str], folder: Path) -> str:
+    with two_hosts(folder) as hosts:
+        ended = run_on_hosts(hosts, list_launcher_words(hosts, 1, folder), arguments, folder)
+        assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
+        a, b = hosts.names
+    crossing = "1 of 1 stage boundaries and the replicas of 0 of 2 stages cross hosts"
+    assert f"hosts: {a}: stage 0; {b}: stage 1; {crossing}" in ended[0].output
+    return ended[0].output
+
+
+# One of the two is in the short suite; the next test starts on one host in any case.
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(on_one_host, marks=pytest.mark.full if REASON is None else ()),
+        pytest.param(across_two_hosts, marks=pytest.mark.skipif(REASON is not None, reason=str(REASON))),
+    ],
+)
+def test_a_whole_run_through_deepspeed(start: Callable[[list[str], Path], str], root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    output = start(arguments(root, out), tmp_path)
+    assert "pp2 x dp1 = 2 ranks; global batch 8 = micro-batch 2 x accumulation 4 x dp 1" in output
+    assert "\nmemory: " in output and "\ndone: 3 steps\n" in output and f"\nexported: {out}/hf" in output
     assert "FITS: stage" in (out / "plan.txt").read_text()
 
     lines = read_metrics(out)
@@ -201,9 +238,8 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: 
         out / "completed.json"
     ).exists()
 
-    ended = run_alone(
-        arguments(root, out, "max_steps=100000", "stop_after_steps=1", "num_stages=1", "resume=latest"), tmp_path
-    )
+    given = ("max_steps=100000", "stop_after_steps=1", "num_stages=1", "resume=latest")
+    ended = run_forked(arguments(root, out, *given), tmp_path)
     assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
     assert json.loads((out / "completed.json").read_text())["step"] == step + 1
 

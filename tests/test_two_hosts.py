@@ -1,5 +1,5 @@
 """The trainer across two hosts, through launchers that need no ssh. The hosts are network namespaces on this
-machine."""
+machine. (A whole run across them: tests/test_launcher.py.)"""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.hosts import TwoHosts, two_hosts, why_not
-from support.launching import Launch, run_alone, run_on_hosts
+from support.launching import PORT_OF_HOSTS, Launch, list_launcher_words, run_alone, run_on_hosts
 from support.tiny import save_llama, save_records, save_tokenizer
 
-PORT = "29517"  # the hosts have all ports to themselves
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.full, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 @pytest.fixture
@@ -64,24 +63,7 @@ def torchrun(hosts: TwoHosts, slots: int) -> list[str]:
         "--master_addr",
         hosts.addresses[0],
         "--master_port",
-        PORT,
-    ]
-
-
-def deepspeed(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:
-    hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names))
-    return [
-        "deepspeed",
-        "--hostfile",
-        str(hostfile),
-        "--no_ssh",
-        "--node_rank",
-        "{rank}",
-        "--master_addr",
-        hosts.addresses[0],
-        "--master_port",
-        PORT,
+        PORT_OF_HOSTS,
     ]
 
 
@@ -89,25 +71,12 @@ def read_losses(output_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_pipeline_across_two_hosts(hosts: TwoHosts, root: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    ended = run_on_hosts(hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out), tmp_path)
-    assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
-    a, b = hosts.names
-    assert (
-        f"hosts: {a}: stage 0; {b}: stage 1; 1 of 1 stage boundaries and the replicas of 0 of 2 stages cross hosts"
-        in ended[0].output
-    )
-    assert len(read_losses(out)) == 2 and (out / "completed.json").is_file() and (out / "hf" / "config.json").is_file()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_every_launcher_gives_the_losses_of_one_host(
     hosts: TwoHosts, root: Path, tmp_path: Path, launcher: str, slots: int
 ) -> None:
-    words = torchrun(hosts, slots) if launcher == "torchrun" else deepspeed(hosts, slots, tmp_path)
+    words = torchrun(hosts, slots) if launcher == "torchrun" else list_launcher_words(hosts, slots, tmp_path)
     ended = run_on_hosts(hosts, words, arguments(root, tmp_path / "out"), tmp_path)
     assert [(host.code, host.left_alive, host.errors()) for host in ended] == [(0, [], [])] * 2, ended
 
@@ -116,7 +85,6 @@ def test_every_launcher_gives_the_losses_of_one_host(
     assert read_losses(tmp_path / "out") == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
 
 
-@pytest.mark.full
 def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(hosts: TwoHosts, root: Path, tmp_path: Path) -> None:
     def cut(launch: Launch) -> None:
         launch.wait_for("step 3/")
@@ -125,7 +93,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(hosts: TwoHosts, root: 
     out = tmp_path / "out"
     overrides = ("max_steps=100000", "save_steps=1", "stuck_minutes=0.15")
     ended = run_on_hosts(
-        hosts, deepspeed(hosts, 1, tmp_path), arguments(root, out, *overrides), tmp_path, while_running=cut
+        hosts, list_launcher_words(hosts, 1, tmp_path), arguments(root, out, *overrides), tmp_path, while_running=cut
     )
     for host, peer in ((0, 1), (1, 0)):
         assert ended[host].code != 0 and ended[host].left_alive == [], ended[host].output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from support.hosts import TwoHosts
-from support.workers import free_port
+from support.workers import FORKSERVER, free_port, redirect_output
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MARK = "PIPELINE_TEST_LAUNCH"  # in the environment of each process of a launch
+PORT_OF_HOSTS = "29517"  # the hosts have all ports to themselves
 SECONDS = 600  # after which a launch counts as hanging: 15 on two idle cores, many times that on busy ones
 
 
@@ -64,6 +67,34 @@ def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -
 
 def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
     return run([sys.executable, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+
+
+def run_forked(arguments: Sequence[str], cwd: Path) -> Ended:
+    """As `run_alone`, in a fork of a process that has imported what the trainer does, which takes seconds."""
+    log = cwd / "launch.log"
+    process = FORKSERVER.Process(target=_run_trainer, args=(list(arguments), cwd, log))
+    process.start()
+    process.join(SECONDS)
+    alive = process.is_alive()
+    process.kill()
+    assert not alive, f"hangs: ...{log.read_text()[-2000:]}"
+    return Ended(process.exitcode, log.read_text(), 0.0, [])
+
+
+def _run_trainer(arguments: list[str], cwd: Path, log: Path) -> None:
+    redirect_output(log)
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    sys.argv = [str(ROOT / "trainer_base_ds_mp.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def list_launcher_words(hosts: TwoHosts, slots: int, folder: Path) -> list[str]:
+    """The deepspeed launcher for both hosts, with `slots` ranks on each; "{rank}" is the host's number."""
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names))
+    meeting = ["--master_addr", hosts.addresses[0], "--master_port", PORT_OF_HOSTS]
+    return ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", "{rank}", *meeting]
 
 
 def run_on_hosts(

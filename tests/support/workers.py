@@ -20,12 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-# Imported once, which takes seconds, and had by every worker that is started. The second is imported by every engine
-# that starts, and imports torch's compiler. None of them may start CUDA: tests/test_environment.py.
+FORKSERVER = multiprocessing.get_context("forkserver")
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
 CARD_WATCH = "tests.support.card_watch"
-_FORKSERVER.set_forkserver_preload([CARD_WATCH, "training.run", "deepspeed.runtime.zero.muon.muon_optimizer", "peft"])
+FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 _SECONDS_A_CASE = 600
 
 
@@ -75,9 +73,9 @@ class WorkerGroup:
 
     def _start(self) -> None:
         for rank in range(self.world_size):
-            ours, theirs = _FORKSERVER.Pipe()
+            ours, theirs = FORKSERVER.Pipe()
             log = self._log_dir / f"world{self.world_size}_rank{rank}.log"
-            process = _FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, log))
+            process = FORKSERVER.Process(target=_work, args=(theirs, rank, self.world_size, log))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -99,10 +97,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
+def redirect_output(log: Path) -> None:
+    """Of this process: what it prints from now on is in `log`."""
     with open(log, "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+
+
+def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
+    redirect_output(log)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE="True",
@@ -111,7 +114,6 @@ def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported before the fork is not garbage, and takes a quarter of a second to look through
     while True:
         try:
             port, function, args, kwargs = pipe.recv()
