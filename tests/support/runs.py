@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,43 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
     """run(name, num_stages, world_size, *overrides): a whole run; returns its output_dir."""
 
     def start(name: str, num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
-        defaults = (
-            f"output_dir={tmp_path / name}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2",
-            "max_grad_norm=1.0", "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
-        )  # fmt: skip
-        case = Case(
-            root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides)
-        )
-        workers(world_size).run(train_run, case)
-        return tmp_path / name
+        return train(workers, root, tmp_path / name, num_stages, world_size, *overrides, tied=tied)
+
+    return start
+
+
+def train(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    output_dir: Path,
+    num_stages: int,
+    world_size: int,
+    *overrides: str,
+    tied: bool = False,
+) -> Path:
+    """A whole run; returns its output_dir."""
+    defaults = (
+        f"output_dir={output_dir}", f"eval_file={root}/eval.jsonl", "optimizer=adamw", "learning_rate=1e-2",
+        "max_grad_norm=1.0", "lr_scheduler_type=cosine", "warmup_ratio=0.5", "max_steps=4", "logging_steps=1",
+    )  # fmt: skip
+    case = Case(
+        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(*defaults, *overrides)
+    )
+    workers(world_size).run(train_run, case)
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def finished(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """finished(num_stages, world_size, *overrides): as `run`, for tests that only read what it leaves: what a file has
+    asked for once is not run again."""
+
+    @cache
+    def start(num_stages: int, world_size: int, *overrides: str, tied: bool = False) -> Path:
+        out = tmp_path_factory.mktemp("finished") / "run"
+        return train(workers, root, out, num_stages, world_size, *overrides, tied=tied)
 
     return start
 

@@ -1,3 +1,3 @@
 """Fixtures of whole runs, for every test of training."""
 
-from support.runs import root, run  # noqa: F401
+from support.runs import finished, root, run  # noqa: F401

@@ -76,9 +76,9 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
 def test_resume_continues_exactly(
-    run, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]
+    run, finished, num_stages: int, world_size: int, tied: bool, overrides: tuple[str, ...]
 ) -> None:
-    whole = run("whole", num_stages, world_size, *overrides, tied=tied)
+    whole = finished(num_stages, world_size, *overrides, tied=tied)
     run("halves", num_stages, world_size, *overrides, "stop_after_steps=2", tied=tied)
     halves = run("halves", num_stages, world_size, *overrides, "resume=latest", tied=tied)
 
@@ -89,8 +89,8 @@ def test_resume_continues_exactly(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(halves).items())
 
 
-def test_a_run_that_died_in_its_export_is_finished(run) -> None:
-    output_dir = run("run", 2, 2)
+def test_a_run_that_died_in_its_export_is_finished(run, finished, tmp_path: Path) -> None:
+    output_dir = shutil.copytree(finished(2, 2), tmp_path / "run")
     expected, steps = export_of(output_dir), read_metrics(output_dir)
     shutil.rmtree(output_dir / "hf")
     (output_dir / "completed.json").unlink()
@@ -103,9 +103,9 @@ def test_a_run_that_died_in_its_export_is_finished(run) -> None:
 
 @pytest.mark.parametrize("num_stages, world_size", [(1, 1), (2, 2), (2, 4)], ids=["pp1", "pp2", "pp2xdp2"])
 def test_export_gives_the_reported_eval_loss_in_plain_transformers(
-    run, root: Path, num_stages: int, world_size: int
+    finished, root: Path, num_stages: int, world_size: int
 ) -> None:
-    output_dir = run("run", num_stages, world_size)
+    output_dir = finished(num_stages, world_size)
     reported = read_metrics(output_dir)[-1]
 
     loss, num_targets = mean_loss(AutoModelForCausalLM.from_pretrained(output_dir / "hf"), eval_dataset(root))

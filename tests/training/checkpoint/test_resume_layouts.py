@@ -70,6 +70,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
                 "lr_scheduler_type=cosine",
                 "warmup_ratio=0.2",
                 "logging_steps=1",
+                f"save_steps={STEPS_BEFORE}",
             )
             steps = STEPS_BEFORE + STEPS_AFTER
             case = Case(
@@ -90,8 +91,8 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
 def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
     tied, overrides = KINDS[kind]
     whole = run(f"{saved}-{kind}-whole", saved, tied, *overrides)
-    begun = run(f"{saved}-{kind}-begun", saved, tied, *overrides, f"stop_after_steps={STEPS_BEFORE}")
-    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, tied, *overrides, f"resume={begun}/checkpoints")
+    begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
+    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, tied, *overrides, f"resume={begun}")
     expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, STEPS_BEFORE + 1)
     assert len(found) == STEPS_AFTER
     for step, (a, b) in enumerate(zip(found, expected, strict=True), start=STEPS_BEFORE + 1):

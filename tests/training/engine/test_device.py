@@ -20,7 +20,9 @@ STEPS = 3
 
 CASES = [
     pytest.param(("precision=bf16", "max_grad_norm=0.05", "activation_checkpoint_interval=1"), id="bf16-clipped"),
-    pytest.param(("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true"), id="lora-packed"),
+    pytest.param(
+        ("precision=bf16", "adapter=lora", "adapter.r=4", "data.packing=true", "learning_rate=0.1"), id="lora-packed"
+    ),
     pytest.param(
         ("schedule=interleaved", "partition_method=uniform", "max_grad_norm=0.05"),
         id="fp32-interleaved",
@@ -32,9 +34,10 @@ CASES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("device")
-    tiny.save_llama(folder / "model")
+    tiny.save_llama(folder / "model", num_hidden_layers=2)
     tiny.save_tokenizer(folder / "model")
     tiny.save_records(folder / "train.jsonl", 40)
+    tiny.save_records(folder / "eval.jsonl", 6, seed=1)
     return folder
 
 
@@ -62,7 +65,7 @@ def test_a_step_waits_twice_and_computes_the_same(
 
 def test_a_run_on_a_device(folder: Path, tmp_path: Path, strict_workers: WorkerGroup) -> None:
     """Training, evaluation, saving, export."""
-    case = make_case(folder, "precision=bf16", "eval_steps=3", f"eval_file={folder}/train.jsonl", workdir=tmp_path)
+    case = make_case(folder, "precision=bf16", "eval_steps=3", f"eval_file={folder}/eval.jsonl", workdir=tmp_path)
     for waits, collectives in strict_workers.run(run_on_device, case):
         assert len(waits) <= 2, waits
         assert [each for each in collectives if each.carries_host_tensor and not each.on_host_group] == []

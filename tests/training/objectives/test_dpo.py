@@ -321,13 +321,14 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
 
 def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) -> None:
     """A file says by its name which model computed it: one that changes in place is noticed."""
-    run("first", "pp1", "max_steps=1")
+    quick = ("max_steps=1", "eval_file=null", "eval_on_start=false")
+    run("first", "pp1", *quick)
     model = tmp_path / "model"
     save_llama(model, seed=1)
     AutoTokenizer.from_pretrained(root / "tiedFalse").save_pretrained(model)
     for seed in (1, 2):
         save_llama(model, seed=seed)
-        run(f"other{seed}", "pp1", "max_steps=1", f"model_name_or_path={model}")
+        run(f"other{seed}", "pp1", *quick, f"model_name_or_path={model}")
     files = find_references(tmp_path)
     assert len(files) == 3 and len({np.load(file).tobytes() for file in files}) == 3
 

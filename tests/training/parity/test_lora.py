@@ -176,11 +176,17 @@ def test_adapters_start_equal_at_every_layout(workers: Callable[[int], WorkerGro
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+FIRST_STAGE, LAST_STAGE = ["embed_tokens", "layers\\.[0-2]\\."], ["layers\\.[34]\\.", "norm", "lm_head"]
+
+
 @pytest.mark.parametrize(
-    "freeze",
-    [["embed_tokens", "layers\\.[0-2]\\."], ["layers\\.[34]\\.", "norm", "lm_head"]],
-    ids=["first-stage", "last-stage"],
+    ("freeze", "tied"),
+    [
+        pytest.param(FIRST_STAGE, True, id="first-stage-tied"),
+        pytest.param(LAST_STAGE, False, id="last-stage-untied"),
+        pytest.param(FIRST_STAGE, False, id="first-stage-untied", marks=pytest.mark.full),
+        pytest.param(LAST_STAGE, True, id="last-stage-tied", marks=pytest.mark.full),
+    ],
 )
 def test_a_stage_with_nothing_to_train(
     workers: Callable[[int], WorkerGroup],

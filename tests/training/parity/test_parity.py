@@ -51,19 +51,34 @@ def run(workers: Callable[[int], WorkerGroup], case: Case) -> dict:
     return merge(workers(case.world_size).run(train_case, case))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), id="plain"),
-        pytest.param((CHECKPOINTED, CLIPPED), id="checkpointed-clipped"),
-        pytest.param((CHECKPOINTED,), id="checkpointed", marks=pytest.mark.full),
-        pytest.param((CLIPPED,), id="clipped", marks=pytest.mark.full),
-        pytest.param(SELECTIVE, id="selective", marks=pytest.mark.full),
-        pytest.param(EVERY_SECOND, id="every-second", marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+KINDS = {
+    "plain": (),
+    "checkpointed-clipped": (CHECKPOINTED, CLIPPED),
+    "checkpointed": (CHECKPOINTED,),
+    "clipped": (CLIPPED,),
+    "selective": SELECTIVE,
+    "every-second": EVERY_SECOND,
+}
+FAST = [  # every two of layout, embeddings and these kinds meet
+    ("pp1", True, "plain"),
+    ("pp1", False, "checkpointed-clipped"),
+    ("pp2", False, "plain"),
+    ("pp2", True, "checkpointed-clipped"),
+    ("pp4", True, "plain"),
+    ("pp4", False, "checkpointed-clipped"),
+    ("pp2xdp2", False, "plain"),
+    ("pp2xdp2", True, "checkpointed-clipped"),
+]
+CASES = [
+    pytest.param(
+        layout, tied, KINDS[kind], id=f"{layout}-{'tied' if tied else 'untied'}-{kind}",
+        marks=() if (layout, tied, kind) in FAST else pytest.mark.full,
+    )
+    for layout in LAYOUTS for tied in (False, True) for kind in KINDS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "tied", "overrides"), CASES)
 def test_five_sgd_steps_equal_hugging_face(
     workers, material, layout: str, tied: bool, overrides: tuple[str, ...]
 ) -> None:

@@ -106,7 +106,7 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         (2, ("precision=bf16", "activation_checkpoint_interval=0")),
         (2, ("precision=bf16", "activation_checkpoint_interval=1")),
         (1, ("precision=bf16", "activation_checkpoint_interval=2", "offload_optimizer=cpu")),
-        (2, OFFLOADED),
+        pytest.param(2, OFFLOADED, marks=pytest.mark.full),
         (1, ("precision=bf16", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16")),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
         pytest.param(1, (*OFFLOADED, "gradient_reduce_dtype=bf16"), marks=pytest.mark.full),
