@@ -50,7 +50,7 @@ def import_run() -> Callable[[DictConfig], None]:
     """
     # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
     # for their developers
-    gc.disable()  # what is imported is not garbage: to look through it takes two of six seconds, most of it at the end
+    gc.disable()  # what is imported is not garbage: to look through it takes two of six seconds, one at the end
     with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
         try:
             from training.run import run
