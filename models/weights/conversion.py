@@ -33,6 +33,7 @@ from models.weights.folders import (
     find_custom_tokenizer,
     staged_folder,
 )
+from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.safetensors_writer import (
     INDEX_NAME,
     TensorInfo,
@@ -323,6 +324,7 @@ def _write_model_files(
     source_dir = weights.source.path
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
+    fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
     _set_dtype(fields, weights.dtypes)
     if any(
         getattr(weights.config, key, None) != getattr(weights.source.config, key, None)

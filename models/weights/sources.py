@@ -24,6 +24,7 @@ from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensor
 from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights
+from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
 from models.weights.source import WeightSource
 from models.weights.tensor_files import load_json, load_torch_file, open_tensors
 
@@ -107,13 +108,10 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{file}: {unsupported(model_type)}")
-    if "quantization_config" in fields:
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise UserError(
-            f"{file}: the weights are quantized ({method}), which the layers do not carry; convert them to bf16 first"
-        )
+    parse_quantization(fields, file)  # the layers carry dequantized weights: their config does not name it
+    known = {key: value for key, value in fields.items() if key not in ("auto_map", QUANTIZATION_CONFIG)}
     try:
-        config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "auto_map"})
+        config = AutoConfig.for_model(**known)
     except Exception as error:  # transformers validates with types of its own
         raise UserError(f"{file} is not a valid config of a '{model_type}': {' '.join(str(error).split())}") from None
     if not is_supported(config):
@@ -176,6 +174,7 @@ class HuggingFaceFolder:
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
         self.path = path
         self.config = load_config(path, trust_remote_code)
+        self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
         self._prefix = ""  # what the names in the files lack
         self._of_thread = threading.local()  # the file that a thread has open
@@ -199,11 +198,12 @@ class HuggingFaceFolder:
             for name in layer.shapes()
             for piece in self._get_pieces(layer, name)
         }
-        if missing := sorted(expected - self._files.keys()):
+        present = self._quantization.list_tensors(self._files)
+        if missing := sorted(expected - present):
             raise UserError(
                 f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?"
             )
-        extra = {name for name in self._files.keys() - expected if not is_ignored(self.config, name)}
+        extra = {name for name in present - expected if not is_ignored(self.config, name)}
         if self.config.tie_word_embeddings and "lm_head.weight" in extra:
             self._check_tied(layers[0], "lm_head.weight")
             extra.discard("lm_head.weight")
@@ -252,6 +252,9 @@ class HuggingFaceFolder:
         return tensor
 
     def _read(self, name: str) -> torch.Tensor:
+        return self._quantization.read(name, self._files, self._read_stored)
+
+    def _read_stored(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise UserError(
                 f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?"

@@ -97,8 +97,8 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "quantized weights": (
         "hf",
-        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "fp8"}),
-        ("config.json", "quantized (fp8)", "bf16"),
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq"}),
+        ("config.json", "quantized (gptq)", "fp8 and mxfp4"),
     ),
     "untied weights": (
         "tied",
