@@ -10,20 +10,20 @@ import torch
 
 from models.adapters import ReadAdapter, adapter_names, check_all_taken, fill_adapter, inject_adapter, list_targets
 from models.layer import Layer
-from models.weights.source import WeightSource
+from models.weights.source import StoredWeights
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
 class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: a `WeightSource`. names: of a peft
+    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: of a peft
     folder's tensors.
     """
 
     def __init__(
         self,
-        base: WeightSource,
+        base: StoredWeights,
         path: Path,
         config: LoraConfig,
         *,
@@ -41,6 +41,9 @@ class AdaptedWeights:
     def check_complete(self, layers: list[Layer]) -> None:
         self.base.check_complete(layers)
         check_all_taken(self._names, self._lora, layers)
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return self.base.describe_layer(index, layer)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)

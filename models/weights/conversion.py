@@ -42,7 +42,7 @@ from models.weights.safetensors_writer import (
     plan_shards,
     write_safetensors,
 )
-from models.weights.source import WeightSource
+from models.weights.source import StoredWeights
 from models.weights.sources import layer_file
 from models.weights.tensor_files import load_json, open_tensors
 from models.weights.torch_writer import own_storage, save_torch, without_crc32
@@ -80,7 +80,7 @@ Item = TypeVar("Item")
 
 
 def convert_to_pipeline(
-    source: WeightSource,
+    source: StoredWeights,
     output_dir: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -136,7 +136,7 @@ def convert_to_pipeline(
 
 
 def export_hugging_face(
-    source: WeightSource,
+    source: StoredWeights,
     output_dir: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -231,7 +231,7 @@ class _Weights:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: StoredWeights,
         config: PretrainedConfig,
         *,
         dtype: torch.dtype | None,
@@ -302,7 +302,7 @@ class _Weights:
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}
         kept = self._layers[index].buffer_names() if self._dtype is not None else set()
-        for name, tensor in self._read_layer(index).items():
+        for name, tensor in self.source.describe_layer(index, self._layers[index]).items():
             dtype = (
                 self._dtype
                 if self._dtype is not None and tensor.is_floating_point() and name not in kept

@@ -183,7 +183,9 @@ def dequantize_fp8(
     96 rows for [192, ...]; DeepSeek's blocks are cut at the edge.
     """
     rows, columns = block
-    dequantized = torch.empty(weight.shape, dtype=dtype)
+    dequantized = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if weight.is_meta:
+        return dequantized
     matrices = zip(*(tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (weight, scales, dequantized)), strict=True)
     strip = max(1, _STRIP // weight.shape[-1])
     for matrix, grid, out in matrices:
@@ -214,7 +216,9 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     is exact in fp32 and rounded once to `dtype`; no more than `_STRIP` numbers, or one row, are in fp32 at once.
     """
     experts, rows, groups, _ = blocks.shape
-    dequantized = torch.empty(experts, 32 * groups, rows, dtype=dtype)
+    dequantized = torch.empty(experts, 32 * groups, rows, dtype=dtype, device=blocks.device)
+    if blocks.is_meta:
+        return dequantized
     strip = max(1, _STRIP // (32 * groups))
     for expert, exponents, out in zip(blocks, scales, dequantized, strict=True):
         by_row = zip(expert.split(strip), exponents.split(strip), out.T.split(strip), strict=True)

@@ -25,3 +25,10 @@ class WeightSource(Protocol):
 
     def files(self) -> list[Path]:
         """All that decides what the model computes."""
+
+
+class StoredWeights(WeightSource, Protocol):
+    """Those that lie in files: a conversion plans what it writes before it reads them."""
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        """What `read_layer` gives, on the meta device: names, shapes and dtypes, without reading numbers."""

@@ -24,12 +24,12 @@ from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensor
 from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights
-from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
-from models.weights.source import WeightSource
+from models.weights.quantized import QUANTIZATION_CONFIG, Read, parse_quantization
+from models.weights.source import StoredWeights
 from models.weights.tensor_files import load_json, load_torch_file, open_tensors
 
 
-def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSource:
+def open_weights(name_or_path: str, trust_remote_code: bool = False) -> StoredWeights:
     """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft
     folder, or the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
 
@@ -49,7 +49,7 @@ def open_weights(name_or_path: str, trust_remote_code: bool = False) -> WeightSo
     return HuggingFaceFolder(path, trust_remote_code)
 
 
-def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> WeightSource:
+def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> StoredWeights:
     checkpoint = PipelineCheckpoint(path, tag)
     return _open_adapted(path, checkpoint, trust_remote_code) if checkpoint.is_adapter else checkpoint
 
@@ -150,6 +150,9 @@ class PipelineCheckpoint:
         _check_tensors(tensors, layer, str(file))
         return tensors
 
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
+
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
 
@@ -180,11 +183,10 @@ class HuggingFaceFolder:
         self._of_thread = threading.local()  # the file that a thread has open
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        if not layer.owns_weights:
-            return {}
-        tensors = {name: self._read_tensor(layer, name, shape) for name, shape in layer.shapes().items()}
-        _check_tensors(tensors, layer, str(self.path))
-        return tensors
+        return self._read_layer(layer, self._read)
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return self._read_layer(layer, self._describe)
 
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
@@ -238,21 +240,32 @@ class HuggingFaceFolder:
         pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
         return [whole] if whole.hf_name in self._files and pieces[0].hf_name not in self._files else pieces
 
-    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size) -> torch.Tensor:
+    def _read_layer(self, layer: Layer, read: Read) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        tensors = {name: self._read_tensor(layer, name, shape, read) for name, shape in layer.shapes().items()}
+        _check_tensors(tensors, layer, str(self.path))
+        return tensors
+
+    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size, read: Read) -> torch.Tensor:
         """A tensor of the layer's module, mapped from its file, or put together from several."""
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
-            return self._read(pieces[0].hf_name)
-        first = self._read(pieces[0].hf_name)
-        tensor = torch.empty(shape, dtype=first.dtype)
+            return read(pieces[0].hf_name)
+        first = read(pieces[0].hf_name)
+        tensor = torch.empty(shape, dtype=first.dtype, device=first.device)
         for piece in pieces:
-            part, place = self._read(piece.hf_name), tensor[piece.index]
+            part, place = read(piece.hf_name), tensor[piece.index]
             _check_shape(part, place.shape, piece.hf_name, str(self.path))
             place.copy_(part)
         return tensor
 
     def _read(self, name: str) -> torch.Tensor:
         return self._quantization.read(name, self._files, self._read_stored)
+
+    def _describe(self, name: str) -> torch.Tensor:
+        """The tensor on the meta device: what is mapped is not read."""
+        return self._quantization.read(name, self._files, lambda stored: self._read_stored(stored).to("meta"))
 
     def _read_stored(self, name: str) -> torch.Tensor:
         if name not in self._files:
