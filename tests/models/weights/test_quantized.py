@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.families import build_family, build_family_config
+from safetensors.torch import save_file
+from support.families import build_family_config
 from support.model_folders import Tensors, assert_same_bits, convert, export, load_transformers
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from support.quantized import BLOCK, FP8, quantize_fp8, save_fp8, save_mxfp4, spread, write_config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -21,40 +22,7 @@ from models.architecture import build_layers
 from models.weights.quantized import dequantize_fp8, dequantize_mxfp4
 from models.weights.sources import open_weights
 
-BLOCK = (8, 8)  # divides every size of the small model: transformers refuses, or misreads, blocks that are cut
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 CODES = torch.arange(256, dtype=torch.uint8)
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")  # what DeepSeek-V3 does not quantize
-
-
-def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [R, C] as (float8_e4m3fn, scales), blocks cut at the edge."""
-    rows, columns = block
-    parts = [part.float().abs().amax().item() for band in weight.split(rows) for part in band.split(columns, 1)]
-    scales = torch.tensor(parts).view(-(-weight.shape[0] // rows), -1) / 448
-    return (weight.float() / spread(scales, block, weight.shape)).to(torch.float8_e4m3fn), scales
-
-
-def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
-
-
-def save_fp8(folder: Path, dtype: str = "bfloat16") -> Tensors:
-    """A small DeepSeek-V3 as it is published; returns the stored tensors."""
-    build_family("deepseek_v3").bfloat16().save_pretrained(folder)
-    stored: Tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        stored[name] = tensor.float() if "e_score_correction_bias" in name else tensor
-        if tensor.dim() == 2 and not any(part in name for part in KEPT):
-            stored[name], stored[name + "_scale_inv"] = quantize_fp8(tensor)
-    save_file(stored, folder / "model.safetensors")
-    write_config(folder, quantization_config=FP8, dtype=dtype)
-    return stored
-
-
-def write_config(folder: Path, **fields: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def load_dequantized(folder: Path, quantization: Any) -> Tensors:
@@ -84,11 +52,17 @@ def test_fp8_is_loaded_as_transformers_does(dtype: str, tmp_path: Path) -> None:
     )
 
 
-def test_fp8_is_converted(tmp_path: Path) -> None:
-    save_fp8(tmp_path / "fp8")
-    convert(tmp_path / "fp8", tmp_path / "pipeline", verify=True)
+def test_mxfp4_is_loaded_as_transformers_does(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    assert_same_bits(read_layers(tmp_path), load_dequantized(tmp_path, Mxfp4Config(dequantize=True)))
+
+
+@pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
+def test_a_converted_folder_is_not_quantized(save: Callable[[Path], Tensors], tmp_path: Path) -> None:
+    save(tmp_path / "quantized")
+    convert(tmp_path / "quantized", tmp_path / "pipeline", verify=True)
     export(tmp_path / "pipeline", tmp_path / "hf")
-    assert_same_bits(load_transformers(tmp_path / "hf"), read_layers(tmp_path / "fp8"))
+    assert_same_bits(load_transformers(tmp_path / "hf"), read_layers(tmp_path / "quantized"))
     for folder in ("pipeline", "hf"):
         fields = json.loads((tmp_path / folder / "config.json").read_text())
         assert "quantization_config" not in fields and fields["dtype"] == "bfloat16"
@@ -155,33 +129,64 @@ def assert_refused(fields: dict[str, object], folder: Path, expected: tuple[str,
 
 
 PROJECTION = "model.layers.2.mlp.experts.3.up_proj.weight"
-BROKEN_TENSORS: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
-    "no scales": (lambda t: t.pop(PROJECTION + "_scale_inv"), (f"'{PROJECTION}_scale_inv', the scales", "missing")),
-    "no weight": (lambda t: t.pop(PROJECTION), (f"'{PROJECTION}'", "1 tensors are missing")),
+DOWN = "model.layers.1.mlp.experts.down_proj"
+Damage = Callable[[Tensors], object]
+BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ...]]] = {
+    "no scales": (
+        save_fp8,
+        lambda t: t.pop(PROJECTION + "_scale_inv"),
+        (f"'{PROJECTION}_scale_inv', the scales of an fp8 tensor, is missing",),
+    ),
+    "no weight": (save_fp8, lambda t: t.pop(PROJECTION), (f"'{PROJECTION}'", "1 tensors are missing")),
     "scales of other blocks": (
+        save_fp8,
         lambda t: t.update({PROJECTION + "_scale_inv": torch.ones(2, 6)}),
         (f"'{PROJECTION}_scale_inv' has shape [2, 6]", "[24, 48] in blocks of [8, 8] has [3, 6]", "weight_block_size"),
     ),
     "another fp8": (
+        save_fp8,
         lambda t: t.update({PROJECTION: t[PROJECTION].float().to(torch.float8_e5m2)}),
         (f"'{PROJECTION}' (float8_e5m2 [24, 48])", "matrices of float8_e4m3fn"),
     ),
     "4 bits in a byte": (
+        save_fp8,
         lambda t: t.update({PROJECTION: torch.ones(24, 24, dtype=torch.int8)}),
         (f"'{PROJECTION}' (int8 [24, 24])",),
+    ),
+    "weight of another shape": (
+        save_fp8,
+        lambda t: t.update(dict(zip((PROJECTION, PROJECTION + "_scale_inv"), quantize_fp8(torch.ones(8, 48))))),
+        (f"'{PROJECTION}' has shape [8, 48]", "config.json makes it [24, 48]"),
+    ),
+    "blocks without scales": (save_mxfp4, lambda t: t.pop(DOWN + "_scales"), (f"'{DOWN}_scales', a part", "missing")),
+    "scales without blocks": (save_mxfp4, lambda t: t.pop(DOWN + "_blocks"), (f"'{DOWN}_blocks', a part", "missing")),
+    "no experts": (
+        save_mxfp4,
+        lambda t: [t.pop(DOWN + part) for part in ("_blocks", "_scales")],
+        (f"'{DOWN}'", "1 tensors are missing"),
+    ),
+    "other groups": (
+        save_mxfp4,
+        lambda t: t.update({DOWN + "_scales": t[DOWN + "_scales"][..., :2].contiguous()}),
+        (f"'{DOWN}_blocks' (uint8 [8, 64, 3, 16])", f"'{DOWN}_scales' (uint8 [8, 64, 2])"),
+    ),
+    "packed otherwise": (
+        save_mxfp4,
+        lambda t: t.update({DOWN + "_blocks": t[DOWN + "_blocks"].flatten(2)}),
+        (f"'{DOWN}_blocks' (uint8 [8, 64, 48])", "another format"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
-def test_a_broken_fp8_tensor_is_named(name: str, tmp_path: Path) -> None:
-    damage, expected = BROKEN_TENSORS[name]
-    stored = save_fp8(tmp_path / "fp8")
+def test_a_broken_tensor_is_named(name: str, tmp_path: Path) -> None:
+    save, damage, expected = BROKEN_TENSORS[name]
+    stored = save(tmp_path / "quantized")
     damage(stored)
-    save_file(stored, tmp_path / "fp8/model.safetensors")
+    save_file(stored, tmp_path / "quantized/model.safetensors")
     with pytest.raises(UserError) as caught:
-        convert(tmp_path / "fp8", tmp_path / "pipeline")
-    assert all(part in str(caught.value) for part in (str(tmp_path / "fp8"), *expected)), caught.value
+        convert(tmp_path / "quantized", tmp_path / "pipeline")
+    assert all(part in str(caught.value) for part in (str(tmp_path / "quantized"), *expected)), caught.value
 
 
 def test_one_scale_per_matrix(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Small models quantized as they are published. transformers makes mxfp4 only with kernels from the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import build_family
+from support.model_folders import Tensors
+
+BLOCK = (8, 8)  # divides every size of the small model: transformers refuses, or misreads, blocks that are cut
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")  # what DeepSeek-V3 does not quantize
+
+
+def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [R, C] as (float8_e4m3fn, scales), blocks cut at the edge."""
+    rows, columns = block
+    parts = [part.float().abs().amax().item() for band in weight.split(rows) for part in band.split(columns, 1)]
+    scales = torch.tensor(parts).view(-(-weight.shape[0] // rows), -1) / 448
+    return (weight.float() / spread(scales, block, weight.shape)).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def save_fp8(folder: Path, dtype: str = "bfloat16", **sizes: int) -> Tensors:
+    """A small DeepSeek-V3 as it is published; returns the stored tensors."""
+    build_family("deepseek_v3", **sizes).bfloat16().save_pretrained(folder)
+    stored: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = tensor.float() if "e_score_correction_bias" in name else tensor
+        if tensor.dim() == 2 and not any(part in name for part in KEPT):
+            stored[name], stored[name + "_scale_inv"] = quantize_fp8(tensor)
+    save_file(stored, folder / "model.safetensors")
+    write_config(folder, quantization_config=FP8, dtype=dtype)
+    return stored
+
+
+def save_mxfp4(folder: Path, **sizes: int) -> Tensors:
+    """A small gpt-oss as it is published; returns the stored tensors."""
+    build_family("gpt_oss", **{"hidden_size": 64, "intermediate_size": 96, **sizes}).bfloat16().save_pretrained(folder)
+    stored: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, rows = tensor.shape
+            stored[name + "_blocks"] = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+            stored[name + "_scales"] = torch.randint(120, 126, (experts, rows, width // 32), dtype=torch.uint8)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors")
+    write_config(folder, quantization_config=MXFP4, dtype="bfloat16")
+    return stored
+
+
+def write_config(folder: Path, **fields: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
