@@ -29,6 +29,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 # Twice the numbers of 4 bits (e2m1) by their code, and the two of a byte, its low half first: [256, 2].
 _FP4_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])
 _FP4_PAIRS = torch.stack((_FP4_DOUBLED.repeat(16), _FP4_DOUBLED.repeat_interleave(16)), dim=1)
+_FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's word, MiniMax's
 _STRIP = 2**18  # numbers that are widened at once: they stay in a core's cache
 
 Read = Callable[[str], torch.Tensor]
@@ -137,7 +138,7 @@ def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
         return Unquantized()
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "fp8":
-        _check_known(quantization, file, fmt="e4m3", expert_dtype="fp8")
+        _check_known(quantization, file, fmt=_FORMATS, expert_dtype=("fp8",))
         return Fp8(file.parent, _get_dtype(fields, file), _get_block(quantization, file))
     if method == "mxfp4":
         return Mxfp4(file.parent, _get_dtype(fields, file))
@@ -147,11 +148,11 @@ def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
     )
 
 
-def _check_known(quantization: dict[str, Any], file: Path, **supported: str) -> None:
-    for key, value in supported.items():
-        if quantization.get(key, value) != value:
+def _check_known(quantization: dict[str, Any], file: Path, **supported: tuple[str, ...]) -> None:
+    for key, values in supported.items():
+        if quantization.get(key, values[0]) not in values:
             raise UserError(
-                f"{file}: {QUANTIZATION_CONFIG}.{key}={quantization[key]!r}: only '{value}' is dequantized here; "
+                f"{file}: {QUANTIZATION_CONFIG}.{key}={quantization[key]!r}: only '{values[0]}' is dequantized here; "
                 "give a folder of unquantized weights"
             )
 

@@ -252,10 +252,12 @@ class HuggingFaceFolder:
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
             return read(pieces[0].hf_name)
-        first = read(pieces[0].hf_name)
-        tensor = torch.empty(shape, dtype=first.dtype, device=first.device)
+        tensor = torch.empty(0)
         for piece in pieces:
-            part, place = read(piece.hf_name), tensor[piece.index]
+            part = read(piece.hf_name)
+            if piece is pieces[0]:
+                tensor = torch.empty(shape, dtype=part.dtype, device=part.device)
+            place = tensor[piece.index]
             _check_shape(part, place.shape, piece.hf_name, str(self.path))
             place.copy_(part)
         return tensor

@@ -19,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from errors import UserError
 from models.architecture import build_layers
+from models.weights import quantized
 from models.weights.quantized import dequantize_fp8, dequantize_mxfp4
 from models.weights.sources import open_weights
 
@@ -66,6 +67,20 @@ def test_a_converted_folder_is_not_quantized(save: Callable[[Path], Tensors], tm
     for folder in ("pipeline", "hf"):
         fields = json.loads((tmp_path / folder / "config.json").read_text())
         assert "quantization_config" not in fields and fields["dtype"] == "bfloat16"
+
+
+def test_a_conversion_dequantizes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is planned from the headers of the files."""
+    count = sum(name.endswith("_scale_inv") for name in save_fp8(tmp_path / "fp8"))
+    read: list[torch.Size] = []
+
+    def watch(weight: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.extend([] if weight.is_meta else [weight.shape])
+        return dequantize_fp8(weight, *args)
+
+    monkeypatch.setattr(quantized, "dequantize_fp8", watch)
+    convert(tmp_path / "fp8", tmp_path / "pipeline")
+    assert len(read) == count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
