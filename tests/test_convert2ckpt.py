@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.quantized import save_fp8, write_config
 from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -217,6 +218,19 @@ def test_a_signal_ends_it_and_cleans_up(
             os._exit(exit_code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_quantized_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dequantized and compared; a method that is not known is one line."""
+    save_fp8(tmp_path / "fp8")
+    save_tokenizer(tmp_path / "fp8")
+    arguments = ("--model_name_or_path", tmp_path / "fp8", "--output_dir", tmp_path / "pipeline")
+    assert run(monkeypatch, *arguments, "--verify") == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path}/pipeline; every tensor read back is the source's\n"
+    write_config(tmp_path / "fp8", quantization_config={"quant_method": "awq"})
+    assert run(monkeypatch, *arguments, "--overwrite") == 1
+    refused = capsys.readouterr().err.splitlines()
+    assert len(refused) == 1 and "quantized (awq), and only fp8 and mxfp4" in refused[0]
 
 
 def test_sizes() -> None:

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
 from support.launching import run_alone
+from support.quantized import FP8, write_config
 from support.tiny import save_llama
 
 from errors import UserError
@@ -171,6 +172,18 @@ def test_weights_that_are_there_decide(tmp_path: Path) -> None:
     assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].chunks[-1].last_layer == 3 + 2
     with pytest.raises(UserError, match=r"model.vocab_size=32000, but .*config.json says 320"):
         list(plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf")))
+
+
+def test_quantized_weights_are_planned_as_what_they_become(tmp_path: Path) -> None:
+    for name in ("quantized", "whole"):
+        save_llama(tmp_path / name)
+    write_config(tmp_path / "quantized", quantization_config=FP8)
+    arguments = ("plan=true", "world_size=2")
+    plans = [
+        plan_of(build("llama_tiny_pp2", *arguments, f"model_name_or_path={tmp_path / name}"))
+        for name in ("quantized", "whole")
+    ]
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize(
