@@ -328,7 +328,9 @@ def _find_tensors(path: Path) -> dict[str, Path]:
 
 
 def _download(hub_id: str) -> Path:
-    """The hub's snapshot of `hub_id` in the local cache, weights and tokenizer only."""
+    """The hub's snapshot of `hub_id` in the local cache: weights and tokenizer, not what lies in folders of it, such
+    as gpt-oss once more in other formats.
+    """
     from huggingface_hub import snapshot_download
 
     if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:
@@ -336,7 +338,9 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+                hub_id,
+                allow_patterns=["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"],
+                ignore_patterns=["*/*"],
             )
         )
     except Exception as error:  # offline, unknown, gated, not an id at all: each has its own type

@@ -204,6 +204,21 @@ def test_a_broken_tensor_is_named(name: str, tmp_path: Path) -> None:
     assert all(part in str(caught.value) for part in (str(tmp_path / "quantized"), *expected)), caught.value
 
 
+def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
+    """Of layers that predict further tokens too, which are left out."""
+    stored = save_fp8(tmp_path)
+    expected = read_layers(tmp_path)
+    further = "model.layers.4.eh_proj.weight"
+    stored[further], stored[further + "_scale_inv"] = quantize_fp8(torch.ones(48, 96))
+    write_config(tmp_path, num_nextn_predict_layers=1)
+    (tmp_path / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + name.endswith('_scale_inv')}-of-00002.safetensors" for name in stored}
+    for shard in set(shards.values()):
+        save_file({name: stored[name] for name in stored if shards[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert_same_bits(read_layers(tmp_path), expected)
+
+
 def test_one_scale_per_matrix(tmp_path: Path) -> None:
     """`weight_block_size` null; scales of activations beside it are not weights."""
     stored = save_fp8(tmp_path)

@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from support.tiny import save_llama
 
@@ -199,3 +201,17 @@ def test_custom_code_that_is_trusted_is_not_run(originals: dict[str, Path], tmp_
     edit_json(folder / "config.json", auto_map={"AutoConfig": "configuration_x.XConfig"})
     (folder / "configuration_x.py").write_text("raise SystemExit('ran')")
     assert open_weights(str(folder), trust_remote_code=True).config.model_type == "llama"
+
+
+def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss is there three times, in formats of other programs too."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
+    downloaded: list[str] = []
+
+    def snapshot_download(hub_id: str, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects(files, **patterns))
+        return str(originals["hf"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    read_everything(Path("openai/gpt-oss-20b"))
+    assert downloaded == files[:2]
