@@ -27,7 +27,7 @@ QUANTIZATION_CONFIG = "quantization_config"  # the key in config.json
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 # Twice the numbers of 4 bits (e2m1) by their code, and the two of a byte, its low half first: [256, 2].
-_FP4_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])
+_FP4_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 _FP4_PAIRS = torch.stack((_FP4_DOUBLED.repeat(16), _FP4_DOUBLED.repeat_interleave(16)), dim=1)
 _FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's word, MiniMax's
 _STRIP = 2**18  # numbers that are widened at once: they stay in a core's cache
@@ -39,7 +39,9 @@ class Quantization(Protocol):
     """How the tensors of a folder are stored."""
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
-        """The tensors that the stored ones make up, by name."""
+        """The tensors that the stored ones make up, by name. Raises UserError for scales under names that are not
+        known.
+        """
 
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
         """The tensor `name`, dequantized; `read_stored` reads what a file holds under a name.
@@ -68,6 +70,11 @@ class Fp8:
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         names = set(stored)
+        if others := [name for name in names if name.endswith(".weight_scale")]:
+            raise UserError(
+                f"{self.path}: '{min(others)}' is a scale as AutoFP8 and its like write it; only '{SCALE}' is known "
+                "here. Give a folder of unquantized weights"
+            )
         scales = {name for name in names if name.endswith(SCALE) and name.removesuffix(SCALE) in names}
         activations = {name for name in names if name.endswith(".activation_scale")}  # of static quantization
         return names - scales - activations

@@ -168,6 +168,11 @@ BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ..
         lambda t: t.update({PROJECTION: torch.ones(24, 24, dtype=torch.int8)}),
         (f"'{PROJECTION}' (int8 [24, 24])",),
     ),
+    "scales of another tool": (
+        save_fp8,
+        lambda t: t.update({PROJECTION + "_scale": t.pop(PROJECTION + "_scale_inv")}),
+        (f"'{PROJECTION}_scale'", "AutoFP8", "only '_scale_inv'"),
+    ),
     "weight of another shape": (
         save_fp8,
         lambda t: t.update(dict(zip((PROJECTION, PROJECTION + "_scale_inv"), quantize_fp8(torch.ones(8, 48))))),
