@@ -31,6 +31,8 @@ def test_they_are_drawn_as_transformers_draws_them(family: str) -> None:
         theirs = expected[name]
         if theirs.std() == 0 or theirs.numel() == 1:
             assert torch.equal(tensor, theirs), name
+        elif theirs.numel() < 48:  # one number for each head: too few to have a spread
+            assert tensor.shape == theirs.shape and tensor.std() > 0, name
         else:
             assert tensor.std().item() == pytest.approx(theirs.std().item(), rel=0.25), name
 
