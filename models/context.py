@@ -17,9 +17,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from models.documents import (
     DocumentBounds,
     Documents,
+    TokenDocuments,
     build_packed_mask,
     locate_documents,
     locate_rows,
+    locate_tokens,
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
@@ -51,6 +53,8 @@ class MicroBatchContext:
         self.rotary = rotary
         # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
         self.bounds: DocumentBounds | None = None
+        self.locates_tokens = False  # set where something asks for `tokens`
+        self.tokens: TokenDocuments | None = None  # of the micro-batch that a layer is working on
         self._position_ids: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
         self._by_type: dict[str, dict[str, Any]] = {}
@@ -71,6 +75,7 @@ class MicroBatchContext:
             if position_ids is not self._position_ids:
                 self._shared, self._by_type = self.derive_shared(inputs), {}
                 self._numbers = number_documents(position_ids, self.bounds)
+                self.tokens = locate_tokens(inputs[2], self.bounds) if self.locates_tokens else None
                 self._position_ids = position_ids
             if attention_type not in self._by_type:
                 self._by_type[attention_type] = self._derive(inputs, attention_type)

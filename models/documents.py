@@ -54,6 +54,28 @@ class Documents(NamedTuple):
     window: int | None
 
 
+class TokenDocuments(NamedTuple):
+    """The document of each token, for means over documents. The N tokens of a micro-batch are its rows end to end.
+
+    documents: int64 [N], counted from 0 over all rows; of padding, any. is_real: bool [N], false for padding. lengths:
+    fp32 [C], tokens of each document; 1 where there are fewer documents than the host has said.
+    """
+
+    documents: torch.Tensor
+    is_real: torch.Tensor
+    lengths: torch.Tensor
+
+
+def locate_tokens(segment_ids: torch.Tensor, bounds: DocumentBounds | None) -> TokenDocuments:
+    """segment_ids: int32 [B, T], 0 for padding. bounds: None makes room for as many documents as tokens."""
+    is_real = segment_ids > 0
+    starts = is_real & (segment_ids != F.pad(segment_ids, (1, 0))[:, :-1])
+    documents = (starts.flatten().cumsum(0) - 1).clamp(min=0)
+    lengths = torch.zeros(documents.numel() if bounds is None else bounds.most, device=segment_ids.device)
+    lengths.index_add_(0, documents, is_real.flatten().to(lengths.dtype))
+    return TokenDocuments(documents, is_real.flatten(), lengths.clamp(min=1))
+
+
 def number_documents(position_ids: torch.Tensor, bounds: DocumentBounds | None) -> torch.Tensor | None:
     """The document of each token, int64 [B, T], counted from 1 over all rows; None where no row holds several.
 

@@ -51,6 +51,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         fuses=fuses and obstacle is None,
         parallel=parallel,
         topology=setup.layout.topology,
+        routers=setup.routers,
     )
     if fuses:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")

@@ -13,7 +13,6 @@ import torch
 import console
 from data.step_totals import StepTotals
 from errors import UserError
-from models.documents import DocumentBounds
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
@@ -24,7 +23,7 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
 from training.inputs.step_budget import StepBudget
-from training.inputs.step_totals import SharedTotals, bound_documents
+from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
@@ -105,7 +104,7 @@ class TrainingLoop:
         if traced:
             self._off_the_clock(self._trace.start)
         self._telemetry.start_step(profiled)
-        loss = self._train_step(micro_batches, bound_documents(totals))
+        loss = self._train_step(micro_batches, totals)
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         if traced:
@@ -127,9 +126,9 @@ class TrainingLoop:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
-    def _train_step(self, micro_batches: Any, bounds: DocumentBounds | None) -> torch.Tensor:
+    def _train_step(self, micro_batches: Any, totals: StepTotals) -> torch.Tensor:
         loss, self._learning_rate = train_step(
-            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, bounds=bounds
+            self.engine, micro_batches, self.config, self.state.step, self.budget.total_steps, totals=totals
         )
         return loss
 
@@ -182,6 +181,8 @@ class TrainingLoop:
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # of all ranks, by all ranks
         metrics = self._metrics.finish_interval() if self._metrics is not None else {}
+        routers = self.engine.module.routers
+        routed = routers.finish_interval() if routers is not None else {}
         if not self.reporters or self._interval.is_empty or measured is None:
             return
         grad_norm, skipped = self._interval.grad_norm, self._describe_skipped()
@@ -191,6 +192,7 @@ class TrainingLoop:
                 "step": self.state.step,
                 "loss": loss,
                 **metrics,
+                **routed,
                 "grad_norm": None if grad_norm is None else float(grad_norm),
                 "learning_rate": self._learning_rate,
                 "num_tokens": self.state.num_tokens,

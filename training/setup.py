@@ -15,6 +15,7 @@ from pathlib import Path
 from errors import UserError
 from models.adapters import Adapter
 from models.architecture import build_layers, check_length, choose_experts
+from models.experts.router import RouterOptions, build_router_options
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
@@ -53,7 +54,7 @@ class RunSetup:
     """What the checks have found out on the way.
 
     costs: of the layers, for the plan; None on a rank that makes none. resumable: what `resume_from` is chosen from.
-    reference: of an objective that needs one: what the run has started from, or will.
+    reference: of an objective that needs one: what the run has started from, or will. routers: None for a dense model.
     """
 
     source: WeightSource
@@ -65,6 +66,7 @@ class RunSetup:
     resume_from: Path | None = None
     resumable: Resumable | None = None
     reference: WeightSource | None = None
+    routers: RouterOptions | None = None
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
@@ -112,6 +114,13 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)
+    routers = build_router_options(
+        source.config,
+        layers,
+        aux_loss_coef=config.moe.aux_loss_coef,
+        z_loss_coef=config.moe.z_loss_coef,
+        update_router_bias=config.moe.update_router_bias,
+    )
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     check_together(Run(config, has_accelerator()))
@@ -129,7 +138,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
         )
     bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
     reference = source if get_objective(config).needs_reference else None
-    return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference)
+    return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference, routers=routers)
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:

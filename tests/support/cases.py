@@ -114,14 +114,14 @@ def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
 def train_case(case: Case) -> dict[str, Any]:
     """Losses, gradient norms and final weights of a run on this rank."""
     from training.engine.steps import train_step
-    from training.inputs.step_totals import SharedTotals, bound_documents
+    from training.inputs.step_totals import SharedTotals
 
     engine, loader, config, _, bounds = build_engine(case)
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
-        known = bound_documents(totals.of_step(step))
-        losses.append(train_step(engine, micro_batches, config, step, case.steps, bounds=known)[0].item())
+        known = totals.of_step(step)
+        losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
 

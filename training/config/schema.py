@@ -132,6 +132,13 @@ class DPOConfig:
 
 
 @dataclass
+class MoEConfig:
+    aux_loss_coef: float = MISSING
+    z_loss_coef: float = MISSING
+    update_router_bias: float = MISSING
+
+
+@dataclass
 class OptimizerConfig:
     name: OptimizerName = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -209,6 +216,8 @@ class RunConfig:
 
     task: str | None = MISSING
     dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from importlib.metadata import version
 from typing import Any
@@ -78,6 +79,9 @@ def _check_ranges(config: RunConfig) -> None:
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
         if not 0 <= getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")
+    for key, value in dataclasses.asdict(config.moe).items():
+        if not 0 <= value < math.inf:
+            raise UserError(f"moe.{key}={value:g}: 0 or more; 0 turns it off")
     if config.virtual_stages_per_rank < 2:
         raise UserError(
             f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; "

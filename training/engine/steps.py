@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from console import progress
+from data.step_totals import StepTotals
 from models.documents import DocumentBounds
 from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR
@@ -23,13 +24,13 @@ def train_step(
     step: int,
     total_steps: int,
     *,
-    bounds: DocumentBounds | None = None,
+    totals: StepTotals | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning
     rate.
 
-    bounds: of the documents in these micro-batches; None where they are not known, and each micro-batch has to be
-    asked.
+    totals: of the step's global batch; None where they are not known, and each micro-batch has to be asked for its
+    documents. Losses of routers need them.
 
     Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
     """
@@ -37,8 +38,20 @@ def train_step(
     # The ranks that share layers drop the same places of what all of them hold.
     topology = engine.layout.topology
     seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(TENSOR)))) % 2**63
-    engine.module.expect_documents(bounds)
-    return engine.train_step(micro_batches, learning_rate, seed), learning_rate
+    engine.module.expect_documents(None if totals is None else bound_documents(totals))
+    routers = engine.module.routers
+    if routers is not None:
+        loss_scale = engine.read_loss_scaler().get("cur_scale", 1.0)
+        routers.start_step(totals, loss_scale * engine.layout.num_weight_replicas)
+    loss = engine.train_step(micro_batches, learning_rate, seed)
+    if routers is not None:
+        routers.finish_step(counts=not engine.has_skipped_step())
+    return loss, learning_rate
+
+
+def bound_documents(totals: StepTotals) -> DocumentBounds | None:
+    """What the host knows of the documents of a step's micro-batches."""
+    return DocumentBounds(totals.most_documents, totals.longest_document) if totals.most_documents else None
 
 
 def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:
@@ -61,7 +74,8 @@ def evaluate(
     """Mean loss a target token, or a pair, over the evaluation set; the same on every rank.
 
     micro_batches: of this rank's loader, whose loss is a sum; None on a rank that reads nothing.
-    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank. bounds: as in `train_step`.
+    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank. bounds: of the
+    documents in a micro-batch; None where they are not known.
     """
     engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from data.step_totals import StepTotals
-from models.documents import DocumentBounds
 
 STEPS_AT_ONCE = 16  # the order is a function of the step, so a broadcast is needed only once in so many steps
 
@@ -33,8 +32,3 @@ class SharedTotals:
             dist.broadcast(numbers, src=0, group=self._group)
             self._known = {each: StepTotals(*row) for each, row in zip(steps, numbers.tolist(), strict=True)}
         return self._known[step]
-
-
-def bound_documents(totals: StepTotals) -> DocumentBounds | None:
-    """What the host knows of the documents of a step's micro-batches."""
-    return DocumentBounds(totals.most_documents, totals.longest_document) if totals.most_documents else None

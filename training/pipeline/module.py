@@ -17,6 +17,7 @@ from errors import UserError
 from models.adapters import Adapter, adapter_names
 from models.decoder import PipelineDecoderLayer
 from models.documents import DocumentBounds
+from models.experts.router import RouterOptions
 from models.fused_kernels import fuse_kernels
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
@@ -30,6 +31,7 @@ from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.partition import list_chunks
 from training.pipeline.placement import Placement
+from training.pipeline.routers import StageRouters
 from training.pipeline.trainable import choose_trained
 
 
@@ -85,13 +87,14 @@ class StageModule(PipelineModule):
         compiles: bool = False,
         fuses: bool = False,
         parallel: TensorParallel = ALONE,
+        routers: RouterOptions | None = None,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
-        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. Needs an initialised
-        process group.
+        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. routers: None for a dense
+        model. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -102,7 +105,7 @@ class StageModule(PipelineModule):
             adapter,
             list(freeze),
         )
-        self.rank_topology, self.parallel = topology, parallel
+        self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
         self._recompute, self._compiles, self._fuses = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
             compiles,
@@ -159,6 +162,7 @@ class StageModule(PipelineModule):
         except UserError as error:  # in a file that no other rank may have opened
             mistake = error
         raise_together(mistake)
+        self.routers = self._watch_routers()
         self.fused: set[str] = set()  # names of kernels
         if self._fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
@@ -167,6 +171,18 @@ class StageModule(PipelineModule):
         self._fill_groups()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
+
+    def _watch_routers(self) -> StageRouters | None:
+        """None for a dense model."""
+        if self._router_options is None:
+            return None
+        return StageRouters(
+            self._router_options,
+            [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)],
+            topology=self.rank_topology,
+            parallel=self.parallel,
+            device=torch.device(get_accelerator().device_name(self.local_rank)),
+        )
 
     def _load_layers(self) -> None:
         with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as bar:

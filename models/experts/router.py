@@ -1,0 +1,240 @@
+"""The routers of a mixture of experts: the losses that balance them, how their tokens are counted, and the bias that
+balances them without a loss.
+
+A layer's router scores its tokens as it runs, so that is where its losses are made: what it returns carries their
+gradient (`attach`), and passes on all else unchanged. They are sums over the tokens of a micro-batch times factors that
+the run sets once a step, so they add up to the means over the global batch that docs/models.md defines, as the loss
+itself does.
+
+Padding counts for nothing. N tokens of a micro-batch, its rows end to end, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.context import MicroBatchContext
+from models.decoder import PipelineDecoderLayer
+from models.documents import TokenDocuments
+from models.layer import Layer
+
+
+class Scores(Enum):
+    """What a router makes of its logits before it chooses."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+# tests/models/experts/test_router.py compares these with the modules of transformers
+SCORES = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2", "ernie4_5_moe", "flex_olmo", "gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe",
+            "qwen3_moe",
+        ),
+        Scores.softmax,
+    ),
+    **dict.fromkeys(
+        (
+            "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "solar_open",
+        ),
+        Scores.sigmoid,
+    ),
+}  # fmt: skip
+_BIAS = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The keys of the group `moe`: 0 turns off. scores: of the family's routers; None where it is not known."""
+
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    update_router_bias: float = 0.0
+    scores: Scores | None = None
+
+    @property
+    def has_losses(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
+
+
+@dataclass(frozen=True)
+class RoutedBlock:
+    """A mixture of experts in a layer. router: its module; transformers' return (logits [N, E], weights [N, K], indices
+    [N, K]) (5.23). bias: of its choice alone, one number an expert in any shape; None for a router without.
+    """
+
+    router: nn.Module
+    num_experts: int
+    bias: torch.Tensor | None
+
+
+def find_block(layer: nn.Module) -> RoutedBlock | None:
+    """None for a dense layer."""
+    for name, _ in layer.named_modules():
+        parent = layer.get_submodule(name.rpartition(".")[0])
+        router = getattr(parent, "gate", None) or getattr(parent, "router", None)
+        if name.rpartition(".")[2] == "experts" and router is not None:
+            tensors = [*parent.named_buffers(), *parent.named_parameters()]
+            bias = next((tensor for name, tensor in tensors if name.rpartition(".")[2] == _BIAS), None)
+            return RoutedBlock(router, len(router.weight), bias)  # type: ignore[arg-type]
+    return None
+
+
+def build_router_options(
+    config: PretrainedConfig,
+    layers: Sequence[Layer],
+    *,
+    aux_loss_coef: float,
+    z_loss_coef: float,
+    update_router_bias: float,
+) -> RouterOptions | None:
+    """None for a dense model. Raises UserError for a key that means nothing to the model."""
+    block = _find_first_block(config, layers)
+    given = {
+        "moe.aux_loss_coef": aux_loss_coef,
+        "moe.z_loss_coef": z_loss_coef,
+        "moe.update_router_bias": update_router_bias,
+    }
+    if block is None:
+        for key, value in given.items():
+            if value:
+                raise UserError(
+                    f"{key}={value:g}: this '{config.model_type}' has no experts to route to; leave it at 0"
+                )
+        return None
+    if update_router_bias and block.bias is None:
+        raise UserError(
+            f"moe.update_router_bias={update_router_bias:g}: the routers of '{config.model_type}' have no "
+            f"{_BIAS}; leave it at 0, and balance them with moe.aux_loss_coef"
+        )
+    scores = SCORES.get(config.model_type)
+    if aux_loss_coef and scores is None:
+        raise UserError(
+            f"moe.aux_loss_coef={aux_loss_coef:g}: how the routers of '{config.model_type}' score is not known; it is "
+            f"of {', '.join(sorted(SCORES))}; leave it at 0, or add the family to SCORES in models/experts/router.py"
+        )
+    return RouterOptions(aux_loss_coef, z_loss_coef, update_router_bias, scores)
+
+
+def _find_first_block(config: PretrainedConfig, layers: Sequence[Layer]) -> RoutedBlock | None:
+    if not getattr(config, "num_experts_per_tok", None):  # which every family of experts has
+        return None
+    decoder = (layer for layer in reversed(layers) if issubclass(layer.module_class, PipelineDecoderLayer))
+    return next(filter(None, (find_block(layer.build_on_meta()) for layer in decoder)), None)  # the first may be dense
+
+
+class RouterMonitor:
+    """The hook behind one layer's router: counts the tokens of each expert, and attaches the losses.
+
+    In a training pass alone, and once, however often the layer is recomputed. counts: int64 [E], tokens of each expert.
+    sums: float64 [2], the balance and the z-loss. factors: fp32 [2], what the gradient of each sum is.
+    """
+
+    def __init__(
+        self,
+        context: MicroBatchContext,
+        options: RouterOptions,
+        *,
+        counts: torch.Tensor,
+        sums: torch.Tensor,
+        factors: torch.Tensor,
+    ) -> None:
+        self._context, self._options = context, options
+        self._counts, self._sums, self._factors = counts, sums, factors
+        context.locates_tokens = True
+
+    def __call__(
+        self, router: nn.Module, args: Any, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, indices = outputs
+        if not torch.is_grad_enabled():
+            return outputs
+        tokens = self._context.tokens
+        assert tokens is not None
+        losses = self._compute_losses(logits, indices, tokens)
+        tally(indices, tokens.is_real, losses.detach(), self._counts, self._sums)
+        if self._options.has_losses:
+            weights = attach(weights, (losses * self._factors).sum())
+        return logits, weights, indices
+
+    def _compute_losses(self, logits: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments) -> torch.Tensor:
+        """[2], the sums of a micro-batch; 0 for a loss that is off."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        off, options = logits.new_zeros(()), self._options
+        balance = z = off
+        if options.aux_loss_coef:
+            assert options.scores is not None
+            balance = compute_balance_loss(compute_probabilities(logits, options.scores), indices, tokens)
+        if options.z_loss_coef:
+            z = (logits.logsumexp(dim=-1).square() * tokens.is_real).sum()
+        return torch.stack([balance, z])
+
+
+def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """[N, E]: a router's scores of all experts, as a distribution."""
+    if scores is Scores.softmax:
+        return logits.softmax(dim=-1)
+    affinities = logits.sigmoid()
+    return affinities / affinities.sum(dim=-1, keepdim=True)
+
+
+def compute_balance_loss(probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments) -> torch.Tensor:
+    """The sum over the documents of sum_i f_i P_i (2412.19437, equations 17 to 20): 1 for a document whose tokens
+    spread evenly. f_i: E / K times the share of the document's tokens that go to expert i, P_i: their mean probability
+    of it.
+
+    probabilities: [N, E], differentiable. indices: [N, K], the experts of each token.
+    """
+    num_experts, num_chosen = probabilities.shape[1], indices.shape[1]
+    # of each document's tokens to each expert, [C, E]
+    counts = probabilities.new_zeros(len(tokens.lengths), num_experts)
+    real = tokens.is_real.to(probabilities.dtype)
+    pairs = (tokens.documents.unsqueeze(1) * num_experts + indices).flatten()
+    counts.view(-1).index_add_(0, pairs, real.unsqueeze(1).expand_as(indices).flatten())
+    f = counts * (num_experts / num_chosen) / tokens.lengths.unsqueeze(1)
+    share = real / tokens.lengths[tokens.documents]  # of a token in its document's mean
+    return ((probabilities * f[tokens.documents]).sum(dim=1) * share).sum()
+
+
+@torch.library.custom_op("experts::tally", mutates_args=("counts", "sums"))
+def tally(
+    indices: torch.Tensor, is_real: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """Adds a micro-batch's tokens to `counts`, and its losses to `sums`; nothing while a layer runs again.
+
+    It runs again for a backward pass and within it, be it compiled or not: so this looks when it is executed, and is
+    one operator to the compiler.
+    """
+    if torch._C._current_graph_task_id() == -1:  # no backward pass is running in this thread
+        real = is_real.to(counts.dtype).unsqueeze(1).expand_as(indices)
+        counts.index_add_(0, indices.flatten(), real.flatten())
+        sums.add_(losses)
+
+
+def attach(tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose backward pass is the loss's too, with a gradient of 1."""
+    return _Attach.apply(tensor, loss)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(loss)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (loss,) = context.saved_tensors
+        return gradient, torch.ones_like(loss)

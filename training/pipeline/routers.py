@@ -1,0 +1,118 @@
+"""The routers of a stage over the steps of a run: what scales their losses, what they report, and the bias that follows
+the load of their experts.
+
+All of it stays on the device: a report reads it, a step does not wait. L layers of this stage with experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from data.step_totals import StepTotals
+from models.decoder import PipelineDecoderLayer
+from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block
+from models.parallel.shard import TensorParallel
+from training.distributed.topology import PIPE, Topology, join_group
+
+AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
+MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
+
+
+class StageRouters:
+    """All ranks have one, whether or not their stage has experts; all call each method, at the same steps."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        layers: Sequence[PipelineDecoderLayer],
+        *,
+        topology: Topology,
+        parallel: TensorParallel,
+        device: torch.device,
+    ) -> None:
+        """layers: of this stage, their weights loaded. parallel: the ranks that share them."""
+        self._options, self._topology, self._parallel = options, topology, parallel
+        self._group = join_group(topology, *topology.others(PIPE))  # the ranks that have these layers
+        found = [(layer, block) for layer in layers if (block := find_block(layer)) is not None]
+        self._blocks: list[RoutedBlock] = [block for _, block in found]
+        num_experts = self._blocks[0].num_experts if self._blocks else 1
+        self._counts = torch.zeros(len(found), num_experts, dtype=torch.int64, device=device)  # of the running step
+        self._sums = torch.zeros(len(found), 2, dtype=torch.float64, device=device)
+        self._factors = torch.zeros(2, device=device)
+        for (layer, block), counts, sums in zip(found, self._counts, self._sums, strict=True):
+            monitor = RouterMonitor(layer.context, options, counts=counts, sums=sums, factors=self._factors)
+            block.router.register_forward_hook(monitor)
+        self._start_interval()
+
+    def start_step(self, totals: StepTotals | None, gradient_scale: float) -> None:
+        """totals: of the step's global batch; losses that are on need them. gradient_scale: what a gradient is divided
+        by on its way from a backward pass to the optimizer.
+        """
+        self._totals = totals
+        if self._options.has_losses:
+            assert totals is not None, "the losses of routers are means over the documents and tokens of a global batch"
+            means = (
+                self._options.aux_loss_coef / totals.num_documents,
+                self._options.z_loss_coef / totals.num_tokens,
+            )
+            # each rank of a tensor-parallel group has the whole of these losses, and their gradients are summed
+            for factor, mean in zip(self._factors, means, strict=True):
+                factor.fill_(mean * gradient_scale / self._parallel.size)
+
+    def finish_step(self, counts: bool) -> None:
+        """Takes what the step has counted into the interval, and moves the biases. counts: False where the weights did
+        not take it."""
+        if self._options.update_router_bias:
+            loads = self._counts.clone()
+            dist.all_reduce(loads, group=self._group)
+            if counts:
+                self._move_biases(loads)
+        if counts:
+            self._interval_counts += self._counts
+            self._interval_sums += self._sums
+            if self._totals is not None:
+                self._num_documents += self._totals.num_documents
+                self._num_tokens += self._totals.num_tokens
+        self._counts.zero_()
+        self._sums.zero_()
+
+    @torch.no_grad()
+    def _move_biases(self, loads: torch.Tensor) -> None:
+        """The bias of an expert with less than an even load rises by the speed, of one with more it falls (2408.15664).
+        loads: int64 [L, E], of all ranks of the stage, so alike on each of them."""
+        signs = (loads.sum(dim=1, keepdim=True) - loads * loads.shape[1]).sign()
+        for block, sign in zip(self._blocks, signs, strict=True):
+            assert block.bias is not None
+            block.bias += (sign * self._options.update_router_bias).to(block.bias.dtype).view_as(block.bias)
+
+    def finish_interval(self) -> dict[str, float]:
+        """Name -> value over the steps since the last call; empty where there were none."""
+        counts, num_documents, num_tokens = self._interval_counts, self._num_documents, self._num_tokens
+        dist.all_reduce(counts, group=self._group)
+        loads = counts.double() / counts.double().mean(dim=1, keepdim=True).clamp(min=1e-9)  # 1: an even share
+        extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=counts.device)
+        if self._blocks:
+            extremes = torch.stack([loads.max(), -loads.min()])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        # of a replica's tensor-parallel ranks each has the sums of all layers; so has the number of layers
+        sums = torch.cat([self._interval_sums.sum(dim=0), counts.new_full((1,), len(self._blocks)).double()])
+        dist.all_reduce(sums)
+        self._start_interval()
+        if not num_tokens:
+            return {}
+        aux, z, num_layers = sums.tolist()
+        num_layers /= self._topology.size(*self._topology.weight_replica_axes)
+        most, least = extremes.tolist()
+        losses = {}
+        if self._options.aux_loss_coef:
+            losses[AUX_LOSS] = aux / num_layers / num_documents
+        if self._options.z_loss_coef:
+            losses[Z_LOSS] = z / num_layers / num_tokens
+        return {**losses, MOST_LOADED: most, LEAST_LOADED: -least}
+
+    def _start_interval(self) -> None:
+        self._interval_counts, self._interval_sums = torch.zeros_like(self._counts), torch.zeros_like(self._sums)
+        self._num_documents = self._num_tokens = 0
