@@ -4,6 +4,7 @@ scores taken by hooks: gradients, steps, and what is reported of them. And the b
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -146,8 +147,10 @@ def train_oracle(case: Case, aux: float, z: float, speed: float = 0.0) -> dict[s
 find_oracle = cache(train_oracle)
 
 
-def compare(workers: Callable[[int], WorkerGroup], case: Case, speed: float = 0.0) -> dict[str, Any]:
-    results = workers(case.world_size).run(train_with_routers, case)
+def compare(
+    workers: Callable[[int], WorkerGroup], case: Case, speed: float = 0.0, found: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    results = found or workers(case.world_size).run(train_with_routers, case)
     result = merge(results)
     plain = [key for key in case.overrides if key.startswith(("data", "max_seq", "tokenizer", "learning"))]
     oracle = find_oracle(replace(case, num_stages=1, world_size=1, overrides=tuple(plain)), AUX, Z, speed)
@@ -171,3 +174,29 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, speed: float = 0.
 )
 def test_gradients_with_both_losses_are_those_of_each_document_alone(workers, material, layout, overrides) -> None:
     compare(workers, material(layout, *LOSSES, *overrides))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("recompute", [(), (CHECKPOINTED,), SELECTIVE], ids=["kept", "checkpointed", "selective"])
+def test_compiled_layers(workers, material, recompute: tuple[str, ...]) -> None:
+    """Two kinds of layers, each one piece of code for the first lengths, and one for all others."""
+    case = material("pp1", "compile=true", *LOSSES, *recompute)
+    (compiled,) = workers(1).run(train_compiled, case)
+    print(compiled["num_graphs"], compiled["breaks"])
+    compare(workers, case, found=[compiled])
+
+
+def train_compiled(case: Case) -> dict[str, Any]:
+    """As `train_with_routers`, with the number of pieces of code that were compiled for it."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    from training import setup
+
+    reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(setup, "choose_experts", lambda *_: "batched_mm")
+        result = train_with_routers(case)
+    return {**result, "num_graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
