@@ -50,6 +50,7 @@ class PipelineDecoderLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
+        make_buffers_of_untrained(self)
         self.context = context
         self.attention_type = get_attention_type(config, layer_idx)
 
@@ -67,6 +68,17 @@ class PipelineDecoderLayer(nn.Module):
         """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks
         how many heads it has.
         """
+
+
+def make_buffers_of_untrained(layer: nn.Module) -> None:
+    """What `transformers` keeps in a parameter without a gradient (the bias of an Ernie's routers, 5.23) becomes a
+    buffer under the same name, which keeps its own dtype.
+    """
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
 
 
 class PipelineNorm(nn.Module):

@@ -15,7 +15,7 @@ from pathlib import Path
 from errors import UserError
 from models.adapters import Adapter
 from models.architecture import build_layers, check_length, choose_experts
-from models.experts.router import RouterOptions, build_router_options
+from models.experts.router import RouterOptions
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
@@ -37,6 +37,7 @@ from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
 from training.pipeline.partition import compute_bounds
+from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
 from training.planner.cost import LayerCost
@@ -114,13 +115,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)
-    routers = build_router_options(
-        source.config,
-        layers,
-        aux_loss_coef=config.moe.aux_loss_coef,
-        z_loss_coef=config.moe.z_loss_coef,
-        update_router_bias=config.moe.update_router_bias,
-    )
+    routers = build_router_options(config, source.config, layers)
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     check_together(Run(config, has_accelerator()))

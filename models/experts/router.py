@@ -12,7 +12,7 @@ Padding counts for nothing. N tokens of a micro-batch, its rows end to end, K ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -70,13 +70,25 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class RoutedBlock:
-    """A mixture of experts in a layer. router: its module; transformers' return (logits [N, E], weights [N, K], indices
-    [N, K]) (5.23). bias: of its choice alone, one number an expert in any shape; None for a router without.
+    """A mixture of experts in a layer.
+
+    router: its module; transformers' return (logits [N, E], weights [N, K], indices [N, K]) (5.23). keeper: the module
+    that has the bias; None where there is none.
     """
 
     router: nn.Module
     num_experts: int
-    bias: torch.Tensor | None
+    keeper: nn.Module | None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the scores for the choice of experts alone: one number each, in any shape."""
+        return None if self.keeper is None else getattr(self.keeper, _BIAS)
+
+    def widen_bias(self) -> None:
+        """Makes it fp32: in bf16, small steps would be lost in it."""
+        if self.keeper is not None:
+            setattr(self.keeper, _BIAS, getattr(self.keeper, _BIAS).float())
 
 
 def find_block(layer: nn.Module) -> RoutedBlock | None:
@@ -85,46 +97,32 @@ def find_block(layer: nn.Module) -> RoutedBlock | None:
         parent = layer.get_submodule(name.rpartition(".")[0])
         router = getattr(parent, "gate", None) or getattr(parent, "router", None)
         if name.rpartition(".")[2] == "experts" and router is not None:
-            tensors = [*parent.named_buffers(), *parent.named_parameters()]
-            bias = next((tensor for name, tensor in tensors if name.rpartition(".")[2] == _BIAS), None)
-            return RoutedBlock(router, len(router.weight), bias)  # type: ignore[arg-type]
+            keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
+            return RoutedBlock(router, len(router.weight), keeper)  # type: ignore[arg-type]
     return None
 
 
-def build_router_options(
-    config: PretrainedConfig,
-    layers: Sequence[Layer],
-    *,
-    aux_loss_coef: float,
-    z_loss_coef: float,
-    update_router_bias: float,
-) -> RouterOptions | None:
-    """None for a dense model. Raises UserError for a key that means nothing to the model."""
+def fit_options(options: RouterOptions, config: PretrainedConfig, layers: Sequence[Layer]) -> RouterOptions | None:
+    """With the scores of the model's routers; None for a dense model. Raises UserError for an option that means nothing
+    to the model."""
     block = _find_first_block(config, layers)
-    given = {
-        "moe.aux_loss_coef": aux_loss_coef,
-        "moe.z_loss_coef": z_loss_coef,
-        "moe.update_router_bias": update_router_bias,
-    }
     if block is None:
-        for key, value in given.items():
+        for key, value in asdict(options).items():
             if value:
-                raise UserError(
-                    f"{key}={value:g}: this '{config.model_type}' has no experts to route to; leave it at 0"
-                )
+                raise UserError(f"moe.{key}={value:g}: this '{config.model_type}' model has no experts; leave it at 0")
         return None
-    if update_router_bias and block.bias is None:
+    if options.update_router_bias and block.keeper is None:
         raise UserError(
-            f"moe.update_router_bias={update_router_bias:g}: the routers of '{config.model_type}' have no "
+            f"moe.update_router_bias={options.update_router_bias:g}: the routers of '{config.model_type}' have no "
             f"{_BIAS}; leave it at 0, and balance them with moe.aux_loss_coef"
         )
     scores = SCORES.get(config.model_type)
-    if aux_loss_coef and scores is None:
+    if options.aux_loss_coef and scores is None:
         raise UserError(
-            f"moe.aux_loss_coef={aux_loss_coef:g}: how the routers of '{config.model_type}' score is not known; it is "
-            f"of {', '.join(sorted(SCORES))}; leave it at 0, or add the family to SCORES in models/experts/router.py"
+            f"moe.aux_loss_coef={options.aux_loss_coef:g}: how the routers of '{config.model_type}' score their tokens "
+            "is not known; leave it at 0, or add the family to SCORES in models/experts/router.py"
         )
-    return RouterOptions(aux_loss_coef, z_loss_coef, update_router_bias, scores)
+    return replace(options, scores=scores)
 
 
 def _find_first_block(config: PretrainedConfig, layers: Sequence[Layer]) -> RoutedBlock | None:

@@ -171,6 +171,12 @@ INCOMPATIBLE = (
         "choose what is trained with adapter.target_modules",
     ),
     Pair(
+        _positive("moe.update_router_bias"),
+        _LORA,
+        "the bias is not a part of the adapter, which alone is saved",
+        "give moe.update_router_bias=0",
+    ),
+    Pair(
         _DOCUMENTS,
         _is("data.packing", "false"),
         "documents are laid end to end",

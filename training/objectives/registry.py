@@ -43,4 +43,9 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
     """What a run must keep to continue with the same loss: name -> value. The data says the rest."""
     objective = get_objective(config)
     is_usual = objective.name == find_kind(config.data.name).task
-    return objective.describe(config) | ({} if is_usual else {"task": objective.name})
+    of_routers = {key: getattr(config.moe, key) for key in ("aux_loss_coef", "z_loss_coef")}
+    return (
+        objective.describe(config)
+        | {f"moe.{key}": f"{value:g}" for key, value in of_routers.items() if value}
+        | ({} if is_usual else {"task": objective.name})
+    )

@@ -7,18 +7,30 @@ All of it stays on the device: a report reads it, a step does not wait. L layers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from data.step_totals import StepTotals
 from models.decoder import PipelineDecoderLayer
-from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block
+from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block, fit_options
+from models.layer import Layer
 from models.parallel.shard import TensorParallel
+from training.config.schema import RunConfig
 from training.distributed.topology import PIPE, Topology, join_group
 
 AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
 MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
+
+
+def build_router_options(
+    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
+) -> RouterOptions | None:
+    """What a run asks of its routers; None for a dense model. Raises UserError for a key that means nothing to the
+    model."""
+    return fit_options(RouterOptions(**asdict(config.moe)), architecture, layers)
 
 
 class StageRouters:
@@ -45,6 +57,8 @@ class StageRouters:
         for (layer, block), counts, sums in zip(found, self._counts, self._sums, strict=True):
             monitor = RouterMonitor(layer.context, options, counts=counts, sums=sums, factors=self._factors)
             block.router.register_forward_hook(monitor)
+            if options.update_router_bias:
+                block.widen_bias()
         self._start_interval()
 
     def start_step(self, totals: StepTotals | None, gradient_scale: float) -> None:
@@ -86,7 +100,7 @@ class StageRouters:
         signs = (loads.sum(dim=1, keepdim=True) - loads * loads.shape[1]).sign()
         for block, sign in zip(self._blocks, signs, strict=True):
             assert block.bias is not None
-            block.bias += (sign * self._options.update_router_bias).to(block.bias.dtype).view_as(block.bias)
+            block.bias.add_((sign * self._options.update_router_bias).view_as(block.bias))
 
     def finish_interval(self) -> dict[str, float]:
         """Name -> value over the steps since the last call; empty where there were none."""

@@ -25,6 +25,7 @@ from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
 from training.objectives.registry import check_objective
 from training.pipeline.partition import compute_bounds
+from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
@@ -53,6 +54,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     world_size = check_world_size(config)
     architecture = load_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if config.plan == "search":
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)

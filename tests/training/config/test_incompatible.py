@@ -51,6 +51,10 @@ EXAMPLES = {
         "hardware.peak_flops=null",
     ),
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
+    "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
+        "moe.update_router_bias=0.001",
+        "adapter=lora",
+    ),
     "data=pretrain does not go together with data.packing=false: ": (
         "data=pretrain",
         "data.packing=false",
