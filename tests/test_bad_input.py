@@ -93,6 +93,11 @@ KEYS = {
     "unknown key": (("learning_rte=1",), "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
     "wrong type": (("num_stages=two",), "num_stages=two: must be a whole number"),
     "no value": (("train_file=???",), "train_file"),
+    "a router's key for a dense model": (
+        ("moe.aux_loss_coef=0.01",),
+        "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
+    ),
+    "a negative coefficient": (("moe.z_loss_coef=-1",), "moe.z_loss_coef=-1: 0 or more; 0 turns it off"),
     "three batch sizes": (
         ("gradient_accumulation_steps=3",),
         "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=1 is 6, not global_batch_size=4; give two of them",

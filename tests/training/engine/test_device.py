@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.cases import Case, train_case, train_run
+from tests.support.families import save_family
 from tests.support.strict_device import Collective, Record, Wait
 from tests.support.workers import WorkerGroup
 
@@ -28,7 +29,16 @@ CASES = [
         id="fp32-interleaved",
         marks=pytest.mark.full,
     ),
-]
+    pytest.param(
+        (
+            "model_name_or_path={folder}/experts", "tokenizer_name_or_path={folder}/model",
+            "activation_checkpoint_interval=1", "data.packing=true", "max_seq_length=160", "moe.aux_loss_coef=0.1",
+            "moe.z_loss_coef=0.01", "moe.update_router_bias=0.01",
+        ),
+        id="experts",
+        marks=pytest.mark.full,
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_tokenizer(folder / "model")
     tiny.save_records(folder / "train.jsonl", 40)
     tiny.save_records(folder / "eval.jsonl", 6, seed=1)
+    save_family(folder / "experts", "deepseek_v3")
     return folder
 
 
@@ -84,7 +95,7 @@ def test_the_device_is_strict(use: str, strict_workers: WorkerGroup) -> None:
 
 def make_case(folder: Path, *overrides: str, workdir: Path | None = None) -> Case:
     files = folder / "model", folder / "train.jsonl", workdir or folder / "work"
-    given = ("micro_batch_size=1", "global_batch_size=4", *overrides)
+    given = ("micro_batch_size=1", "global_batch_size=4", *(each.format(folder=folder) for each in overrides))
     return Case(*files, num_stages=2, world_size=2, steps=STEPS, overrides=given)
 
 

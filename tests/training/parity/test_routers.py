@@ -50,7 +50,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         rate = LARGE if steps == 1 else 0.05
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"learning_rate={rate}", *overrides)
         given += ("tensor_parallel_size=2",) if "tp2" in layout else ()
-        workdir = root / ("pairs" if prefers else "records")
+        workdir = root / ("pairs" if prefers else "packed" if PACKED[0] in overrides else "records")
         return Case(folder, pairs if prefers else records, workdir, num_stages, world_size, steps, given)
 
     return case
