@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+from safetensors.torch import load_file
 from support.cases import Case, train_run
+from support.families import save_family
+from support.routers import BIAS, train_router_oracle
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 STEPS = 6
 
 
-def train_in_fp16(case: Case) -> None:
+def train_in_fp16(case: Case, initial_scale_power: int = 21) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from training import setup
@@ -26,7 +31,7 @@ def train_in_fp16(case: Case) -> None:
     written = engines.build_deepspeed_config
 
     def build(*arguments: Any) -> dict[str, Any]:
-        return {**written(*arguments), "fp16": {"enabled": True, "initial_scale_power": 21}}
+        return {**written(*arguments), "fp16": {"enabled": True, "initial_scale_power": initial_scale_power}}
 
     with (
         patch.object(engines, "build_deepspeed_config", build),
@@ -60,3 +65,34 @@ def test_skipped_steps_and_the_loss_scale_are_in_the_metrics(
     assert [line["grad_norm"] is None for line in lines] == [bool(count) for count in skipped]
     assert all(0.1 < line["grad_norm"] < 10 for line in lines if line["grad_norm"] is not None)
     assert all(line["loss"] < 6 for line in lines)  # of a skipped step too
+
+
+@pytest.mark.full
+def test_losses_of_routers_have_the_loss_scale(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """Coefficients so large that the norm is theirs. A step that overflows counts for nothing and moves no bias."""
+    save_family(tmp_path / "hf", "deepseek_v3")
+    save_tokenizer(tmp_path / "tokenizer")
+    records = save_records(tmp_path / "train.jsonl", 60)
+    coefficients = {"aux": 20.0, "z": 1.0}
+    case = Case(
+        tmp_path / "hf", records, tmp_path, 2, 2, STEPS,
+        overrides=(
+            f"tokenizer_name_or_path={tmp_path}/tokenizer", "precision=fp16", "optimizer=sgd", "learning_rate=1e-7",
+            "logging_steps=1", "moe.aux_loss_coef=20", "moe.z_loss_coef=1", "moe.update_router_bias=0.01",
+        ),
+    )  # fmt: skip
+    workers(2).run(train_in_fp16, case, initial_scale_power=18)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    plain = replace(case, overrides=(*case.overrides[:1], "learning_rate=1e-7"))
+    with_losses, without = (train_router_oracle(plain, "deepseek_v3", **given)["norms"] for given in (coefficients, {}))
+    taken = [number for number, line in enumerate(lines) if line["grad_norm"] is not None]
+    assert 0 < len(taken) < STEPS
+    for number in taken:
+        assert lines[number]["grad_norm"] == pytest.approx(with_losses[number], rel=0.03)
+        assert lines[number]["grad_norm"] > 2 * without[number]
+    assert ["expert_load_max" in line for line in lines] == [number in taken for number in range(STEPS)]
+    exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
+    start = load_file(tmp_path / "hf" / "model.safetensors")
+    moved = [(exported[name].float() - start[name]).abs().max().item() for name in start if BIAS in name]
+    assert max(moved) == pytest.approx(0.01 * len(taken), rel=1e-3)

@@ -145,19 +145,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_line_holds_what_routers_report(run) -> None:
-    """And each step tells them of its global batch, and whether the weights took it."""
-    engine, told = Engine(), list[Any]()
+    """Each step gives them its global batch, and says whether the weights took it."""
+    engine, seen = Engine(), list[Any]()
     engine.has_skipped_step = lambda: len(engine.rates) == 2
     engine.module.routers = SimpleNamespace(
-        start_step=lambda totals, gradient_scale: told.append((totals.num_tokens, gradient_scale)),
-        finish_step=lambda counts: told.append(counts),
+        start_step=lambda totals, gradient_scale: seen.append((totals.num_tokens, gradient_scale)),
+        finish_step=lambda counts: seen.append(counts),
         finish_interval=lambda: {"expert_load_max": 2.0, "expert_load_min": 0.5},
     )
     events, _, _ = run("logging_steps=2", "on_nonfinite=skip", engine=engine, last=2)
     assert [list(event)[1:4] for event in events if isinstance(event, dict)] == [
         ["loss", "expert_load_max", "expert_load_min"]
     ]
-    assert told == [(100, 1.0), True, (200, 1.0), False]
+    assert seen == [(100, 1.0), True, (200, 1.0), False]
 
 
 def test_a_line_holds_the_fields_of_the_contract(run) -> None:

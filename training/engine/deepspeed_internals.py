@@ -161,6 +161,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", "torch.utils._pytree", ("tree_leaves",), "counting what selective checkpointing keeps"
     yield "torch", "torch:UntypedStorage", ("_cdata",), "counting what a backward pass needs"
     yield "torch", "torch:ops.aten", _KEPT_OPERATORS, "choosing what selective checkpointing keeps"
+    yield "torch", "torch", ("_C",), "counting the tokens of experts once"
     yield "torch", "torch._C", ("_current_graph_task_id",), "counting the tokens of experts once"
     config = "transformers.configuration_utils:PreTrainedConfig"
     yield "transformers", config, ("_attn_implementation",), "choosing the attention kernel"
