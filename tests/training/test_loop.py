@@ -150,7 +150,7 @@ def test_a_line_holds_what_routers_report(run) -> None:
     engine.has_skipped_step = lambda: len(engine.rates) == 2
     engine.module.routers = SimpleNamespace(
         start_step=lambda totals, gradient_scale: seen.append((totals.num_tokens, gradient_scale)),
-        finish_step=lambda counts: seen.append(counts),
+        finish_step=lambda was_taken: seen.append(was_taken),
         finish_interval=lambda: {"expert_load_max": 2.0, "expert_load_min": 0.5},
     )
     events, _, _ = run("logging_steps=2", "on_nonfinite=skip", engine=engine, last=2)

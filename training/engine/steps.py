@@ -45,7 +45,7 @@ def train_step(
         routers.start_step(totals, loss_scale * engine.layout.num_weight_replicas)
     loss = engine.train_step(micro_batches, learning_rate, seed)
     if routers is not None:
-        routers.finish_step(counts=not engine.has_skipped_step())
+        routers.finish_step(was_taken=not engine.has_skipped_step())
     return loss, learning_rate
 
 

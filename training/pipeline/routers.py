@@ -76,15 +76,15 @@ class StageRouters:
             for factor, mean in zip(self._factors, means, strict=True):
                 factor.fill_(mean * gradient_scale / self._parallel.size)
 
-    def finish_step(self, counts: bool) -> None:
-        """Takes what the step has counted into the interval, and moves the biases. counts: False where the weights did
-        not take it."""
+    def finish_step(self, was_taken: bool) -> None:
+        """Adds what the step has counted to the interval, and moves the biases; neither where the weights did not take
+        the step.
+        """
         if self._options.update_router_bias:
-            loads = self._counts.clone()
-            dist.all_reduce(loads, group=self._group)
-            if counts:
+            loads = self._sum_over_stage(self._counts.clone())
+            if was_taken:
                 self._move_biases(loads)
-        if counts:
+        if was_taken:
             self._interval_counts += self._counts
             self._interval_sums += self._sums
             if self._totals is not None:
@@ -92,6 +92,12 @@ class StageRouters:
                 self._num_tokens += self._totals.num_tokens
         self._counts.zero_()
         self._sums.zero_()
+
+    def _sum_over_stage(self, counts: torch.Tensor) -> torch.Tensor:
+        """In place, over the ranks that have these layers: replicas, and those that share them, which count alike."""
+        if self._blocks:
+            dist.all_reduce(counts, group=self._group)
+        return counts
 
     @torch.no_grad()
     def _move_biases(self, loads: torch.Tensor) -> None:
@@ -104,15 +110,9 @@ class StageRouters:
 
     def finish_interval(self) -> dict[str, float]:
         """Name -> value over the steps since the last call; empty where there were none."""
-        counts, num_documents, num_tokens = self._interval_counts, self._num_documents, self._num_tokens
-        dist.all_reduce(counts, group=self._group)
-        loads = counts.double() / counts.double().mean(dim=1, keepdim=True).clamp(min=1e-9)  # 1: an even share
-        extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=counts.device)
-        if self._blocks:
-            extremes = torch.stack([loads.max(), -loads.min()])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        num_documents, num_tokens, extremes = self._num_documents, self._num_tokens, self._find_extremes()
         # of a replica's tensor-parallel ranks each has the sums of all layers; so has the number of layers
-        sums = torch.cat([self._interval_sums.sum(dim=0), counts.new_full((1,), len(self._blocks)).double()])
+        sums = torch.cat([self._interval_sums.sum(dim=0), extremes.new_full((1,), len(self._blocks))])
         dist.all_reduce(sums)
         self._start_interval()
         if not num_tokens:
@@ -120,12 +120,19 @@ class StageRouters:
         aux, z, num_layers = sums.tolist()
         num_layers /= self._topology.size(*self._topology.weight_replica_axes)
         most, least = extremes.tolist()
-        losses = {}
-        if self._options.aux_loss_coef:
-            losses[AUX_LOSS] = aux / num_layers / num_documents
-        if self._options.z_loss_coef:
-            losses[Z_LOSS] = z / num_layers / num_tokens
+        losses = {AUX_LOSS: aux / num_layers / num_documents} if self._options.aux_loss_coef else {}
+        losses |= {Z_LOSS: z / num_layers / num_tokens} if self._options.z_loss_coef else {}
         return {**losses, MOST_LOADED: most, LEAST_LOADED: -least}
+
+    def _find_extremes(self) -> torch.Tensor:
+        """float64 [2], of the experts of all stages: the highest load, and the lowest times -1."""
+        counts = self._sum_over_stage(self._interval_counts).double()
+        extremes = counts.new_full((2,), -torch.inf)
+        if self._blocks:
+            loads = counts / counts.mean(dim=1, keepdim=True)  # 1 is an even share
+            extremes = torch.stack([loads.max(), -loads.min()])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        return extremes
 
     def _start_interval(self) -> None:
         self._interval_counts, self._interval_sums = torch.zeros_like(self._counts), torch.zeros_like(self._sums)
