@@ -198,3 +198,9 @@ def test_the_data_says_what_is_trained(kind: str) -> None:
 def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_objective(build_config(*overrides))
+
+
+def test_losses_of_routers_are_kept_where_there_are_any() -> None:
+    assert "moe.aux_loss_coef" not in describe_objective(build_config())
+    config = build_config("moe.aux_loss_coef=0.01", "moe.update_router_bias=0.001")
+    assert describe_objective(config) == {"moe.aux_loss_coef": "0.01"}
