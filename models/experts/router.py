@@ -168,9 +168,11 @@ class RouterMonitor:
 
     def _compute_losses(self, logits: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments) -> torch.Tensor:
         """[2], the sums of a micro-batch; 0 for a loss that is off."""
+        options = self._options
+        if not options.has_losses:
+            return logits.new_zeros(2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        off, options = logits.new_zeros(()), self._options
-        balance = z = off
+        balance = z = logits.new_zeros(())
         if options.aux_loss_coef:
             assert options.scores is not None
             balance = compute_balance_loss(compute_probabilities(logits, options.scores), indices, tokens)
