@@ -20,6 +20,7 @@ from support.adapters import make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
+from support.routers import add_router_losses, watch
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from torch import nn
@@ -93,7 +94,8 @@ class Material:
     def case(self, family: str, row: Row, workdir: Path) -> Case:
         objective = row["objective"]
         num_stages = 2 if "pp2" in row["layout"] else 1
-        given = (*list_keys(row), f"tokenizer_name_or_path={self.tokenizer()}", *BATCH)
+        keys = [key for key in list_keys(row) if family in EXPERTS or not key.startswith("moe.")]
+        given = (*keys, f"tokenizer_name_or_path={self.tokenizer()}", *BATCH)
         given += (f"learning_rate={LEARNING_RATES[objective]}", "optimizer.eps=0.01")  # Adam divides rounding by itself
         if row["adapter"] != "none":
             given += (f"adapter.name_or_path={self.root}/{family}-{row['tied']}-{row['adapter']}",)
@@ -151,9 +153,12 @@ def train_oracle(config: RunConfig, workdir: Path, policy: nn.Module, reference:
     folder = next(path for path in (workdir / "cache").iterdir() if path.is_dir())
     compute = compute_pairs if write_value(config.data.name) == "preference" else compute_documents
     losses, norms = [], []
+    watched = watch(policy, "deepseek_v3") if config.moe.aux_loss_coef else []
     for step in range(STEPS):
         optimizer.zero_grad()
         losses.append(sum(compute(config, folder, step, policy.train(), reference)))
+        if watched:
+            add_router_losses(config, folder, step, policy, watched)
         norms.append(float(nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
         optimizer.step()
     tensors = dict(policy.named_parameters())

@@ -65,6 +65,10 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "offload": {"none": ("offload_optimizer=none",), "cpu": ("offload_optimizer=cpu",)},
     "clipping": {"off": ("max_grad_norm=0",), "on": ("max_grad_norm=0.05",)},
     "loss": {"of the objective": ("loss=null",), "own": (OWN_LOSS,)},
+    "routers": {  # of a mixture of experts
+        "plain": ("moe.aux_loss_coef=0", "moe.z_loss_coef=0"),
+        "balanced": ("moe.aux_loss_coef=0.1", "moe.z_loss_coef=0.01"),
+    },
     "compile": {"false": ("compile=false",), "true": ("compile=true",)},
     "tied": {"false": (), "true": ()},
 }  # fmt: skip

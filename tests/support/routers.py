@@ -1,19 +1,14 @@
-"""A run on this rank with what its routers report, and the oracle beside it: the plain Hugging Face model, each
-document run alone, its routers' scores taken by hooks."""
+"""What the routers of the plain Hugging Face model do, seen by hooks, a document at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.cases import Case, build_engine, hf_weights
-from support.combination_runs import score
 from torch import nn
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from data.order import GlobalOrder
 from data.storage.rows import Rows, list_rows
@@ -24,22 +19,6 @@ from training.inputs.datasets import build_row_plan
 SIGMOID = ("deepseek_v3", "minimax_m2")  # of the families here
 BIAS = "e_score_correction_bias"
 NUM_EXPERTS = 8
-
-
-def train_with_routers(case: Case) -> dict[str, Any]:
-    """As `train_case`, and what the routers report of all steps."""
-    from training.engine.steps import train_step
-    from training.inputs.step_totals import SharedTotals
-
-    engine, loader, config, _, _ = build_engine(case)
-    micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
-    losses, norms = [], []
-    for step in range(case.steps):
-        known = totals.of_step(step)
-        losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
-        norms.append(float(engine.gradient_norm()))
-    routed = engine.module.routers.finish_interval()
-    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "routed": routed}
 
 
 @dataclass
@@ -89,43 +68,6 @@ def watch(model: nn.Module, family: str) -> list[Routed]:
     return watched
 
 
-def train_router_oracle(
-    case: Case, family: str, *, aux: float = 0.0, z: float = 0.0, speed: float = 0.0, policy: nn.Module | None = None
-) -> dict[str, Any]:
-    """The same steps of SGD. policy: the model with an adapter."""
-    config = case.config()
-    reference = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
-    model = policy or AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
-    watched = watch(model.train(), family)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    folder = next(path for path in (case.workdir / "cache").iterdir() if path.is_dir())
-    losses, norms, sums = [], [], torch.zeros(2)
-    num_documents = num_tokens = 0
-    for step in range(case.steps):
-        documents = list(list_documents(config, folder, step))
-        tokens = sum(len(ids) for ids, _ in documents)
-        optimizer.zero_grad()
-        compute = compute_preferences if config.data.name == "preference" else compute_cross_entropy
-        loss = compute(config, folder, step, model, reference)
-        balance, squares = (sum(getattr(routed, name) for routed in watched) for name in ("aux", "z"))
-        (loss + aux * balance / len(documents) + z * squares / tokens).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(trained, float("inf"))))
-        losses.append(loss.item())
-        optimizer.step()
-        sums += torch.stack([balance, squares]).detach() / len(watched)
-        num_documents, num_tokens = num_documents + len(documents), num_tokens + tokens
-        with torch.no_grad():
-            for routed in watched:
-                routed.finish(speed)
-    loads = torch.stack([routed.loads / routed.loads.mean() for routed in watched])
-    reported = {"expert_load_max": loads.max().item(), "expert_load_min": loads.min().item()}
-    reported |= {"router_aux_loss": (sums[0] / num_documents).item()} if aux else {}
-    reported |= {"router_z_loss": (sums[1] / num_tokens).item()} if z else {}
-    weights = {name: tensor.detach().float().clone() for name, tensor in model.state_dict().items()}
-    return {"losses": losses, "norms": norms, "weights": weights, "routed": reported}
-
-
 def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of the documents of a global batch, [T] each."""
     rows, dataset = Rows(folder, build_row_plan(config, "train_file"), True, True), TokenizedDataset(folder, True, True)
@@ -140,28 +82,16 @@ def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple
             yield ids, labels
 
 
-def compute_cross_entropy(
-    config: RunConfig, folder: Path, step: int, model: nn.Module, reference: nn.Module
-) -> torch.Tensor:
-    documents = list(list_documents(config, folder, step))
-    num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
-    logits = [model(ids[None]).logits[0, :-1] for ids, _ in documents]
-    terms = [
-        F.cross_entropy(each, labels[1:], reduction="sum") for each, (_, labels) in zip(logits, documents, strict=True)
-    ]
-    return torch.stack(terms).sum() / num_targets
-
-
-def compute_preferences(
-    config: RunConfig, folder: Path, step: int, model: nn.Module, reference: nn.Module
-) -> torch.Tensor:
-    """2305.18290, equation 7."""
-    dataset = TokenizedDataset(folder, True, True)
-    pairs = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
-    terms = []
-    for pair in pairs:
-        chosen, rejected = (score(model, dataset, 2 * pair + answer) for answer in (0, 1))
-        with torch.no_grad():
-            margin = score(reference, dataset, 2 * pair) - score(reference, dataset, 2 * pair + 1)
-        terms.append(-F.logsigmoid(config.dpo.beta * (chosen - rejected - margin)))
-    return torch.stack(terms).mean()
+def add_router_losses(config: RunConfig, folder: Path, step: int, model: nn.Module, watched: Sequence[Routed]) -> None:
+    """Leaves the gradient of the routers' losses of a step in the parameters, beside what is there."""
+    documents = [ids for ids, _ in list_documents(config, folder, step)]
+    num_tokens = sum(map(len, documents))
+    for routed in watched:
+        routed.start()
+    for ids in documents:
+        model(ids[None])
+        balance, squares = (sum(getattr(routed, name) for routed in watched) for name in ("aux", "z"))
+        scaled = config.moe.aux_loss_coef * balance / len(documents) + config.moe.z_loss_coef * squares / num_tokens
+        scaled.backward()
+        for routed in watched:
+            routed.start()

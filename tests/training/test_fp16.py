@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from support.cases import Case, train_run
 from support.families import save_family
-from support.routers import BIAS, train_router_oracle
+from support.router_runs import train_router_oracle
+from support.routers import BIAS
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 

@@ -18,7 +18,8 @@ from support.cases import BOUND, CHECKPOINTED, SELECTIVE, Case, merge, train_cas
 from support.combination_runs import EXPERTS
 from support.families import save_family
 from support.parity_table import LARGE
-from support.routers import BIAS, train_router_oracle, train_with_routers
+from support.router_runs import train_router_oracle, train_with_routers
+from support.routers import BIAS
 from support.runs import export_of, read_metrics
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
