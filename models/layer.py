@@ -95,11 +95,9 @@ class Layer:
         return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
 
     def buffer_names(self) -> set[str]:
-        """The tensors of the layer file that are not trained and keep their own dtype: buffers, and parameters that the
-        family itself freezes.
-        """
+        """The tensors of the layer file that are not trained and keep their own dtype."""
         module = self.build_on_meta()
-        return module.state_dict().keys() - {name for name, p in module.named_parameters() if p.requires_grad}
+        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
 
     def get_pieces(self, name: str) -> list[Piece]:
         """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""

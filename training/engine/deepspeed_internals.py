@@ -168,6 +168,11 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "transformers", config, ("_experts_implementation",), "choosing how experts are computed"
     model = "transformers.modeling_utils:PreTrainedModel"
     yield "transformers", model, ("_init_weights",), "drawing random weights (init=random)"
+    kernels = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    yield "transformers", model, kernels, "choosing the attention kernel"
+    yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), "knowing what a checkpoint may hold beside"
+    experts = "transformers.integrations.moe:use_experts_implementation"
+    yield "transformers", experts, ("_apply_gate",), "computing experts"
     layer = "peft.tuners.lora.layer:LoraLayer"
     yield (
         "peft",
