@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from models.experts.products import grouped_linear
+from models.experts.rows import add_bias, combine, gather, weighted_swiglu
 
 GROUPED = "grouped"
 
@@ -23,11 +27,13 @@ GROUPED = "grouped"
 class Dispatch:
     """Which rows go to which expert: rows are sorted by expert.
 
-    order: int64 [S], the row's place among (token, choice) pairs. tokens: int64 [S], its token. experts: int64 [S], its
-    expert. offsets: int32 [E], where each expert's rows end.
+    order: int64 [S], the row's place among (token, choice) pairs. positions: int64 [N, K], the row of each such pair.
+    tokens: int64 [S], the row's token. experts: int64 [S], its expert. offsets: int32 [E], where each expert's rows
+    end.
     """
 
     order: torch.Tensor
+    positions: torch.Tensor
     tokens: torch.Tensor
     experts: torch.Tensor
     offsets: torch.Tensor
@@ -36,30 +42,33 @@ class Dispatch:
 def dispatch(top_k_index: torch.Tensor, num_experts: int) -> Dispatch:
     """top_k_index: [N, K], the experts of each token. The one place that decides where a token is computed."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)
-    counts.index_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
-    return Dispatch(order, order // top_k_index.shape[-1], experts, counts.cumsum(0, dtype=torch.int32))
+    rows = torch.arange(len(order), device=order.device)
+    positions = torch.empty_like(order).scatter_(0, order, rows).view_as(top_k_index)
+    numbers = torch.arange(num_experts, device=order.device)
+    offsets = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    return Dispatch(order, positions, order // top_k_index.shape[-1], experts, offsets)
 
 
-def grouped_linear(
-    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, transposed: bool = False
+def project(
+    experts: Any, name: str, rows: torch.Tensor, where: Dispatch, source: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each row times its expert's matrix: rows [S, in], weight [E, out, in] ([E, in, out] where transposed).
+    """The rows through one of the stacked projections of the module, such as "gate_up_proj".
 
-    offsets: int32 [E], where each expert's rows end. Returns [S, out].
+    source: what the rows were gathered from, where they need not be kept for the backward pass.
     """
-    matrices = weight if transposed else weight.transpose(-2, -1)
-    return nn.functional.grouped_mm(rows.to(weight.dtype), matrices, offs=offsets)
-
-
-def project(experts: Any, name: str, rows: torch.Tensor, where: Dispatch) -> torch.Tensor:
-    """The rows through one of the stacked projections of the module, such as "gate_up_proj"."""
-    outputs = grouped_linear(rows, getattr(experts, name), where.offsets, transposed=experts.is_transposed)
+    outputs = grouped_linear(
+        rows,
+        getattr(experts, name),
+        where.offsets,
+        transposed=experts.is_transposed,
+        source=source,
+        tokens=None if source is None else where.tokens,
+    )
     if not experts.has_bias:
         return outputs
     # Of a bias that ranks have whole and whose outputs they sum, each adds a share
-    share = getattr(experts, "bias_shares", {}).get(name, 1)
-    return outputs + share * getattr(experts, f"{name}_bias")[where.experts]
+    bias = getattr(experts, "bias_shares", {}).get(name, 1) * getattr(experts, f"{name}_bias")
+    return add_bias(outputs, bias, where.experts, where.offsets)
 
 
 def compute_experts(
@@ -67,15 +76,24 @@ def compute_experts(
 ) -> torch.Tensor:
     """[N, D]: the weighted sum of what its experts make of each token. top_k_index, top_k_weights: [N, K]."""
     where = dispatch(top_k_index, experts.num_experts)
-    rows = hidden_states[where.tokens]  # [S, D]
-    inner = project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, where)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)  # [S, I]
-    outputs = project(experts, "down_proj", inner, where)
-    if experts.has_post_expert_norm:
-        outputs = experts.post_expert_norm(outputs)
-    weighted = outputs * top_k_weights.reshape(-1)[where.order].unsqueeze(-1)
-    unsorted = torch.empty_like(weighted).index_copy(0, where.order, weighted)
-    return unsorted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+    rows = gather(hidden_states, where.tokens, where.positions)  # [S, D]
+    weights = gather(top_k_weights.reshape(-1, 1), where.order, where.positions.view(-1, 1))  # [S, 1]
+    inner = project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, where, hidden_states)
+    if _weighs_inner(experts):
+        outputs = project(experts, "down_proj", weighted_swiglu(inner, weights), where)
+    else:
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)  # [S, I]
+        outputs = project(experts, "down_proj", inner, where)
+        outputs = (experts.post_expert_norm(outputs) if experts.has_post_expert_norm else outputs) * weights
+    return combine(outputs, where.tokens, where.positions).to(hidden_states.dtype)
+
+
+def _weighs_inner(experts: Any) -> bool:
+    """Whether the weights can come before the last projection, since all that follows is linear, and with SwiGLU, in
+    one function: then nobody needs the outputs of the experts again."""
+    if experts.has_bias or experts.has_post_expert_norm or not experts.has_gate:
+        return False
+    return type(experts)._apply_gate is _default_apply_gate and isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED, compute_experts)

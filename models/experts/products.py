@@ -1,0 +1,107 @@
+"""Products of rows with the matrices of their groups, and their gradients.
+
+Rows are sorted by group, and `offsets` say where each group's rows end. torch's own grouped product (2.13) has no fp64,
+takes only bf16 while compiling and on the meta device, and wants rows of whole 16 bytes; the operator here does for all.
+
+S rows, E groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_ALIGNMENT = 16  # bytes; `check_valid_strides_and_return_transposed` of ATen/native/GroupedMMUtils.h, torch 2.13
+
+
+@torch.library.custom_op("experts::grouped_mm", mutates_args=())
+def grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """left [S, in] by right [E, in, out] gives [S, out]; left [out, S] by right [S, in] gives [E, out, in], zeros where
+    a group has no rows. offsets: int32 [E].
+
+    One kernel in bf16 on cards of compute capability 9 and 10; elsewhere torch multiplies group after group, for which
+    a card's host waits.
+    """
+    if left.dtype is torch.float64 or not (_has_aligned_rows(left) and _has_aligned_rows(right)):
+        return _multiply_each_group(left, right, offsets)
+    return nn.functional.grouped_mm(_align(left), _align(right), offs=offsets)
+
+
+@grouped_mm.register_fake
+def _make_output(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    if right.ndim == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])
+
+
+def _has_aligned_rows(matrix: torch.Tensor) -> bool:
+    return max(matrix.stride()[-2:]) * matrix.dtype.itemsize % _ALIGNMENT == 0
+
+
+def _align(matrix: torch.Tensor) -> torch.Tensor:
+    """A card's kernel reads from whole 16 bytes; a weight may lie anywhere in the buffer of an optimizer."""
+    return matrix.clone() if matrix.is_cuda and matrix.data_ptr() % _ALIGNMENT else matrix
+
+
+def _multiply_each_group(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    ends = offsets.tolist()
+    outputs = _make_output(left, right, offsets)
+    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if right.ndim == 3:
+            torch.mm(left[start:end], right[group], out=outputs[start:end])
+        else:
+            torch.mm(left[:, start:end], right[start:end], out=outputs[group])
+    return outputs
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """rows may be source[tokens]: then those are kept for the backward pass, and the rows are made again."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        transposed: bool,
+        source: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        kept = (rows, None) if source is None else (source, tokens)
+        context.transposed = transposed
+        context.save_for_backward(weight, offsets, *(kept if weight.requires_grad else (None, None)))
+        return grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offsets)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        weight, offsets, rows, tokens = context.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = of_weight = None
+        if context.needs_input_grad[0]:
+            of_rows = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
+        if context.needs_input_grad[1]:
+            rows = (rows if tokens is None else rows.index_select(0, tokens)).to(gradient.dtype)
+            left, right = (rows, gradient) if context.transposed else (gradient, rows)
+            of_weight = grouped_mm(left.t(), right, offsets)
+        return of_rows, of_weight, None, None, None, None
+
+
+def grouped_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    transposed: bool = False,
+    source: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each row times its group's matrix: rows [S, in], weight [E, out, in] ([E, in, out] where transposed).
+
+    offsets: int32 [E], where each group's rows end. source, tokens: rows are source[tokens], and the backward pass may
+    gather them again instead of keeping them. Returns [S, out].
+    """
+    if source is not None:
+        source = source.detach()
+    return _GroupedLinear.apply(rows.to(weight.dtype), weight, offsets, transposed, source, tokens)  # type: ignore[no-any-return]

@@ -1,0 +1,118 @@
+"""From tokens to rows and back, and what is computed of each row; memory and passes over it are what counts here.
+
+A token has K rows, one at each of its experts. Gathering rows and summing those of a token are each other's backward
+pass: neither adds into places that others add into, so both are deterministic, and neither makes a tensor that only an
+order differs from another.
+
+N tokens, K experts a token, S = N x K rows, sorted by expert, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_BLOCK_NUMEL = 2**17  # of a block's widest tensor: what is computed of it stays in a core's cache
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, source: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(positions)
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        (positions,) = context.saved_tensors
+        return _sum_rows(gradient, positions), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(index)
+        return _sum_rows(rows, positions)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        (index,) = context.saved_tensors
+        return gradient.index_select(0, index), None, None
+
+
+def _sum_rows(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """rows [S, D], positions [N, K]: [N, D], each the sum of K rows in fp32."""
+    return F.embedding_bag(positions, rows.detach(), mode="sum")
+
+
+def gather(source: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """source [N, D], index [S]: source[index], [S, D]. positions: [N, K], the rows that are made of each of source."""
+    return _Gather.apply(source, index, positions)  # type: ignore[no-any-return]
+
+
+def combine(rows: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """rows [S, D], positions [N, K]: [N, D], the sum of each token's rows. index: [S], the token of each row."""
+    return _Combine.apply(rows, index, positions)  # type: ignore[no-any-return]
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, rows: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        context.save_for_backward(offsets)
+        return rows + bias.index_select(0, experts)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        (offsets,) = context.saved_tensors
+        starts = F.pad(offsets[:-1], (1, 0))
+        rows = torch.arange(len(gradient), dtype=starts.dtype, device=starts.device)
+        return gradient, F.embedding_bag(rows, gradient, starts, mode="sum"), None, None
+
+
+def add_bias(rows: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """rows [S, D] plus bias[experts], bias [E, D]. experts: [S], sorted; offsets: int32 [E], where each one's rows end."""
+    return _AddBias.apply(rows, bias, experts, offsets)  # type: ignore[no-any-return]
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """Keeps its inputs alone, and makes the rest again."""
+
+    @staticmethod
+    def forward(context: Any, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(gate_up, weights)
+        outputs = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        for block in _list_blocks(gate_up):
+            gate, up = gate_up[block].chunk(2, dim=-1)
+            outputs[block] = F.silu(gate) * up * weights[block]
+        return outputs
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        gate_up, weights = context.saved_tensors
+        of_gate_up, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+        half = gate_up.shape[1] // 2
+        for block in _list_blocks(gate_up):
+            gate, up = gate_up[block].chunk(2, dim=-1)
+            of_product = gradient[block] * up  # of silu(gate), without the weight
+            activated = F.silu(gate)
+            of_weights[block] = (of_product * activated).sum(dim=-1, keepdim=True)
+            of_gate_up[block, :half] = torch.ops.aten.silu_backward(of_product * weights[block], gate)
+            of_gate_up[block, half:] = gradient[block] * activated * weights[block]
+        return of_gate_up, of_weights
+
+
+def _list_blocks(rows: torch.Tensor) -> Iterator[slice]:
+    """A CPU takes few rows at a time; a card, and the compiler, which fuses these operations, all at once."""
+    whole = rows.device.type != "cpu" or torch.compiler.is_compiling()
+    size = len(rows) if whole else max(1, _BLOCK_NUMEL // rows.shape[1])
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
+
+
+def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """weights x silu(gate) x up: gate_up [S, 2 x I], weights [S, 1]. Returns [S, I]."""
+    return _WeightedSwiGLU.apply(gate_up, weights)  # type: ignore[no-any-return]
