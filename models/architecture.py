@@ -111,16 +111,12 @@ def _passes_documents(config: PretrainedConfig) -> bool:
 
 def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:
     """How a rank computes its part of the experts of a mixture: as the config says, but one expert after the other
-    where the rows of their matrices are no multiples of 16 bytes, which torch's grouped product needs (2.13). None for
-    a family that leaves it to `transformers`."""
+    where that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped
+    product needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
     chosen: str | None = config._experts_implementation
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
     widths = (config.hidden_size, inner // tensor_parallel_size)
-    return (
-        "eager"
-        if chosen in ("grouped_mm", GROUPED) and any(width * dtype.itemsize % 16 for width in widths)
-        else chosen
-    )
+    return "eager" if chosen == "grouped_mm" and any(width * dtype.itemsize % 16 for width in widths) else chosen
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:

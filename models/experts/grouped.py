@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations import moe
 
 from models.experts.products import grouped_linear
 from models.experts.rows import add_bias, combine, gather, weighted_swiglu
@@ -89,11 +89,13 @@ def compute_experts(
 
 
 def _weighs_inner(experts: Any) -> bool:
-    """Whether the weights can come before the last projection, since all that follows is linear, and with SwiGLU, in
-    one function: then nobody needs the outputs of the experts again."""
+    """Whether the weights come with SwiGLU, before the last projection. That gives the same where all that follows is
+    linear, and then the backward pass does not need the outputs of the experts."""
     if experts.has_bias or experts.has_post_expert_norm or not experts.has_gate:
         return False
-    return type(experts)._apply_gate is _default_apply_gate and isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
+    return type(experts)._apply_gate is moe._default_apply_gate and isinstance(
+        experts.act_fn, (nn.SiLU, SiLUActivation)
+    )
 
 
-ALL_EXPERTS_FUNCTIONS.register(GROUPED, compute_experts)
+moe.ALL_EXPERTS_FUNCTIONS.register(GROUPED, compute_experts)

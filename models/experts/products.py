@@ -1,7 +1,8 @@
 """Products of rows with the matrices of their groups, and their gradients.
 
 Rows are sorted by group, and `offsets` say where each group's rows end. torch's own grouped product (2.13) has no fp64,
-takes only bf16 while compiling and on the meta device, and wants rows of whole 16 bytes; the operator here does for all.
+takes only bf16 while compiling and on the meta device, and needs rows whose bytes are a multiple of 16; the operator
+here has no such limits.
 
 S rows, E groups.
 """

@@ -1,8 +1,8 @@
 """From tokens to rows and back, and what is computed of each row; memory and passes over it are what counts here.
 
-A token has K rows, one at each of its experts. Gathering rows and summing those of a token are each other's backward
-pass: neither adds into places that others add into, so both are deterministic, and neither makes a tensor that only an
-order differs from another.
+A token has K rows, one at each of its experts. Gathering rows and summing the rows of a token are each other's
+backward pass. Every sum is taken where its result belongs, so it is deterministic, and no tensor is made only to be in
+another order.
 
 N tokens, K experts a token, S = N x K rows, sorted by expert, D hidden, I intermediate.
 """
@@ -74,7 +74,8 @@ class _AddBias(torch.autograd.Function):
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """rows [S, D] plus bias[experts], bias [E, D]. experts: [S], sorted; offsets: int32 [E], where each one's rows end."""
+    """rows [S, D] plus bias[experts], bias [E, D]. experts: int64 [S], sorted. offsets: int32 [E], where each expert's
+    rows end."""
     return _AddBias.apply(rows, bias, experts, offsets)  # type: ignore[no-any-return]
 
 
@@ -94,21 +95,20 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         gate_up, weights = context.saved_tensors
         of_gate_up, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
-        half = gate_up.shape[1] // 2
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
-            of_product = gradient[block] * up  # of silu(gate), without the weight
-            activated = F.silu(gate)
-            of_weights[block] = (of_product * activated).sum(dim=-1, keepdim=True)
-            of_gate_up[block, :half] = torch.ops.aten.silu_backward(of_product * weights[block], gate)
-            of_gate_up[block, half:] = gradient[block] * activated * weights[block]
+            unweighted = F.silu(gate) * gradient[block]
+            of_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
+            of_gate_up[block, gate.shape[1] :] = unweighted * weights[block]
+            of_activated = gradient[block] * up * weights[block]
+            of_gate_up[block, : gate.shape[1]] = torch.ops.aten.silu_backward(of_activated, gate)
         return of_gate_up, of_weights
 
 
 def _list_blocks(rows: torch.Tensor) -> Iterator[slice]:
     """A CPU takes few rows at a time; a card, and the compiler, which fuses these operations, all at once."""
     whole = rows.device.type != "cpu" or torch.compiler.is_compiling()
-    size = len(rows) if whole else max(1, _BLOCK_NUMEL // rows.shape[1])
+    size = max(1, len(rows) if whole else _BLOCK_NUMEL // rows.shape[1])
     for start in range(0, len(rows), size):
         yield slice(start, start + size)
 

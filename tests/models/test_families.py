@@ -170,14 +170,16 @@ def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
 
 
 def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_take_their_rows() -> None:
-    """24 columns an expert: 12 a rank at tensor_parallel_size=2, 24 bytes in bf16."""
+    """24 columns an expert: 12 a rank at tensor_parallel_size=2, 24 bytes in bf16. Ours takes them."""
     config = build_family_config("deepseek_v3")
     build_layers(config)
+    assert choose_experts(config, 2, torch.bfloat16) == config._experts_implementation == GROUPED
+    config._experts_implementation = "grouped_mm"
     chosen = [
         choose_experts(config, size, dtype)
         for size, dtype in ((1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16))
     ]
-    assert chosen == [GROUPED, GROUPED, "eager"]
+    assert chosen == ["grouped_mm", "grouped_mm", "eager"]
     config._experts_implementation = "batched_mm"
     assert choose_experts(config, 2, torch.bfloat16) == "batched_mm"
     assert choose_experts(build_family_config("llama"), 2, torch.bfloat16) is None

@@ -166,6 +166,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     config = "transformers.configuration_utils:PreTrainedConfig"
     yield "transformers", config, ("_attn_implementation",), "choosing the attention kernel"
     yield "transformers", config, ("_experts_implementation",), "choosing how experts are computed"
+    yield "transformers", "transformers.integrations.moe", ("_default_apply_gate",), "computing experts with SwiGLU"
     model = "transformers.modeling_utils:PreTrainedModel"
     yield "transformers", model, ("_init_weights",), "drawing random weights (init=random)"
     kernels = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")

@@ -33,7 +33,8 @@ KEPT_OPERATORS = {
     )
     if hasattr(torch.ops.aten, name)
 }
-KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn")  # the operators of those packages, and of varlen_attn
+# The operators of those packages, of varlen_attn, and of models/experts/products.py
+KEPT_NAMESPACES = ("flash_attn", "flash_attn_3", "torch_attn", "experts")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,199 @@
+"""The experts of a layer beside transformers' `grouped_mm` and beside a dense layer of the same active FLOPs: time and
+peak memory of a forward and backward pass, as ratios.
+
+    python benchmarks/experts.py [--rounds 9] [--precisions fp32 bf16] [--intermediate_sizes 256 1408] [--tiny]
+
+64 experts, 8 for each token, 4,096 tokens of 512, each token's experts drawn at random: all alike, or some more often
+(Zipf). One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the machine's
+speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a GPU, if
+there is one, a clock's. Freed memory is kept for the next tensor, as a card's allocator does; with --fresh_memory the
+kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all tensors that live at
+once, beside inputs and weights. --tiny: small ones, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
+
+from benchmarks.allocation import AllocationPeak
+from models.experts.grouped import GROUPED
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROUTINGS = ("uniform", "zipf")
+OURS, THEIRS, DENSE = "ours", "grouped_mm", "dense"
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int = 4096
+    hidden_size: int = 512
+    intermediate_size: int = 256
+    num_experts: int = 64
+    num_active: int = 8
+
+
+@dataclass(frozen=True)
+class Contender:
+    """run: a forward and backward pass. inputs: what it starts from, and what the gradients are of."""
+
+    run: Callable[[], Any]
+    inputs: Sequence[torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precisions", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--intermediate_sizes", nargs="+", type=int, default=[256, 1408])
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.add_argument("--fresh_memory", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.fresh_memory:
+        keep_freed_memory()
+    sizes = [32] if arguments.tiny else arguments.intermediate_sizes
+    shape = Shape(tokens=64, hidden_size=32, num_experts=8, num_active=2) if arguments.tiny else Shape()
+    print_head(shape, arguments.rounds)
+    for precision, size, routing in itertools.product(arguments.precisions, sizes, arguments.routings):
+        contenders = build_contenders(dataclasses.replace(shape, intermediate_size=size), precision, routing)
+        peaks = {name: measure_peak(contender) for name, contender in contenders.items()}
+        print_row(f"{precision} | {size} | {routing}", measure_seconds(contenders, arguments.rounds), peaks)
+
+
+def keep_freed_memory() -> None:
+    """By mallopt(3): no tensor has a mapping of its own, and the heap does not shrink."""
+    allocator, most_mappings, trim_threshold = ctypes.CDLL(None), -4, -1
+    if not (allocator.mallopt(most_mappings, 0) and allocator.mallopt(trim_threshold, -1)):
+        print("this C library does not keep freed memory on request")
+
+
+def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Contender]:
+    """On the same hidden states, gradient and experts of each token."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[precision],
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+    hidden_states = torch.randn(shape.tokens, shape.hidden_size, **options, requires_grad=True)  # [N, D]
+    gradient = torch.randn_like(hidden_states)
+    top_k_weights, top_k_index = route(shape, routing)  # [N, K]
+    top_k_weights = top_k_weights.to(**options).requires_grad_()
+    experts = {name: build_experts(shape, name, options) for name in (OURS, THEIRS)}
+    experts[THEIRS].load_state_dict(experts[OURS].state_dict())
+    routed = (hidden_states, top_k_index.to(hidden_states.device), top_k_weights)
+    dense = build_dense(shape, options)
+    return {
+        **{name: build_contender(module, routed, gradient) for name, module in experts.items()},
+        DENSE: build_contender(dense, (hidden_states,), gradient),
+    }
+
+
+def build_contender(module: nn.Module, inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> Contender:
+    wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
+    return Contender(lambda: torch.autograd.grad(module(*inputs), wanted, gradient), (*inputs, *wanted, gradient))
+
+
+def build_experts(shape: Shape, implementation: str, options: dict[str, Any]) -> nn.Module:
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden_size,
+        moe_intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_active,
+    )
+    config._experts_implementation = GROUPED if implementation == OURS else implementation
+    return draw_weights(Qwen3MoeExperts(config), options)
+
+
+def build_dense(shape: Shape, options: dict[str, Any]) -> nn.Module:
+    config = Qwen3MoeConfig(hidden_size=shape.hidden_size)
+    return draw_weights(Qwen3MoeMLP(config, intermediate_size=shape.intermediate_size * shape.num_active), options)
+
+
+def draw_weights(module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return module.to(**options)
+
+
+def route(shape: Shape, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts) of each token, [N, K], drawn without replacement: expert e by 1, or by 1 / (e + 1)."""
+    popularity = torch.ones(shape.num_experts) if routing == "uniform" else 1 / torch.arange(1.0, 1 + shape.num_experts)
+    experts = torch.multinomial(popularity.expand(shape.tokens, -1), shape.num_active)
+    return torch.rand(experts.shape).softmax(dim=-1), experts
+
+
+def measure_seconds(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name in turn(list(contenders), number):
+            start = read_clock()
+            contenders[name].run()
+            seconds[name].append(read_clock() - start)
+    return seconds
+
+
+def turn(names: list[str], number: int) -> Iterator[str]:
+    """All of them, each round another first."""
+    return itertools.islice(itertools.cycle(names), number % len(names), number % len(names) + len(names))
+
+
+def read_clock() -> float:
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure_peak(contender: Contender) -> int:
+    """Bytes of all storages that live at once, at most, beside the inputs."""
+    with AllocationPeak(*contender.inputs) as counter:
+        contender.run()
+    return counter.peak
+
+
+def print_head(shape: Shape, rounds: int) -> None:
+    print(
+        f"{shape.num_experts} experts, {shape.num_active} for each of {shape.tokens:,} tokens of {shape.hidden_size}; "
+        f"{rounds} rounds, medians (least - most)"
+    )
+    print("| precision | intermediate | routing | grouped_mm / ours, time | ours / dense, time | ours, s | ", end="")
+    print("peak, MiB: ours | grouped_mm | dense |\n|---|---|---|---|---|---|---|---|---|")
+
+
+def print_row(case: str, seconds: dict[str, list[float]], peaks: dict[str, int]) -> None:
+    cells = [
+        case,
+        compare(seconds[THEIRS], seconds[OURS]),
+        compare(seconds[OURS], seconds[DENSE]),
+        f"{statistics.median(seconds[OURS]):.2f}",
+        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE)),
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def compare(seconds: list[float], others: list[float]) -> str:
+    ratios = [one / other for one, other in zip(seconds, others, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Experts by grouped products: outputs and gradients are those of transformers' own loop over the experts, whatever the
+routing, and what the backward pass keeps is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from models.experts.grouped import GROUPED, dispatch
+from training.config.schema import CheckpointMode
+from training.pipeline.activation_checkpoint import ActivationCheckpointing
+from training.planner.saved_activations import count_saved_bytes
+
+N, K, E, D, I = 40, 2, 8, 32, 24
+EXPERTS: dict[str, Any] = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeExperts),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3Experts),
+    "mixtral": (MixtralConfig, MixtralExperts),
+    "gpt_oss": (GptOssConfig, GptOssExperts),
+}
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermediate_size: int = I) -> nn.Module:
+    """With weights large enough that gpt_oss clamps some of what it multiplies."""
+    config_class, experts_class = EXPERTS[model_type]
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), intermediate_size)
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E)
+    config = config_class(hidden_size=D, num_experts_per_tok=K, hidden_act="silu", **sizes, **counts)
+    torch.manual_seed(0)
+    experts = experts_class(config).to(dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def route(routing: str) -> torch.Tensor:
+    """[N, K], the experts of each token."""
+    torch.manual_seed(1)
+    if routing == "one token":
+        return torch.tensor([[5, 2]])
+    if routing == "one expert":  # as no router does: a token's second choice is the same one
+        return torch.full((N, K), 3)
+    some = E // 2 if routing == "empty experts" else E
+    return torch.rand(N, some).topk(K).indices
+
+
+Compute = Callable[..., torch.Tensor]
+
+
+def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: Compute | None = None) -> list[Any]:
+    """Outputs, and the gradients of hidden states, weights of the choices, and parameters."""
+    experts.config._experts_implementation = implementation  # type: ignore[union-attr]
+    dtype = next(experts.parameters()).dtype
+    torch.manual_seed(2)
+    hidden_states = torch.randn(len(index), D, dtype=dtype, requires_grad=True)
+    weights = torch.rand(index.shape, dtype=dtype, requires_grad=True)
+    outputs = (experts if run is None else run)(hidden_states, index, weights)
+    gradient = torch.randn(len(index), D, dtype=dtype)
+    return [outputs, *torch.autograd.grad(outputs, (hidden_states, weights, *experts.parameters()), gradient)]
+
+
+def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Of the worst tensor; NaN where anything is."""
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs, strict=True)]).max().item()
+
+
+@pytest.mark.parametrize("routing", ["all experts", "empty experts", "one token", "one expert"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=["fp32", "fp64"])
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_outputs_and_gradients_are_those_of_a_loop(model_type: str, dtype: torch.dtype, routing: str) -> None:
+    experts, index = build_experts(model_type, dtype), route(routing)
+    assert difference(compute(experts, GROUPED, index), compute(experts, "eager", index)) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
+    """Beside the loop in fp32 on the same numbers."""
+    experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
+    ours, theirs = (compute(experts, name, index) for name in (GROUPED, "grouped_mm"))
+    exact = [tensor.float() for tensor in compute(experts.double(), "eager", index)]
+    assert {tensor.dtype for tensor in ours} == {torch.bfloat16}
+    assert difference(ours, exact) <= max(0.02, 1.5 * difference(theirs, exact))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_rows_that_torchs_grouped_product_refuses(model_type: str, dtype: torch.dtype) -> None:
+    """3 columns an expert: as shards of tensor parallelism may be."""
+    experts, index = build_experts(model_type, dtype, intermediate_size=3), route("empty experts")
+    bound = 1e-5 if dtype is torch.float32 else 0.05
+    assert difference(compute(experts, GROUPED, index), compute(experts, "eager", index)) <= bound
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("mode", [CheckpointMode.grouped, CheckpointMode.selective], ids=lambda mode: mode.value)
+def test_recomputed_the_same(model_type: str, mode: CheckpointMode) -> None:
+    experts, index = build_experts(model_type), route("all experts")
+    run = ActivationCheckpointing(1, mode).build_function()
+    again = compute(experts, GROUPED, index, partial(run, experts))
+    assert difference(again, compute(experts, GROUPED, index)) == 0
+
+
+def test_selective_repeats_no_product() -> None:
+    experts, index = build_experts("qwen3_moe"), route("all experts")
+    counts = []
+    for run in (None, partial(checkpoint, experts, use_reentrant=False), partial(_checkpoint_selectively, experts)):
+        with torch.profiler.profile() as profile:
+            compute(experts, GROUPED, index, run)
+        counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::_grouped_mm"))
+    assert counts == [6, 8, 6]
+
+
+def _checkpoint_selectively(*args: Any) -> torch.Tensor:
+    outputs: torch.Tensor = ActivationCheckpointing(1, CheckpointMode.selective).build_function()(*args)
+    return outputs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_compiled_the_same(model_type: str) -> None:
+    """In one piece, and in fp32, for which torch's own product has no meta function."""
+    experts, index = build_experts(model_type), route("empty experts")
+    compiled = torch.compile(experts, fullgraph=True)
+    assert difference(compute(experts, GROUPED, index, compiled), compute(experts, GROUPED, index)) <= 1e-5
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
+    """Of each row: both inner tensors where their matrices are trained, the first where not, and indices."""
+    experts = build_experts("qwen3_moe").to("meta").requires_grad_(trains)
+    experts.config._experts_implementation = GROUPED  # type: ignore[union-attr]
+    hidden_states = torch.empty(N, D, device="meta", requires_grad=True)
+    index = torch.empty(N, K, dtype=torch.long, device="meta")
+    weights = torch.empty(N, K, device="meta", requires_grad=True)
+    saved = count_saved_bytes(lambda: experts(hidden_states, index, weights), experts).saved
+    rows, tokens = N * K, N * D * 4 * trains
+    indices = rows * 8 * 2 + E * 4  # positions and tokens, offsets
+    assert saved == rows * (2 + trains) * I * 4 + rows * 4 + tokens + indices
+
+
+def test_the_same_twice() -> None:
+    experts, index = build_experts("gpt_oss"), route("one expert")
+    first, second = (compute(experts, GROUPED, index) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_dispatch_by_hand() -> None:
+    where = dispatch(torch.tensor([[2, 0], [0, 3]]), num_experts=4)
+    assert where.order.tolist() == [1, 2, 0, 3] and where.tokens.tolist() == [0, 1, 0, 1]
+    assert where.experts.tolist() == [0, 0, 2, 3] and where.offsets.tolist() == [2, 2, 3, 4]
+    assert where.positions.tolist() == [[2, 0], [1, 3]] and where.offsets.dtype is torch.int32
