@@ -12,8 +12,10 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from errors import UserError
+from models.experts.sizes import active_share, list_matrices
 from models.layer import Layer
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
@@ -51,7 +53,8 @@ def compute_bounds(
 
 
 def compute_work(layer: Layer) -> int:
-    """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices.
+    """Multiply-adds a token in the forward pass, up to a constant: the size of the layer's matrices; of experts, those
+    that a token chooses.
 
     An embedding that is looked up costs nothing; the same module used as a head is a matrix product. Attention's own
     products (about T / (6 D) of a decoder layer) are the same for each decoder layer and left out.
@@ -59,7 +62,8 @@ def compute_work(layer: Layer) -> int:
     module = layer.build_on_meta()
     if isinstance(module, nn.Embedding) and layer.owns_weights:
         return 0
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+    config = next((argument for argument in layer.args if isinstance(argument, PretrainedConfig)), PretrainedConfig())
+    return round(sum(parameter.numel() * active_share(name, config) for _, name, parameter in list_matrices(module)))
 
 
 def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -> list[int] | None:

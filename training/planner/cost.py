@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from models.adapters import Adapter
+from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layer import Layer
 from models.parallel.plan import count_sums
 from models.parallel.shard import TensorParallel
@@ -137,7 +138,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     layer, module, config = built.layer, built.module, built.config
     parameters = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    active = {name: parameter.numel() * _active_share(name, config) for name, parameter in parameters.items()}
+    active = {name: parameter.numel() * active_share(name, config) for name, parameter in parameters.items()}
     multiplied = list(_multiplied(layer, module))
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
@@ -181,22 +182,10 @@ def mean_keys(seq_length: int, window: int | None) -> float:
 def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
     """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token
     embedding."""
-    for prefix, child in module.named_modules():
-        for name, parameter in child.named_parameters(prefix, recurse=False):
-            if parameter.ndim < 2:
-                continue
-            looked_up = isinstance(child, nn.Embedding) and layer.owns_weights
-            if not looked_up:
-                yield name
-
-
-def _active_share(name: str, config: PretrainedConfig) -> float:
-    """The share of a parameter that a token uses: routed experts are chosen, k of n; all else is used whole."""
-    if "experts." not in name or "shared_expert" in name:
-        return 1.0
-    counts = (getattr(config, key, None) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
-    num_experts = next((count for count in counts if count), None)
-    return config.num_experts_per_tok / num_experts if num_experts else 1.0
+    for part, name, _ in list_matrices(module):
+        looked_up = isinstance(part, nn.Embedding) and layer.owns_weights
+        if not looked_up:
+            yield name
 
 
 def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
@@ -243,7 +232,7 @@ def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
     config = built.config
     names = set(_multiplied(built.layer, built.module))
     shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
-    chosen = {name: config.num_experts_per_tok if _active_share(name, config) < 1 else 1 for name in shapes}
+    chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
     of_matrices = sum(sum(shape) * built.dtype.itemsize * chosen[name] for name, shape in shapes.items())
     both = built.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
     return SavedBytes(both, kept=both, remade=both)

@@ -1,0 +1,42 @@
+"""How much of a layer a token uses: of a mixture's experts those that are chosen, of all else everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PretrainedConfig
+
+# As transformers' configs name them (5.23); most have several of these names for one number
+_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+def count_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """(experts that a token chooses, experts to choose from); (1, 1) of a dense model."""
+    chosen, available = (_read_first(config, names) for names in (_NUM_CHOSEN, _NUM_EXPERTS))
+    return (chosen, available) if chosen and available else (1, 1)
+
+
+def _read_first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def active_share(name: str, config: PretrainedConfig) -> float:
+    """The share of a parameter that a token uses: routed experts are chosen, k of n; all else is used whole.
+
+    name: of the parameter in its layer's module.
+    """
+    if "experts." not in name or "shared_expert" in name:
+        return 1.0
+    chosen, available = count_experts(config)
+    return chosen / available
+
+
+def list_matrices(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """(part, name, parameter) of the matrices in a layer's module: without the biases of stacked experts, which have
+    two dimensions too."""
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            if parameter.ndim > 1 and not name.endswith("bias"):
+                yield part, name, parameter
