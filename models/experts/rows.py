@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-_BLOCK_NUMEL = 2**17  # of a block's widest tensor: what is computed of it stays in a core's cache
+_BLOCK_NUMEL = 2**16  # of a block's widest tensor: what is computed of it stays in a core's cache
 
 
 class _Gather(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         outputs = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
-            outputs[block] = F.silu(gate) * up * weights[block]
+            _write_product(outputs[block], F.silu(gate).mul_(up), weights[block])
         return outputs
 
     @staticmethod
@@ -97,12 +97,28 @@ class _WeightedSwiGLU(torch.autograd.Function):
         of_gate_up, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
-            unweighted = F.silu(gate) * gradient[block]
+            of_gate, of_up = of_gate_up[block].chunk(2, dim=-1)
+            unweighted = F.silu(gate).mul_(gradient[block])
             of_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
-            of_gate_up[block, gate.shape[1] :] = unweighted * weights[block]
-            of_activated = gradient[block] * up * weights[block]
-            of_gate_up[block, : gate.shape[1]] = torch.ops.aten.silu_backward(of_activated, gate)
+            _write_product(of_up, unweighted, weights[block])
+            of_activated = (gradient[block] * up).mul_(weights[block])
+            _write_silu_gradient(of_gate, of_activated, gate)
         return of_gate_up, of_weights
+
+
+# The compiler does not let an operator write into a part of a tensor (torch 2.13, gb0242), and does not need it to.
+def _write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        target.copy_(left * right)
+    else:
+        torch.mul(left, right, out=target)
+
+
+def _write_silu_gradient(target: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        target.copy_(torch.ops.aten.silu_backward(gradient, inputs))
+    else:
+        torch.ops.aten.silu_backward.grad_input(gradient, inputs, grad_input=target)
 
 
 def _list_blocks(rows: torch.Tensor) -> Iterator[slice]:

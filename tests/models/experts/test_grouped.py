@@ -95,6 +95,19 @@ def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
     assert difference(ours, exact) <= max(0.02, 1.5 * difference(theirs, exact))
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_router_in_fp32_beside_experts_in_bf16(model_type: str) -> None:
+    """As DeepSeek's: its weights stay fp32, and so do their gradients; what is kept of the rest is bf16."""
+    experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
+
+    def run(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = experts(hidden_states, index, weights.float())
+        return outputs
+
+    ours, theirs = (compute(experts, name, index, run) for name in (GROUPED, "eager"))
+    assert ours[0].dtype is torch.bfloat16 and difference(ours, theirs) <= 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_rows_that_torchs_grouped_product_refuses(model_type: str, dtype: torch.dtype) -> None:
