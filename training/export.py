@@ -29,7 +29,7 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
     if setup.adapter is not None:
-        save_adapter_config(setup.adapter, folder.checkpoints)
+        save_adapter_config(setup.adapter, folder.checkpoints, source.config)
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     source.config.save_pretrained(folder.checkpoints)

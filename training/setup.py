@@ -39,7 +39,13 @@ from training.pipeline.attention import choose_run_attention
 from training.pipeline.partition import compute_bounds
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
-from training.pipeline.trainable import build_adapter, check_freeze, check_same_adapter, read_trained_adapter
+from training.pipeline.trainable import (
+    build_adapter,
+    check_freeze,
+    check_peft_names,
+    check_same_adapter,
+    read_trained_adapter,
+)
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
 from training.planner.prediction import Prediction, count_run_costs, find_fits, find_machine, predict
@@ -116,6 +122,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers)
     routers = build_router_options(config, source.config, layers)
+    check_peft_names(adapter, source.config)
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     check_together(Run(config, has_accelerator()))

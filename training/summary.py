@@ -10,6 +10,7 @@ from pathlib import Path
 
 from console import show_panel
 from data.storage.tokenized import load_summary
+from models.adapter_targets import describe_targets
 from models.architecture import warn_of_length
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -40,6 +41,8 @@ def show_start(
         "model": _describe_model(setup, prediction),
         "data": _describe_data(config, "train_file", datasets, budget.num_samples),
     }
+    if setup.adapter is not None:
+        facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
     if text := warn_of_length(setup.source.config, config.max_seq_length):
         facts["warning"] = text
     if budget.evaluation is not None:
@@ -87,8 +90,7 @@ def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> st
         sizes = f" of {render_count(total)} parameters" + (
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
-    adapter = "" if setup.adapter is None else f"; adapter of rank {setup.adapter.config.r}"
-    return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}{adapter}"
+    return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}"
 
 
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:

@@ -64,11 +64,18 @@ def project(
         source=source,
         tokens=None if source is None else where.tokens,
     )
+    if name in getattr(experts, "low_rank", {}):  # an adapter beside the weight: models/experts/lora.py
+        outputs = outputs + experts.low_rank[name](rows, where, source)  # not in place: checkpointing may keep it
     if not experts.has_bias:
         return outputs
     # Of a bias that ranks have whole and whose outputs they sum, each adds a share
     bias = getattr(experts, "bias_shares", {}).get(name, 1) * getattr(experts, f"{name}_bias")
     return add_bias(outputs, bias, where.experts, where.offsets)
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether the module is one of `transformers`' stacked experts (`use_experts_implementation`, 5.23)."""
+    return hasattr(module, "is_transposed")
 
 
 def compute_experts(

@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from errors import UserError
 from models.architecture import get_tensor_parallel_plan
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
+from models.experts.grouped import is_stack
 from models.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.parallel.layers import (
     InputGradAllReduce,
@@ -196,29 +197,35 @@ def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
     part.register_forward_hook(lookup.complete)
 
 
-def shard_adapter(projection: Any, parallel: TensorParallel) -> None:
-    """Puts the communication around what peft has added to a sharded projection: A and B of LoRA (2106.09685), B A
-    beside the weight.
+def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
+    """Puts the communication around what peft has added to a sharded weight: A and B of LoRA (2106.09685), B A beside
+    it.
 
-    Where inputs are sharded, so is A, and its outputs are summed. Where outputs are sharded, so is B, and A sees the
-    gradients of this rank's outputs alone. Raises UserError for an adapter of experts.
+    Where inputs are sharded, so is A, and its outputs are summed; those of experts behind B, with the experts' own, so
+    B sees a share of them. Where outputs are sharded, so is B, and A sees the gradients of this rank's outputs alone.
     """
-    shard_specs, first, second = getattr(projection.base_layer, "shard_specs", {}), projection.lora_A, projection.lora_B
-    if shard_specs and "weight" not in shard_specs:
-        raise UserError(
-            "tensor_parallel_size: adapters of experts are not sharded; leave gate_proj, up_proj and down_proj out of "
-            "adapter.target_modules, or give tensor_parallel_size=1"
-        )
-    for name in first:
-        if not shard_specs:
-            if hasattr(projection.base_layer, "sums_gradients"):
-                first[name].sums_gradients = second[name].sums_gradients = True
-        elif isinstance(projection.base_layer, (RowParallelLinear, RowParallelConv1D)):
-            first[name].shard_specs = {"weight": ShardSpec(1, shard_specs["weight"].sizes)}
-            first[name].register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+    base, name = adapted.get_base_layer(), getattr(adapted, "parameter_name", "weight")
+    shard_spec = getattr(base, "shard_specs", {}).get(name)
+    for first, second in zip(adapted.lora_A.values(), adapted.lora_B.values(), strict=True):
+        if shard_spec is None:
+            if hasattr(base, "sums_gradients"):
+                first.sums_gradients = second.sums_gradients = True
+        elif not _cuts_inputs(base, shard_spec):
+            second.shard_specs = {"weight": ShardSpec(0, shard_spec.sizes)}
+            first.sums_gradients = True
         else:
-            second[name].shard_specs = {"weight": ShardSpec(0, shard_specs["weight"].sizes)}
-            first[name].sums_gradients = True
+            first.shard_specs = {"weight": ShardSpec(1, shard_spec.sizes)}
+            if is_stack(base):
+                second.sums_gradients = True
+            else:
+                first.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+
+
+def _cuts_inputs(base: Any, shard_spec: ShardSpec) -> bool:
+    """base: a projection, or experts, [experts, out, in] or [experts, in, out] where transposed."""
+    if is_stack(base):
+        return shard_spec.dim == (1 if base.is_transposed else 2)
+    return isinstance(base, (RowParallelLinear, RowParallelConv1D))
 
 
 def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from models.adapters import ReadAdapter, adapter_names, check_all_taken, fill_adapter, inject_adapter, list_targets
+from models.adapter_folder import ReadAdapter
+from models.adapter_targets import list_targets
+from models.adapters import adapter_names, check_all_taken, fill_adapter, inject_adapter, merge_adapter
 from models.layer import Layer
 from models.weights.source import StoredWeights
 
@@ -48,15 +50,12 @@ class AdaptedWeights:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)
         module = layer.build_on_meta()
-        targets = list_targets(module, self._lora)
+        targets = list_targets(module, layer, self._lora)
         if not tensors or not targets:
             return tensors
-        changed = {f"{name}.weight" for name in targets}
+        changed = targets.weights
         module.load_state_dict({name: t.clone() if name in changed else t for name, t in tensors.items()}, assign=True)
-        inject_adapter(self._lora, module)
+        inject_adapter(self._lora, module, layer)
         fill_adapter(module, self._read_adapter(index, layer, adapter_names(module)))
-        for name in targets:
-            projection: Any = module.get_submodule(name)  # peft's, around the layer's own
-            projection.merge()
-            tensors[f"{name}.weight"] = projection.base_layer.weight.detach()
-        return tensors
+        merged = merge_adapter(module)
+        return tensors | {name: merged[name] for name in changed}

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
+from models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from models.adapters import to_peft_name
+from models.adapter_folder import name_for_peft, to_peft_name
+from models.adapter_targets import ALL_LINEAR, build_lora_config
 from models.architecture import build_layers
 
 
 def make_adapter(
-    folder: Path, model_folder: Path, target_modules: list[str] | None = None, **options: object
+    folder: Path, model_folder: Path, target_modules: str | list[str] = ALL_LINEAR, **options: object
 ) -> PeftModel:
     """A peft folder with random matrices, both of them, so that every one of them has a gradient. target_modules:
-    all projections by default."""
+    all projections and experts by default."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    targets = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not model.get_output_embeddings()
-    }
-    config = LoraConfig(
-        r=4,
-        lora_alpha=6,
-        target_modules=target_modules or sorted(targets),
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-        fan_in_fan_out=model.config.model_type == "gpt2",
-        **options,
+    lora = build_lora_config(
+        build_layers(deepcopy(model.config)), target_modules, r=4, lora_alpha=6, init_lora_weights=False, **options
     )
-    adapted = get_peft_model(model, config)
+    adapted = get_peft_model(model, name_for_peft(lora, model.config))
     adapted.save_pretrained(folder)
     return adapted
 

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
+from models.adapter_targets import ALL_LINEAR
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan
@@ -37,7 +38,10 @@ from training.inputs.datasets import build_row_plan
 STEPS = 2
 BATCH = ("global_batch_size=8", "max_seq_length=160")
 LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02}  # a pair's gradient is that of sums over tokens
-EXPERTS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}  # adapters beside them
+EXPERTS = {  # adapters beside them
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 # Of a loss: bf16 has 8 bits. It may be twice as far off as the plain model in bf16, which rounds as often: in a mixture
 # it also changes which experts a token goes to.
 BF16_BOUND = 0.03
@@ -72,7 +76,8 @@ class Material:
             self.model(family, row["tied"] == "true"),
         )
         options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}}.get(row["adapter"], {})
-        return folder, make_adapter(folder, model, EXPERTS.get(family), **options)
+        targets = EXPERTS.get(family, ALL_LINEAR) if options else ALL_LINEAR  # which take neither
+        return folder, make_adapter(folder, model, targets, **options)
 
     def records(self, objective: str) -> Path:
         file = self.root / f"{objective}.jsonl"

@@ -81,8 +81,8 @@ class Table:
         for group in self._groups.values():
             group.close()
 
-    def measure(self, family: str, tied: bool, layout: str) -> list[float | None]:
-        """The figures of one row, in the order of COLUMNS; None for adapters of experts, which are not sharded."""
+    def measure(self, family: str, tied: bool, layout: str) -> list[float]:
+        """The figures of one row, in the order of COLUMNS."""
         folder = self.model(family, tied)
         case = lambda *overrides, steps=5: self.case(folder, layout, *overrides, steps=steps)  # noqa: E731
         gradient = (f"learning_rate={LARGE}", "max_grad_norm=0")
@@ -93,7 +93,6 @@ class Table:
             "activation_checkpoint_interval=1",
             "learning_rate=0.05",
         )
-        refused = family == "deepseek_v3" and LAYOUTS[layout][2] > 1
         packed = self.run_packed(case, gradient)
         return [
             self.compare_logits(case(steps=1), folder),
@@ -103,7 +102,7 @@ class Table:
                 merge(self.run(case(*SGD_STEPS, "activation_checkpoint_interval=1"))), self.oracle(folder, 5, SGD_STEPS)
             ),
             self.compare(packed, self.oracle(folder, 1, whole)),
-            self.compare_adapters(merge(self.run(case(*adapted))), family, tied, adapted) if not refused else None,
+            self.compare_adapters(merge(self.run(case(*adapted))), family, tied, adapted),
         ]
 
     def case(self, folder: Path, layout: str, *overrides: str, steps: int) -> Case:
@@ -187,8 +186,8 @@ def main() -> None:
                     name for name in arguments.layouts if LAYOUTS[name][2] == 1 or has_sharding_plan(family)
                 ):
                     figures = table.measure(family, tied, layout)
-                    worst = max(worst, *(figure for figure in figures if figure is not None))
-                    shown = ["-" if figure is None else f"{figure:.1e}" for figure in figures]
+                    worst = max(worst, *figures)
+                    shown = [f"{figure:.1e}" for figure in figures]
                     lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(shown) + " |")
                     print(lines[-1], flush=True)
         table.close()
@@ -207,8 +206,7 @@ Made by `make parity`: tiny random models of every family with every feature of 
 (`tests/support/families.py`), through real pipeline stages, against the plain Hugging Face model in one process. A
 figure is the relative difference max|a - b| / max|b| of the worst tensor, in fp32; worst of all: {worst:.1e}.
 
-tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas. A dash: adapters
-of DeepSeek's experts are refused there.
+tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two stages, or two replicas.
 
 - *logits*: of a batch in evaluation. *gradients*: every one of them, of a global batch of 8 samples of different
   lengths, padded on the right.

@@ -152,6 +152,7 @@ class AdapterConfig:
     lora_alpha: float = 32
     lora_dropout: float = 0.0
     target_modules: Any = "all-linear"
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     load_in_4bit: bool = False

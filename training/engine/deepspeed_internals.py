@@ -182,6 +182,10 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
         "running the model without its adapter",
     )
     yield "peft", layer, ("base_layer", "lora_A", "lora_B"), "sharding an adapter"
+    stacked = ("get_param", "num_experts", "parameter_name")
+    yield "peft", "peft.tuners.lora.layer:ParamWrapper", stacked, "adapters of experts"
+    conversion = "peft.utils.transformers_weight_conversion"
+    yield "peft", conversion, ("convert_peft_config_for_transformers",), "naming an adapter's targets as peft does"
     replace = "peft.tuners.lora.model:LoraModel._create_and_replace"
     yield "peft", replace, ("is_loaded_in_4bit",), "putting an adapter on projections in 4 bits"
     yield "hydra-core", "hydra._internal.utils", ("get_args_parser",), "reading the command line"

@@ -8,28 +8,33 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PretrainedConfig
 
 from errors import UserError
-from models.adapters import (
+from models.adapter_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    Adapter,
-    build_lora_config,
-    check_all_taken,
-    list_projections,
+    fold_weights,
     load_adapter_tensors,
     load_lora_config,
+    name_for_peft,
     to_peft_name,
 )
+from models.adapter_targets import build_lora_config, list_adaptable, list_projections, list_targets
+from models.adapters import Adapter, check_all_taken
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
 from models.weights.folders import copy_tokenizer_files, staged_folder
 from models.weights.sources import PipelineCheckpoint
 from training.config.schema import AdapterName, RunConfig
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
 
 
 def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
@@ -49,22 +54,32 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
             raise UserError(f"adapter.{key}={value}: " + ("at least 1" if key == "r" else "from 0 to below 1"))
     if options.load_in_4bit:
         check_4bit(layers)
-    if options.name_or_path is not None:
-        path = Path(options.name_or_path).expanduser()
-        if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
-            raise UserError(
-                f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
-                "continue a run, use resume"
-            )
-        lora = load_lora_config(path)
-        tensors = load_adapter_tensors(path)
-        check_all_taken(tensors.keys(), lora, layers)
-        lora.inference_mode = False
-        lora.base_model_name_or_path = config.model_name_or_path
-        return Adapter(lora, config.seed, tensors, options.load_in_4bit)
-    lora = build_lora_config(
+    lora, tensors = _load_adapter(config, layers) if options.name_or_path else (_describe_adapter(config, layers), {})
+    check_experts(lora, layers)
+    return Adapter(lora, config.seed, tensors, options.load_in_4bit)
+
+
+def _load_adapter(config: RunConfig, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    assert config.adapter.name_or_path is not None
+    path = Path(config.adapter.name_or_path).expanduser()
+    if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
+        raise UserError(
+            f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
+            "continue a run, use resume"
+        )
+    lora, tensors = load_lora_config(path), load_adapter_tensors(path)
+    check_all_taken(tensors.keys(), lora, layers)
+    lora.inference_mode = False
+    lora.base_model_name_or_path = config.model_name_or_path
+    return lora, tensors
+
+
+def _describe_adapter(config: RunConfig, layers: Sequence[Layer]) -> LoraConfig:
+    options = config.adapter
+    return build_lora_config(
         layers,
         options.target_modules,
+        options.target_parameters,
         r=options.r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
@@ -72,22 +87,54 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         use_dora=options.use_dora,
         base_model_name_or_path=config.model_name_or_path,
     )
-    return Adapter(lora, config.seed, in_4bit=options.load_in_4bit)
+
+
+def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
+    """Raises UserError for what LoRA on experts, or on a router, cannot do: peft refuses it too."""
+    named = [
+        layer.hf_prefix + name
+        for layer in layers
+        for name in list_targets(layer.build_on_meta(), layer, lora).parameters[:1]
+    ]
+    for key, value in (("lora_dropout", lora.lora_dropout), ("use_dora", lora.use_dora)):
+        if value and named:
+            raise UserError(
+                f"adapter.{key}={str(value).lower()} cannot be used on stacked parameters such as '{named[0]}': B A is "
+                f"added to the weight itself; give adapter.{key}={'0' if key == 'lora_dropout' else 'false'}, or "
+                "adapter.target_parameters=[] to leave the experts without adapters"
+            )
 
 
 def check_4bit(layers: Sequence[Layer]) -> None:
-    """Raises UserError where bitsandbytes is missing, or a projection is none that it can quantize."""
+    """Raises UserError where bitsandbytes is missing, or a weight is none that it can quantize."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"
         )
     for layer in layers:
-        for name, projection in list_projections(layer.build_on_meta()).items():
+        module = layer.build_on_meta()
+        for name, projection in list_projections(module).items():
             if not isinstance(projection, nn.Linear):
                 raise UserError(
                     f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which "
                     "cannot be quantized"
                 )
+        if stacks := list_adaptable(module).stacks:
+            raise UserError(
+                f"adapter.load_in_4bit=true: the experts of a layer are one tensor, '{layer.hf_prefix}{stacks[0]}', "
+                "which would stay as it is; give adapter.load_in_4bit=false and more num_stages"
+            )
+
+
+def check_peft_names(adapter: Adapter | None, config: PretrainedConfig) -> None:
+    """Raises UserError for an adapter that peft could not load on this model."""
+    weights = name_for_peft(adapter.config, config).target_parameters if adapter and adapter.config.use_dora else None
+    if weights:
+        raise UserError(
+            f"adapter.use_dora=true: of a '{config.model_type}' peft takes '{weights[0].removesuffix('.weight')}' for "
+            "the experts' and could not load the adapter; leave it out of adapter.target_modules, or give "
+            "adapter.use_dora=false"
+        )
 
 
 def choose_trained(
@@ -136,12 +183,19 @@ def check_same_adapter(config: RunConfig, adapter: Adapter | None, resume_from: 
     if adapter is None:
         return
     saved_config = load_lora_config(resume_from.parent)
-    for key in ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora"):
-        before, after = getattr(saved_config, key), getattr(adapter.config, key)
-        if before != after:
+    before, after = _describe_resumed(saved_config), _describe_resumed(adapter.config)
+    for key, value in before.items():
+        if value != after[key]:
             raise UserError(
-                f"resume: adapter.{key} was {_show(before)}, is {_show(after)}; give the same, or start a new run"
+                f"resume: adapter.{key} was {_show(value)}, is {_show(after[key])}; give the same, or start a new run"
             )
+
+
+def _describe_resumed(lora: LoraConfig) -> dict[str, object]:
+    """What must stay when a run is continued."""
+    modules, parameters = fold_weights(lora)
+    same = {key: getattr(lora, key) for key in ("r", "lora_alpha", "use_rslora", "use_dora")}
+    return {**same, "target_modules": modules, "target_parameters": parameters}
 
 
 def _show(value: object) -> object:
@@ -160,9 +214,9 @@ def read_trained_adapter(step_dir: Path, layers: Sequence[Layer]) -> dict[str, t
     return tensors
 
 
-def save_adapter_config(adapter: Adapter, folder: Path) -> None:
-    """adapter_config.json, as peft writes it."""
-    adapter.config.save_pretrained(str(folder))
+def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
+    """adapter_config.json, as peft writes it for this model."""
+    name_for_peft(adapter.config, config).save_pretrained(str(folder))
 
 
 def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import Case, build_engine, hf_weights, train_run
+from support.families import save_family
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
@@ -27,11 +28,13 @@ EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TEN
 # the noise in A's gradient.
 LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
 KINDS = {
-    "untied": (False, ()),
-    "tied": (True, ()),
-    "lora": (False, LORA),
-    "tied lora": (True, LORA),
+    "untied": ("tiedFalse", ()),
+    "tied": ("tiedTrue", ()),
+    "lora": ("tiedFalse", LORA),
+    "tied lora": ("tiedTrue", LORA),
 }  # model, overrides
+EXPERTS = {"lora on experts": ("deepseek_v3", LORA)}
+EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2")]
 FEW = [
     ("pp2", "pp1xdp2", "tied"),
     ("pp2xdp2", "pp1", "untied"),
@@ -47,16 +50,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (False, True):
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
+    save_tokenizer(save_family(root / "deepseek_v3", "deepseek_v3"))
     save_records(root / "train.jsonl", 40)
     return root
 
 
 @pytest.fixture(scope="module")
 def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
-    """run(name, layout, tied, *overrides): its output_dir. What has been run once is not run again."""
+    """run(name, layout, model, *overrides): its output_dir. What has been run once is not run again."""
     done: dict[str, Path] = {}
 
-    def start(name: str, layout: str, tied: bool, *overrides: str) -> Path:
+    def start(name: str, layout: str, model: str, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
             num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
@@ -74,7 +78,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
             )
             steps = STEPS_BEFORE + STEPS_AFTER
             case = Case(
-                root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, steps, (*defaults, *overrides)
+                root / model, root / "train.jsonl", root, num_stages, world_size, steps, (*defaults, *overrides)
             )
             workers(world_size).run(train_run, case)
         return done[name]
@@ -89,10 +93,10 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
 
 
 def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
-    tied, overrides = KINDS[kind]
-    whole = run(f"{saved}-{kind}-whole", saved, tied, *overrides)
+    model, overrides = (KINDS | EXPERTS)[kind]
+    whole = run(f"{saved}-{kind}-whole", saved, model, *overrides)
     begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
-    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, tied, *overrides, f"resume={begun}")
+    ended = run(f"{saved}-{kind}-at-{resumed}", resumed, model, *overrides, f"resume={begun}")
     expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, 1)
     assert len(found) == STEPS_AFTER  # it has begun where the other was saved
     for step, (a, b) in enumerate(zip(found, expected, strict=True), start=STEPS_BEFORE + 1):
@@ -111,6 +115,12 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
     check(run, saved, resumed, kind)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
+def test_adapters_of_experts_go_on_at_another_layout(run, saved: str, resumed: str) -> None:
+    check(run, saved, resumed, "lora on experts")
+
+
 @pytest.mark.parametrize(
     "overrides", [("precision=bf16",), ("precision=bf16", "offload_optimizer=cpu")], ids=["bf16", "offloaded"]
 )
@@ -119,7 +129,7 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
 ) -> None:
     """Losses in bf16 differ between layouts, whatever is resumed: sums of rounded gradients are cut elsewhere. So
     the state itself."""
-    begun = run(f"bits{len(overrides)}", "pp2xdp2", True, *overrides, f"stop_after_steps={STEPS_BEFORE}")
+    begun = run(f"bits{len(overrides)}", "pp2xdp2", "tiedTrue", *overrides, f"stop_after_steps={STEPS_BEFORE}")
     step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
     saved = join(load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN)))
     assert {key.split("/")[0] for key in saved} == {"weight", "exp_avg", "exp_avg_sq", "scalar"}

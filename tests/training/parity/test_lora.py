@@ -23,9 +23,10 @@ from support.cases import (
     relative_difference,
     train_case,
     train_oracle,
+    train_run,
     worst_difference,
 )
-from support.families import FAMILIES, save_family
+from support.families import FAMILIES, MIXTURES, save_family
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -33,7 +34,9 @@ from transformers import AutoModelForCausalLM
 
 from convert2ckpt import main as convert2ckpt
 from errors import UserError
-from models.adapters import Adapter, adapter_names, build_lora_config, to_peft_name
+from models.adapter_folder import to_peft_name
+from models.adapter_targets import build_lora_config
+from models.adapters import Adapter, adapter_names
 from models.architecture import build_layers
 from models.weights.sources import open_weights
 
@@ -44,6 +47,7 @@ REST = [
     for layout in ("pp1", "pp2", "pp4")
     if (family, layout, "") not in FAST
 ]
+REST += [(family, "pp2", "") for family in sorted(MIXTURES)] + [("mixtral", "pp1", ""), ("glm4_moe", "pp1", "")]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,30 @@ def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, 
         assert abs(mean_loss(AutoModelForCausalLM.from_pretrained(merged), eval_dataset(root))[0] - reported) < 1e-4
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_run_on_a_mixture_exports_adapters_that_peft_loads(
+    workers: Callable[[int], WorkerGroup], tmp_path: Path, family: str
+) -> None:
+    """Cut over two ranks; projections, shared experts and routed ones are in it."""
+    model_folder = save_family(tmp_path / "model", family)
+    save_tokenizer(model_folder)
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    records = save_records(tmp_path / "train.jsonl", 22)
+    given = ("adapter=lora", "tensor_parallel_size=2", "max_grad_norm=1", f"eval_file={tmp_path}/eval.jsonl")
+    workers(2).run(train_run, Case(model_folder, records, tmp_path, 1, 2, 3, given))
+    reported = read_metrics(tmp_path / "out")[-1]["eval_loss"]
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = mean_loss(base, eval_dataset(tmp_path))[0]
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "hf")
+    assert mean_loss(adapted, eval_dataset(tmp_path))[0] == pytest.approx(reported, abs=1e-4)
+    assert before - reported > 0.01  # the adapter does something
+    folders = ("--model_name_or_path", f"{tmp_path}/out/hf", "--output_dir", f"{tmp_path}/merged")
+    assert convert2ckpt_main("--to_hf", *folders) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert mean_loss(merged, eval_dataset(tmp_path))[0] == pytest.approx(reported, abs=1e-4)
+
+
 def convert2ckpt_main(*arguments: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["convert2ckpt.py", *arguments])
@@ -239,7 +267,7 @@ def test_what_would_be_lost_of_an_adapter_is_refused(tmp_path: Path) -> None:
     open_weights(str(tmp_path / "adapter")).check_complete(layers)
     save_file({**load_file(weights), "base_model.model.lm_head.lora_A.weight": torch.zeros(2, 2)}, weights)
     with pytest.raises(
-        UserError, match=r"'base_model.model.lm_head.lora_A.weight' is on no projection of a decoder layer"
+        UserError, match=r"'base_model.model.lm_head.lora_A.weight' is on no projection or expert of a decoder layer"
     ):
         open_weights(str(tmp_path / "adapter")).check_complete(layers)
     fields = json.loads(config.read_text())

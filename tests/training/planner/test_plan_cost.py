@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.families import build_family_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, PretrainedConfig
 
+from models.adapter_targets import build_lora_config
+from models.adapters import Adapter
 from models.architecture import build_layers
 from models.layer import Layer
 from training.planner.cost import LayerCost, count_layers, mean_keys
@@ -125,3 +128,19 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
     assert cost.num_parameters == 9 * D * D and cost.num_active == 3 * D * D
     assert cost.forward_flops == 2 * 3 * D * D
     assert cost.is_estimated and cost.saved_bytes > 0
+
+
+def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token_takes() -> None:
+    """A of rank r on each of E experts [r x E, in], B [out, r x E]; k of them a token."""
+    config = build_family_config("deepseek_v3")
+    layers = build_layers(config)
+    lora = build_lora_config(layers, [], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
+    with_adapter, without = (
+        count_layers(layers, config, micro_batch_size=B, seq_length=T, dtype=torch.float32, adapter=adapter)
+        for adapter in (Adapter(lora), None)
+    )
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    of_one = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * of_one]
+    assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * of_one
+    assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * of_one

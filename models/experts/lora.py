@@ -1,0 +1,97 @@
+"""LoRA (2106.09685) on the stacked experts of a layer, as grouped products: rows times A, then B, of their expert.
+
+peft's own module makes the whole stack anew, W + B A, in each forward pass, and so has a gradient as large as the
+stack to fold back; here neither exists. Names, shapes and scaling are those of peft's `target_parameters`
+(`ParamWrapper`, tuners/lora/layer.py, 0.21.2): A is [r x E, in], expert after expert, B is [out, r x E], rank after
+rank.
+
+S rows, sorted by expert; E experts; r the rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import nn
+
+from models.experts.grouped import GROUPED, Dispatch, is_stack
+from models.experts.products import grouped_linear
+
+_ROW_BYTES = 16  # what torch's grouped product wants the rows of its matrices to be multiples of (2.13)
+
+
+class GroupedLora(ParamWrapper):
+    """What peft puts around stacked experts for one of their parameters, with the low-rank product in the experts'
+    own. Several on one module are nested, as in peft.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As peft's where the experts are not computed by grouped products."""
+        experts: Any = self.get_base_layer()
+        if experts.config._experts_implementation != GROUPED:
+            return super().forward(x, *args, **kwargs)
+        return experts(x, *args, **kwargs)
+
+    def compute(self, rows: torch.Tensor, where: Dispatch, source: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, out]: what is added to the rows' product with the weight. rows: [S, in], of `source` where that is given,
+        so that they need not be kept.
+        """
+        (name,) = self.active_adapters
+        first, second = self._pad(*self._factors(name), rows.dtype)
+        tokens = None if source is None else where.tokens
+        inner = grouped_linear(rows, first, where.offsets, source=source, tokens=tokens) * self.scaling[name]  # [S, r]
+        return grouped_linear(inner, second, where.offsets)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        super().enable_adapters(enabled)
+        self.join(enabled)
+
+    def join(self, enabled: bool = True) -> None:
+        """Lets the experts add the low-rank product, or not."""
+        experts: Any = self.get_base_layer()
+        others = {name: product for name, product in _list_products(experts).items() if name != self.parameter_name}
+        experts.low_rank = others | ({self.parameter_name: self.compute} if enabled else {})
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds B A to the weight, expert by expert: peft makes it for all at once, in fp32."""
+        weight, transposed = self.get_param().data, getattr(self.get_base_layer(), "is_transposed", False)
+        for name in check_adapters_to_merge(self, adapter_names):
+            for expert, (first, second) in enumerate(zip(*self._factors(name), strict=True)):
+                change = (second @ first) * self.scaling[name]  # [out, in]
+                weight[expert] += (change.T if transposed else change).to(weight.dtype)
+            self.merged_adapters.append(name)
+
+    def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E, r, in] and B [E, out, r]: views."""
+        first, second = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
+        return (
+            first.view(self.num_experts, -1, first.shape[-1]),
+            second.view(second.shape[0], -1, self.num_experts).permute(2, 0, 1),
+        )
+
+    @staticmethod
+    def _pad(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B as the grouped product takes them, of the next rank that it can: zeros in both change nothing."""
+        missing = -first.shape[1] % (_ROW_BYTES // dtype.itemsize)
+        first, second = first.to(dtype), second.to(dtype)
+        if missing:
+            first, second = nn.functional.pad(first, (0, 0, 0, missing)), nn.functional.pad(second, (0, missing))
+        return first, second.contiguous()
+
+
+def use_grouped_products(module: nn.Module) -> None:
+    """Makes what peft has put around stacked experts compute by grouped products."""
+    for wrapper in module.modules():
+        if type(wrapper) is ParamWrapper and is_stack(wrapper.get_base_layer()):
+            wrapper.__class__ = GroupedLora
+            cast(GroupedLora, wrapper).join()
+
+
+def _list_products(experts: nn.Module) -> dict[str, Any]:
+    """Parameter name -> what is added to the rows' product with it: what `models.experts.grouped.project` looks at."""
+    products: dict[str, Any] = getattr(experts, "low_rank", {})  # type: ignore[arg-type]
+    return products
