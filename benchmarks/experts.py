@@ -4,11 +4,12 @@ peak memory of a forward and backward pass, as ratios.
     python benchmarks/experts.py [--rounds 9] [--precisions fp32 bf16] [--intermediate_sizes 256 1408] [--tiny]
 
 64 experts, 8 for each token, 4,096 tokens of 512, each token's experts drawn at random: all alike, or some more often
-(Zipf). One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the machine's
-speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a GPU, if
-there is one, a clock's. Freed memory is kept for the next tensor, as a card's allocator does; with --fresh_memory the
-kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all tensors that live at
-once, beside inputs and weights. --tiny: small ones, to see that it works.
+(Zipf). LoRA of rank 8 on all of them, beside the same experts trained as they are, and beside the same experts frozen
+without it. One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the
+machine's speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a
+GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a card's allocator does; with
+--fresh_memory the kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all
+tensors that live at once, beside inputs and weights. --tiny: small ones, to see that it works.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
 from benchmarks.allocation import AllocationPeak
 from models.experts.grouped import GROUPED
+from models.experts.lora import use_grouped_products
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUTINGS = ("uniform", "zipf")
-OURS, THEIRS, DENSE = "ours", "grouped_mm", "dense"
+OURS, THEIRS, DENSE, LORA, FROZEN = "ours", "grouped_mm", "dense", "LoRA", "frozen"
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,11 @@ def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Co
     gradient = torch.randn_like(hidden_states)
     top_k_weights, top_k_index = route(shape, routing)  # [N, K]
     top_k_weights = top_k_weights.to(**options).requires_grad_()
-    experts = {name: build_experts(shape, name, options) for name in (OURS, THEIRS)}
+    experts = {name: build_experts(shape, OURS, options) for name in (OURS, FROZEN, LORA)}
+    experts[THEIRS] = build_experts(shape, THEIRS, options)
     experts[THEIRS].load_state_dict(experts[OURS].state_dict())
+    experts[FROZEN].requires_grad_(False)
+    experts[LORA] = put_adapter_on(experts[LORA])
     routed = (hidden_states, top_k_index.to(hidden_states.device), top_k_weights)
     dense = build_dense(shape, options)
     return {
@@ -121,6 +127,17 @@ def build_experts(shape: Shape, implementation: str, options: dict[str, Any]) ->
     )
     config._experts_implementation = GROUPED if implementation == OURS else implementation
     return draw_weights(Qwen3MoeExperts(config), options)
+
+
+def put_adapter_on(experts: nn.Module) -> nn.Module:
+    """As a run does, on both stacks."""
+    layer = nn.ModuleDict({"experts": experts})
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    inject_adapter_in_model(LoraConfig(r=8, target_modules=[], target_parameters=stacks), layer)
+    use_grouped_products(layer)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return layer["experts"]
 
 
 def build_dense(shape: Shape, options: dict[str, Any]) -> nn.Module:
@@ -175,8 +192,9 @@ def print_head(shape: Shape, rounds: int) -> None:
         f"{shape.num_experts} experts, {shape.num_active} for each of {shape.tokens:,} tokens of {shape.hidden_size}; "
         f"{rounds} rounds, medians (least - most)"
     )
-    print("| precision | intermediate | routing | grouped_mm / ours, time | ours / dense, time | ours, s | ", end="")
-    print("peak, MiB: ours | grouped_mm | dense |\n|---|---|---|---|---|---|---|---|---|")
+    columns = ["precision", "intermediate", "routing", "grouped_mm / ours, time", "ours / dense, time"]
+    columns += ["LoRA / ours, time", "LoRA / frozen, time", "ours, s", "peak, MiB: ours", "grouped_mm", "dense", "LoRA"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
 
 
 def print_row(case: str, seconds: dict[str, list[float]], peaks: dict[str, int]) -> None:
@@ -184,8 +202,10 @@ def print_row(case: str, seconds: dict[str, list[float]], peaks: dict[str, int])
         case,
         compare(seconds[THEIRS], seconds[OURS]),
         compare(seconds[OURS], seconds[DENSE]),
+        compare(seconds[LORA], seconds[OURS]),
+        compare(seconds[LORA], seconds[FROZEN]),
         f"{statistics.median(seconds[OURS]):.2f}",
-        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE)),
+        *(f"{peaks[name] / 2**20:,.0f}" for name in (OURS, THEIRS, DENSE, LORA)),
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
 

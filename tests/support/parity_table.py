@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +25,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 import torch  # noqa: E402
 from support.adapters import make_adapter, to_peft_weights  # noqa: E402
 from support.cases import Case, build_engine, merge, relative_difference, train_case, train_oracle, worst_difference  # noqa: E402
-from support.families import FAMILIES, has_sharding_plan, save_family  # noqa: E402
+from support.families import FAMILIES, MIXTURES, has_sharding_plan, save_family  # noqa: E402
+from support.router_runs import train_router_oracle, train_with_routers  # noqa: E402
 from support.tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "pp1": (1, 1, 1),
@@ -43,7 +44,25 @@ BOUND = 1e-5
 NUM_SAMPLES = 22
 LARGE = 2.0**20  # next to it the weights of a tiny model vanish
 SGD_STEPS = ("learning_rate=0.05", "max_grad_norm=0.05")
-COLUMNS = ("logits", "gradients", "5 steps", "5 steps, checkpointed", "packed gradients", "LoRA, 5 steps")
+COLUMNS = (
+    "logits",
+    "gradients",
+    "5 steps",
+    "5 steps, checkpointed",
+    "packed gradients",
+    "LoRA, 5 steps",
+    "gradients, router losses",
+)
+AUX, Z = 0.5, 0.02
+OF_EACH_KIND = ("mixtral", "glm4_moe")  # mixtures without a file that run at every layout, the others at pp2
+
+
+def list_rows(family: str, layouts: Sequence[str]) -> list[tuple[bool, str]]:
+    """(tied, layout) of a family's rows."""
+    if family in MIXTURES:
+        return [(False, layout) for layout in layouts if layout == "pp2" or family in OF_EACH_KIND]
+    shown = [name for name in layouts if LAYOUTS[name][2] == 1 or has_sharding_plan(family)]
+    return [(tied, layout) for tied in (False, True) for layout in shown]
 
 
 def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
@@ -81,8 +100,8 @@ class Table:
         for group in self._groups.values():
             group.close()
 
-    def measure(self, family: str, tied: bool, layout: str) -> list[float]:
-        """The figures of one row, in the order of COLUMNS."""
+    def measure(self, family: str, tied: bool, layout: str) -> list[float | None]:
+        """The figures of one row, in the order of COLUMNS; None for routers of a dense model."""
         folder = self.model(family, tied)
         case = lambda *overrides, steps=5: self.case(folder, layout, *overrides, steps=steps)  # noqa: E731
         gradient = (f"learning_rate={LARGE}", "max_grad_norm=0")
@@ -103,6 +122,7 @@ class Table:
             ),
             self.compare(packed, self.oracle(folder, 1, whole)),
             self.compare_adapters(merge(self.run(case(*adapted))), family, tied, adapted),
+            self.compare_routers(family, folder, layout, gradient),
         ]
 
     def case(self, folder: Path, layout: str, *overrides: str, steps: int) -> Case:
@@ -138,6 +158,17 @@ class Table:
         )
         return worst_difference(trained, expected)[0]
 
+    def compare_routers(self, family: str, folder: Path, layout: str, gradient: tuple[str, ...]) -> float | None:
+        if not getattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok", None):
+            return None
+        switched_on = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
+        result = merge(self.run(self.case(folder, layout, *gradient, *switched_on, steps=1), train_with_routers))
+        return self.compare(result, self.router_oracle(family, folder, gradient))
+
+    @cache
+    def router_oracle(self, family: str, folder: Path, gradient: tuple[str, ...]) -> dict[str, Any]:
+        return train_router_oracle(self.case(folder, "pp1", *gradient, steps=1), family, aux=AUX, z=Z)
+
     @cache
     def model(self, family: str, tied: bool) -> Path:
         return save_family(self.root / f"{family}-{tied}", family, tied=tied)
@@ -172,7 +203,8 @@ def count_packed_rows(case: Case) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the table goes, beside the terminal")
-    parser.add_argument("--families", nargs="+", default=sorted(FAMILIES), choices=sorted(FAMILIES))
+    every_family = sorted(FAMILIES) + sorted(MIXTURES)
+    parser.add_argument("--families", nargs="+", default=every_family, choices=every_family)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     arguments = parser.parse_args()
     lines = ["| family | head | layout | " + " | ".join(COLUMNS) + " |", "|---" * (3 + len(COLUMNS)) + "|"]
@@ -181,15 +213,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         table = Table(Path(root))
         for family in arguments.families:
-            for tied in (False, True):
-                for layout in (
-                    name for name in arguments.layouts if LAYOUTS[name][2] == 1 or has_sharding_plan(family)
-                ):
-                    figures = table.measure(family, tied, layout)
-                    worst = max(worst, *figures)
-                    shown = [f"{figure:.1e}" for figure in figures]
-                    lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(shown) + " |")
-                    print(lines[-1], flush=True)
+            for tied, layout in list_rows(family, arguments.layouts):
+                figures = table.measure(family, tied, layout)
+                worst = max(worst, *(figure for figure in figures if figure is not None))
+                shown = ["-" if figure is None else f"{figure:.1e}" for figure in figures]
+                lines.append(f"| {family} | {'tied' if tied else 'own'} | {layout} | " + " | ".join(shown) + " |")
+                print(lines[-1], flush=True)
         table.close()
     if arguments.output is not None:
         arguments.output.write_text(render_page(lines, worst))
@@ -212,7 +241,9 @@ tp2: each layer on two ranks (docs/tensor_parallelism.md); xpp2, xdp2: and two s
   lengths, padded on the right.
 - *5 steps*: every weight after 5 SGD steps with clipping that bites, without and with activation checkpointing.
 - *packed gradients*: samples packed into rows, against each document in a row of its own.
-- *LoRA*: every adapter matrix after 5 SGD steps, against peft on the Hugging Face model.
+- *LoRA*: every adapter matrix after 5 SGD steps, against peft on the Hugging Face model; on experts too.
+- *router losses*: every gradient with `moe.aux_loss_coef` and `moe.z_loss_coef` on, against the same losses of each
+  document run alone. A dash: a model without routers.
 
 {versions}; CPU, gloo.
 

@@ -16,7 +16,16 @@ from data.storage.tokenized import TokenizedDataset
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan
 
-SIGMOID = ("deepseek_v3", "minimax_m2")  # of the families here
+SIGMOID = (  # the other families have softmax
+    "deepseek_v3",
+    "dots1",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "minimax_m2",
+    "solar_open",
+)
 BIAS = "e_score_correction_bias"
 NUM_EXPERTS = 8
 
@@ -60,8 +69,8 @@ class Routed:
 def watch(model: nn.Module, family: str) -> list[Routed]:
     watched = []
     for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            of_block = dict(model.get_submodule(name.removesuffix(".gate")).state_dict(keep_vars=True))
+        if name.endswith(("mlp.gate", "mlp.router")):
+            of_block = dict(model.get_submodule(name.rpartition(".")[0]).state_dict(keep_vars=True))
             bias = next((tensor for key, tensor in of_block.items() if key.endswith(BIAS)), None)
             watched.append(Routed(family in SIGMOID, bias, torch.zeros(NUM_EXPERTS)))
             module.register_forward_hook(watched[-1].look)
