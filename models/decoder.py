@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from models.context import Activations, MicroBatchContext
+from models.documents import TokenDocuments
 from models.layer import Layer
 
 
@@ -58,7 +60,19 @@ class PipelineDecoderLayer(nn.Module):
         given = self.context(inputs, self.attention_type)
         if self.recompute is None:
             return self.transform(inputs[0], **given), *inputs[1:]
-        return self.recompute(self.transform, inputs[0], **given), *inputs[1:]
+        transform = (
+            self.transform if torch.compiler.is_compiling() else partial(self._transform_of, self.context.tokens)
+        )
+        return self.recompute(transform, inputs[0], **given), *inputs[1:]
+
+    def _transform_of(self, tokens: TokenDocuments | None, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        """When this runs again, uncompiled, the context may be at another micro-batch; compiled code keeps what it has
+        read."""
+        current, self.context.tokens = self.context.tokens, tokens
+        try:
+            return self.transform(hidden_states, **given)
+        finally:
+            self.context.tokens = current
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         """The layer of `transformers`. given: what the context has derived."""

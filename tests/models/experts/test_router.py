@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.families import build_family, build_family_config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
 from models.architecture import build_layers
@@ -85,6 +87,32 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(sums, torch.stack([aux, z]).detach().double())
     assert torch.equal(counts, expected_counts)
+
+
+def test_a_layer_that_checkpoints_itself_keeps_its_micro_batch() -> None:
+    """With two of them in flight, as between stages; where it is not compiled, though a layer was to be."""
+    config = build_family_config("qwen3_moe")
+    config._attn_implementation = "sdpa"
+    layer = build_layers(config)[-3]
+    module, parts = layer.module_class(*layer.args), torch.randn(2, 2, 12, config.hidden_size)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    monitor = RouterMonitor(
+        module.context, RouterOptions(1.0, scores=Scores.softmax), counts=torch.zeros(8, dtype=torch.int64),
+        sums=torch.zeros(2, dtype=torch.float64), factors=torch.ones(2),
+    )  # fmt: skip
+    find_block(module).router.register_forward_hook(monitor)
+
+    def differentiate(recompute: object) -> list[torch.Tensor]:
+        module.recompute = recompute
+        outputs = []
+        for hidden_states, first in zip(parts, (5, 9), strict=True):
+            position_ids = torch.cat([torch.arange(first), torch.arange(12 - first)]).repeat(2, 1)
+            segment_ids = (1 + (torch.arange(12) >= first)).to(torch.int32).repeat(2, 1)
+            outputs.append(module((hidden_states, position_ids, segment_ids))[0])
+        return torch.autograd.grad(sum(out.sum() for out in outputs), list(module.parameters()))
+
+    torch.testing.assert_close(differentiate(partial(checkpoint, use_reentrant=False)), differentiate(None))
 
 
 def test_attach_passes_on_all_gradients() -> None:
