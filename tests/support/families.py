@@ -115,7 +115,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "hy_v3": {**_EXPERTS, "num_experts": 8, "head_dim": 16},
     "solar_open": {**_GROUPED, "head_dim": 16, "n_group": 1},
     "exaone_moe": {**_EXPERTS, "num_experts": 8, "head_dim": 16, "sliding_window": _WINDOW},
-    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0},
     "phimoe": {
         "num_local_experts": 8,

@@ -214,11 +214,7 @@ def train_compiled(case: Case) -> dict[str, Any]:
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
-    from training import setup
-
     reset()
     counters.clear()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(setup, "choose_experts", lambda *_: "batched_mm")  # torch compiles the others on GPUs alone
-        result = train_with_routers(case)
+    result = train_with_routers(case)
     return {**result, "num_graphs": counters["stats"]["unique_graphs"]}
