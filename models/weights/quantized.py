@@ -72,8 +72,8 @@ class Fp8:
         names = set(stored)
         if others := [name for name in names if name.endswith(".weight_scale")]:
             raise UserError(
-                f"{self.path}: '{min(others)}' is a scale as AutoFP8 and its like write it; only '{SCALE}' is known "
-                "here. Give a folder of unquantized weights"
+                f"{self.path}: '{min(others)}' is a scale in the form of AutoFP8; only '{SCALE}' is known here. "
+                "Give a folder of unquantized weights"
             )
         scales = {name for name in names if name.endswith(SCALE) and name.removesuffix(SCALE) in names}
         activations = {name for name in names if name.endswith(".activation_scale")}  # of static quantization
@@ -101,7 +101,7 @@ class Fp8:
         if scales.shape != grid:
             raise UserError(
                 f"{self.path}: '{name + SCALE}' has shape {list(scales.shape)}, but {list(weight.shape)} in blocks of "
-                f"{list(block)} has {list(grid)}; the file, or weight_block_size in config.json, is another model's"
+                f"{list(block)} has {list(grid)}; the file, or weight_block_size in config.json, is of another model"
             )
         return dequantize_fp8(weight, scales, block, self.dtype)
 
