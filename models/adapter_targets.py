@@ -177,11 +177,16 @@ def describe_targets(layers: Sequence[Layer], config: LoraConfig) -> str:
             taken.update((kind, name) for name in getattr(targets, kind))
             left.update((kind, name) for name in set(getattr(known, kind)) - set(getattr(targets, kind)))
     text = f"rank {config.r} on {' and '.join(_list_counts(taken))}"
-    return f"{text}; none on {', '.join(_list_counts(left, hints=True))}" if left else text
+    if not left:
+        return text
+    parameters = {name for kind, name in taken if kind != "projections"}
+    return f"{text}; none on {', '.join(_list_counts(left, parameters))}"
 
 
-def _list_counts(parts: Counter[tuple[str, str]], hints: bool = False) -> list[str]:
-    """parts: (kind, name in the layer) -> layers that have it."""
+def _list_counts(parts: Counter[tuple[str, str]], parameters: set[str] | None = None) -> list[str]:
+    """parts: (kind, name in the layer) -> layers that have it. parameters: what has adapters already, where the text
+    is to say how to include the parts; the key replaces the default, so it has to name both.
+    """
     counted = []
     for kind, called in (
         ("projections", "projections"),
@@ -191,7 +196,8 @@ def _list_counts(parts: Counter[tuple[str, str]], hints: bool = False) -> list[s
         names = sorted(name for of, name in parts if of == kind)
         if not names:
             continue
-        given = f"adapter.target_parameters=[{','.join(names)}] includes them"
-        hint = f" ({given})" if hints and kind != "projections" else ""
+        hint = ""
+        if parameters is not None and kind != "projections":
+            hint = f" (adapter.target_parameters=[{','.join(sorted({*parameters, *names}))}] includes them)"
         counted.append(f"{sum(parts[kind, name] for name in names)} {called}{hint}")
     return counted

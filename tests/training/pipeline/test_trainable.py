@@ -58,7 +58,11 @@ def test_an_adapter_that_cannot_be(overrides: tuple[str, ...], expected: str) ->
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), "rank 16 on 32 projections and 6 stacks of routed experts; none on 3 routers (adapter.target_parameters="),
+        (
+            (),
+            "rank 16 on 32 projections and 6 stacks of routed experts; "
+            f"none on 3 routers (adapter.target_parameters=[{STACKS},mlp.gate.weight] includes them)",
+        ),
         (
             ("adapter.target_modules=[gate_proj,up_proj,down_proj]",),
             "rank 16 on 12 projections; none on 20 projections, "
