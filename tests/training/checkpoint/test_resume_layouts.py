@@ -33,8 +33,8 @@ KINDS = {
     "lora": ("tiedFalse", LORA),
     "tied lora": ("tiedTrue", LORA),
 }  # model, overrides
-EXPERTS = {"lora on experts": ("deepseek_v3", LORA)}
-EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2")]
+EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
+EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2"), ("pp4", "pp1xdp2"), ("tp2xpp2", "pp1")]
 FEW = [
     ("pp2", "pp1xdp2", "tied"),
     ("pp2xdp2", "pp1", "untied"),
@@ -50,7 +50,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (False, True):
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
-    save_tokenizer(save_family(root / "deepseek_v3", "deepseek_v3"))
+    for family in ("deepseek_v3", "gpt_oss"):
+        save_tokenizer(save_family(root / family, family))
     save_records(root / "train.jsonl", 40)
     return root
 
@@ -116,9 +117,10 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
-def test_adapters_of_experts_go_on_at_another_layout(run, saved: str, resumed: str) -> None:
-    check(run, saved, resumed, "lora on experts")
+def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
 
 
 @pytest.mark.parametrize(
