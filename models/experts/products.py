@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 
 _ALIGNMENT = 16  # bytes; `check_valid_strides_and_return_transposed` of ATen/native/GroupedMMUtils.h, torch 2.13
 
 
-@torch.library.custom_op("experts::grouped_mm", mutates_args=())
+@library.custom_op("experts::grouped_mm", mutates_args=())
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """left [S, in] by right [E, in, out] gives [S, out]; left [out, S] by right [S, in] gives [E, out, in], zeros where
     a group has no rows. offsets: int32 [E].

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
@@ -207,7 +207,7 @@ def compute_balance_loss(probabilities: torch.Tensor, indices: torch.Tensor, tok
     return ((probabilities * f[tokens.documents]).sum(dim=1) * share).sum()
 
 
-@torch.library.custom_op("experts::tally", mutates_args=("counts", "sums"))
+@library.custom_op("experts::tally", mutates_args=("counts", "sums"))
 def tally(
     indices: torch.Tensor, is_real: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor, sums: torch.Tensor
 ) -> None:
