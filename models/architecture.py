@@ -4,7 +4,7 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/pipeline_plan.py`). Trainer,
+and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/generic/`). Trainer,
 converter and tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
 differs from most:
 
@@ -163,11 +163,11 @@ def _load_architecture(config: PretrainedConfig) -> ModuleType:
         return importlib.import_module(ARCHITECTURES[config.model_type])
     if not is_supported(config):
         raise UserError(unsupported(config.model_type))
-    return importlib.import_module("models.pipeline_plan")
+    return importlib.import_module("models.generic.family")
 
 
 def is_supported(config: PretrainedConfig) -> bool:
-    return config.model_type in ARCHITECTURES or importlib.import_module("models.pipeline_plan").is_published(config)
+    return config.model_type in ARCHITECTURES or importlib.import_module("models.generic.family").is_published(config)
 
 
 def unsupported(model_type: str | None) -> str:

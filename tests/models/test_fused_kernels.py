@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import fused_kernels
 from models.fused_kernels import describe_fused, find_obstacle, fuse_kernels
-from models.pipeline_plan import shrink
+from models.generic.shrink import shrink
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 

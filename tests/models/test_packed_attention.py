@@ -19,7 +19,8 @@ from models.architecture import choose_attention
 from models.context import MicroBatchContext
 from models.decoder import PipelineDecoderLayer
 from models.documents import DocumentBounds
-from models.pipeline_plan import passes_documents, shrink
+from models.generic.family import passes_documents
+from models.generic.shrink import shrink
 
 # Of three rows of 24 tokens; the second holds one document, the third ends with padding, which continues its positions
 ROWS = ((11, 1, 7, 5), (24,), (9, 15))

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from errors import UserError
 from models.architecture import build_layers
+from models.generic.shrink import shrink
 from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
 from models.parallel.tensor_parallel import shard_layers
-from models.pipeline_plan import shrink
 
 WHOLE = torch.arange(7 * 12).reshape(7, 12)
 SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]

@@ -31,7 +31,7 @@ from support.tiny import VOCAB_SIZE, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.pipeline_plan import shrink
+from models.generic.shrink import shrink
 
 LAYOUTS = {"tp2": (2, 1, 2), "tp2xpp2": (2, 2, 4), "tp2xdp2": (2, 1, 4)}  # tensor_parallel_size, stages, ranks
 CUT = sorted(filter(has_sharding_plan, FAMILIES))

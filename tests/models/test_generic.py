@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from errors import UserError
 from models.architecture import ARCHITECTURES, build_layers
-from models.pipeline_plan import shrink
+from models.generic.shrink import shrink
 from models.weights.sources import open_weights
 
 

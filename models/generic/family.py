@@ -1,0 +1,83 @@
+"""Families without a file here, from the parts of the model that `transformers` has of them.
+
+A model of embed_tokens, layers, norm and a head is taken to be those, one after the other. That does not say what else
+it does: a scaled embedding, capped or scaled logits, a mask of its own kind. So before such a model is used it is
+proven: a small one of the same config, random weights, run here and by `transformers`, must give the same loss and the
+same gradients. What differs is refused, with the difference. Tensor parallelism follows the plan that `transformers`
+publishes (`base_model_tp_plan`).
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from errors import UserError
+from models.generic.assembly import assemble
+from models.generic.proof import BOUND, build_small, compare_with_transformers, run_layers
+from models.generic.shrink import shrink
+from models.layer import Layer
+from models.packed_attention import FLASH, VARLEN
+from models.parallel.plan import read_published_plan
+
+tensor_parallel_plan = read_published_plan
+_proven: dict[str, str | None] = {}  # a config -> why its parts alone are not the model
+
+
+def build_layers(config: PretrainedConfig) -> list[Layer]:
+    """Raises UserError for a family whose parts alone are not the model, with what is missing."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _proven:
+        _proven[key] = _find_fault(config)
+    if _proven[key] is not None:
+        raise UserError(
+            f"model_type '{config.model_type}' has no file in models/, "
+            f"and its embedding, layers, norm and head alone are not the model: {_proven[key]}. "
+            "docs/add_a_model.md says how to write the file"
+        )
+    return assemble(config)
+
+
+def is_published(config: PretrainedConfig) -> bool:
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def list_attention(config: PretrainedConfig) -> tuple[str, ...]:
+    """The kernels that the family's attention can use, the first by default."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kernels = ["sdpa", VARLEN] if model_class._supports_sdpa else []
+    flash = FLASH if model_class._supports_flash_attn else ()
+    return *kernels, "eager", *flash, *(["flex_attention"] if model_class._supports_flex_attn else [])
+
+
+def passes_documents(config: PretrainedConfig) -> bool:
+    """Whether the layers hand on to their attention what it needs to keep packed documents apart without a mask: a
+    small model gives the same loss with it as with the mask."""
+    small = shrink(config)
+    position_ids = torch.cat([torch.arange(9), torch.arange(15)]).repeat(2, 1)
+    losses = []
+    for small._attn_implementation in (list_attention(config)[0], VARLEN):
+        model, input_ids = build_small(small)
+        try:
+            losses.append(run_layers(assemble(small), model.state_dict(), input_ids, small, position_ids)[0])
+        except (TypeError, ValueError):  # `models.packed_attention.attend` lacks its keyword, or got one it refuses
+            return False
+    return abs(losses[1].item() / losses[0].item() - 1) < BOUND
+
+
+def _find_fault(config: PretrainedConfig) -> str | None:
+    try:
+        small = shrink(config)
+        small._attn_implementation = list_attention(config)[0]
+        worst, name = compare_with_transformers(small)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # other people's code, on a config it was not made for
+        words = " ".join(str(error).split())[:160]
+        return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {words})"
+    if worst < BOUND:
+        return None
+    return (
+        f"it does something else beside, since '{name}' of a small model differs by {worst:.0e} "
+        "from that of transformers"
+    )
