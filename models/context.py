@@ -18,10 +18,12 @@ from models.documents import (
     DocumentBounds,
     Documents,
     TokenDocuments,
+    bound_chunks,
     build_packed_mask,
     locate_documents,
     locate_rows,
     locate_tokens,
+    number_chunks,
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 # hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
 # the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 class MicroBatchContext:
@@ -62,8 +62,8 @@ class MicroBatchContext:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def __call__(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
-        """Keyword arguments for the `forward` of a layer whose attention is "full_attention" or "sliding_attention".
+    def __call__(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        """Keyword arguments for the `forward` of a layer. attention_type: "full_attention", "sliding_attention", ...
 
         The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on untouched, so its
         identity (kept alive here) names the micro-batch. A checkpointed layer that is recomputed later misses and
@@ -73,13 +73,17 @@ class MicroBatchContext:
         position_ids = inputs[1]
         with _disable_current_modes():
             if position_ids is not self._position_ids:
-                self._shared, self._by_type = self.derive_shared(inputs), {}
                 self._numbers = number_documents(position_ids, self.bounds)
                 self.tokens = locate_tokens(inputs[2], self.bounds) if self.locates_tokens else None
+                self._shared, self._by_type = self.derive_shared(inputs), {}
                 self._position_ids = position_ids
-            if attention_type not in self._by_type:
-                self._by_type[attention_type] = self._derive(inputs, attention_type)
-        return {"position_ids": position_ids, **self._by_type[attention_type], **self._shared}
+            return self.give(inputs, attention_type, layer_idx)
+
+    def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        """What `__call__` returns, from what has been derived."""
+        if attention_type not in self._by_type:
+            self._by_type[attention_type] = self.derive_by_type(inputs, attention_type)
+        return {"position_ids": inputs[1], **self._by_type[attention_type], **self._shared}
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         """Keyword arguments that are the same for all layers."""
@@ -96,45 +100,55 @@ class MicroBatchContext:
         Documents of a packed row are kept apart by positions that restart. Padding needs no mask: it is behind the
         tokens, and its positions continue those of the last document, so a batch without packed rows has none at all.
         """
-        hidden_states = inputs[0]
-        if self._numbers is not None:
-            return build_packed_mask(self.config, hidden_states, self._numbers, self._find_window(attention_type))
+        hidden_states, position_ids, _ = inputs
+        numbers, _ = self._number_documents(position_ids, attention_type)
+        window = self._find_window(attention_type)
+        if numbers is not None:
+            return build_packed_mask(self.config, hidden_states, numbers, window)
+        make_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
         # Without positions: `transformers` would wait for the device to see whether they restart
-        return _MASKS[attention_type](
-            config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None
-        )
+        return make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
 
     def find_documents(self, inputs: Activations, attention_type: str) -> Documents | None:
         """What attention without a mask needs to keep documents apart; None for whole rows under a causal mask."""
         position_ids, window = inputs[1], self._find_window(attention_type)
-        if self._numbers is not None:
-            return Documents(*locate_documents(self._numbers, self.bounds), window)
+        numbers, bounds = self._number_documents(position_ids, attention_type)
+        if numbers is not None:
+            return Documents(*locate_documents(numbers, bounds), window)
         if window is not None and window < position_ids.shape[1]:
             return Documents(*locate_rows(position_ids), window)
         return None
 
-    def _derive(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
+    def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
         """Keyword arguments of one type of attention, as the attention implementation wants them."""
         implementation = self.config._attn_implementation
         if implementation == VARLEN:
             return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}
         if implementation in FLASH:
-            return {"attention_mask": None, **self._name_for_flash(inputs[1])}
+            return {"attention_mask": None, **self._name_for_flash(inputs[1], attention_type)}
         return {"attention_mask": self.build_mask(inputs, attention_type)}
 
-    def _name_for_flash(self, position_ids: torch.Tensor) -> dict[str, Any]:
+    def _name_for_flash(self, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
         """The documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves know windows.
 
         Without them it looks, in each layer, whether a micro-batch of one row is packed, and waits for the device;
         larger ones it takes to be not (`_is_packed_sequence`, 5.23).
         """
-        if self._numbers is None and len(position_ids) > 1:
+        numbers, bounds = self._number_documents(position_ids, attention_type)
+        if numbers is None and len(position_ids) > 1:
             return {}
-        offsets, longest = (
-            locate_rows(position_ids) if self._numbers is None else locate_documents(self._numbers, self.bounds)
-        )
+        offsets, longest = locate_rows(position_ids) if numbers is None else locate_documents(numbers, bounds)
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         return dict(zip(names, (offsets, offsets, longest, longest), strict=True))
+
+    def _number_documents(
+        self, position_ids: torch.Tensor, attention_type: str
+    ) -> tuple[torch.Tensor | None, DocumentBounds | None]:
+        """`number_documents`, and its bounds. To attention in chunks each chunk is a document."""
+        chunk = self.config.attention_chunk_size if attention_type == "chunked_attention" else None
+        if chunk is None or chunk >= position_ids.shape[1]:
+            return self._numbers, self.bounds
+        return number_chunks(position_ids, chunk), bound_chunks(self.bounds, position_ids, chunk)
 
     def _find_window(self, attention_type: str) -> int | None:
         return self.config.sliding_window if attention_type == "sliding_attention" else None

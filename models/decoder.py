@@ -54,10 +54,10 @@ class PipelineDecoderLayer(nn.Module):
         super().__init__(config, layer_idx)
         make_buffers_of_untrained(self)
         self.context = context
-        self.attention_type = get_attention_type(config, layer_idx)
+        self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx
 
     def forward(self, inputs: Activations) -> Activations:
-        given = self.context(inputs, self.attention_type)
+        given = self.context(inputs, self.attention_type, self.layer_idx)
         if self.recompute is None:
             return self.transform(inputs[0], **given), *inputs[1:]
         transform = (

@@ -90,6 +90,19 @@ def number_documents(position_ids: torch.Tensor, bounds: DocumentBounds | None) 
     return starts.flatten().cumsum(0).view_as(starts)
 
 
+def number_chunks(position_ids: torch.Tensor, chunk: int) -> torch.Tensor:
+    """As `number_documents`, where each `chunk` tokens of a document are one."""
+    starts = (position_ids % chunk == 0) | F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+    return starts.flatten().cumsum(0).view_as(starts)
+
+
+def bound_chunks(bounds: DocumentBounds | None, position_ids: torch.Tensor, chunk: int) -> DocumentBounds | None:
+    """Bounds of the chunks that documents have by `number_chunks`: each document ends with one that may be shorter."""
+    if bounds is None:
+        return None
+    return DocumentBounds(bounds.most + position_ids.numel() // chunk, min(bounds.longest, chunk))
+
+
 def locate_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> tuple[torch.Tensor, int]:
     """`offsets` and `longest` of `Documents`. numbers: the document of each token, [B, T]."""
     most = bounds.most if bounds is not None else int(numbers[-1, -1])

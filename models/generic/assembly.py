@@ -1,57 +1,177 @@
-"""The layers of a family without a file: embedding, decoder layers, final norm and head, as `transformers` has them."""
+"""The layers of a family without a file: its embedding, decoder layers, head, and what its trunk does around them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from errors import UserError
-from models.context import MicroBatchContext
-from models.decoder import (
-    BiasedLMHead,
-    FinalLayerNorm,
-    LMHead,
-    Names,
-    PipelineDecoderLayer,
-    PipelineNorm,
-    build_decoder,
+from models.decoder import hand_to_loss
+from models.generic.parts import (
+    FinalNorm,
+    Finish,
+    Preparation,
+    TrunkBiasedHead,
+    TrunkContext,
+    TrunkDecoderLayer,
+    TrunkEmbedding,
+    TrunkHead,
+    hand_scaled_to_loss,
 )
-from models.generic.shrink import shrink
+from models.generic.shrink import build_small, shrink
+from models.generic.trunk import Trunk, find_name, has_weights
 from models.layer import Layer
 
 
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a trunk that hold weights, by name and in the order of the forward pass.
+
+    embedding: of the tokens. before: what comes in front of the layers. after: what comes behind them.
+    prepares: whether the trunk changes embeddings. finishes: whether it does more behind the layers than call `after`.
+    """
+
+    embedding: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    prepares: bool
+    finishes: bool
+
+
+_known: dict[str, Anatomy] = {}  # by config
+
+
 def assemble(config: PretrainedConfig) -> list[Layer]:
-    """The layers. Raises UserError for a part that the shared ones cannot stand for."""
-    with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](shrink(config))
-    base, head = model.base_model, model.get_output_embeddings()
-    parts = {name for name, part in base.named_children() if next(part.parameters(), None) is not None}
-    if parts | {"norm"} != {"embed_tokens", "layers", "norm"} or not hasattr(base, "norm"):
-        raise UserError(f"it has other parts than embed_tokens, layers and norm ({', '.join(sorted(parts))})")
-    if type(base.embed_tokens) is not nn.Embedding:
-        raise UserError(f"its embedding is a {type(base.embed_tokens).__name__}")
-    if type(head) is not nn.Linear or (head.bias is not None and config.tie_word_embeddings):
-        raise UserError("its head is not a matrix, with or without a bias, or the embedding alone")
-    if len({type(layer) for layer in base.layers}) != 1:
-        raise UserError("its layers are of several classes")
-    if not hasattr(base, "rotary_emb"):
-        raise UserError("it has no rotary_emb for its positions")
-    prefix = f"{model.base_model_prefix}."
-    names = Names(f"{prefix}embed_tokens.", prefix + "layers.{}.", f"{prefix}norm.", f"{_name_of(model, head)}.")
-    decoder_layer = type("DecoderLayer", (PipelineDecoderLayer, type(base.layers[0])), {})
-    context = MicroBatchContext(config, type(base.rotary_emb)(config=config))
-    lm_head = LMHead if head.bias is None else BiasedLMHead
-    return build_decoder(config, decoder_layer, _find_norm(base.norm, config), context, head=lm_head, names=names)
+    """The layers. Raises UserError for a model that they cannot stand for."""
+    anatomy = read_anatomy(config)
+    trunk = Trunk(config)
+    prefix = f"{trunk.name}."
+    _refuse_what_depends_on_weights(trunk)
+    tied_key = "embedding" if getattr(config, "tie_word_embeddings", False) else None
+    embedding = trunk.parts[anatomy.embedding]
+    prepares_alone = anatomy.prepares and not anatomy.before
+    layers = [
+        Layer(
+            f"{prefix}{anatomy.embedding}.",
+            _derive(TrunkEmbedding, embedding),
+            (embedding, trunk if prepares_alone else None),
+            tied_key,
+        )
+    ]
+    if anatomy.before:
+        layers.append(Layer(prefix, Preparation, ({name: trunk.parts[name] for name in anatomy.before}, trunk)))
+    context = TrunkContext(config, trunk)
+    classes = {type(layer): _derive(TrunkDecoderLayer, layer, "DecoderLayer") for layer in trunk.layers}
+    layers += [
+        Layer(f"{prefix}{trunk.list_name}.{index}.", classes[type(layer)], (config, index, context))
+        for index, layer in enumerate(trunk.layers)
+    ]
+    if len(anatomy.after) == 1 and not anatomy.finishes:
+        norm = trunk.parts[anatomy.after[0]]
+        layers.append(Layer(f"{prefix}{anatomy.after[0]}.", _derive(FinalNorm, norm), (norm,)))
+    elif anatomy.after or anatomy.finishes:
+        layers.append(Layer(prefix, Finish, ({name: trunk.parts[name] for name in anatomy.after}, trunk)))
+    return [*layers, _make_head(trunk, layers[0])]
 
 
-def _find_norm(norm: nn.Module, config: PretrainedConfig) -> type[nn.Module]:
-    if type(norm) is nn.LayerNorm and getattr(config, "layer_norm_epsilon", None) == norm.eps:
-        return FinalLayerNorm
-    if getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) != getattr(config, "rms_norm_eps", 0):
-        raise UserError(f"its final norm is a {type(norm).__name__} whose epsilon is not rms_norm_eps")
-    return type("FinalNorm", (PipelineNorm, type(norm)), {})
+def read_anatomy(config: PretrainedConfig) -> Anatomy:
+    """What a small model of the same config does with its parts. Raises UserError where layers are not all there is."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _known:
+        _known[key] = _watch(shrink(config))
+    return _known[key]
 
 
-def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
-    return next(name for name, child in model.named_modules() if child is module)
+def _watch(config: PretrainedConfig) -> Anatomy:
+    trunk = Trunk(config)
+    model, input_ids = build_small(config)
+    embedding, found = find_name(model, model.get_input_embeddings()), model.get_submodule(trunk.name)
+    owner, _, embedding = embedding.rpartition(".")
+    if owner != trunk.name:
+        raise UserError(f"its embedding is '{owner}.{embedding}' and its layers are in '{trunk.name}', not beside it")
+    layers = list(getattr(found, trunk.list_name))
+    calls: list[tuple[str, Any, Any]] = []  # name, first input, output
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            first = args[0] if args else kwargs.get("hidden_states")
+            calls.append((name, first, output if isinstance(output, torch.Tensor) else output[0]))
+
+        return hook
+
+    for name, part in found.named_children():
+        if has_weights(part) and name != trunk.list_name:
+            part.register_forward_hook(note(name), with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_hook(note(""), with_kwargs=True)
+    found.register_forward_hook(note("the trunk"), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids, use_cache=False)
+    names = [name for name, _, _ in calls]
+    if names.count("") != len(layers):
+        raise UserError(f"it runs {names.count('')} layers where it has {len(layers)}")
+    first, last = names.index(""), len(names) - 1 - names[::-1].index("")
+    before, between, after = names[:first], set(names[first : last + 1]), names[last + 1 : -1]
+    parts = {name for name, part in trunk.parts.items() if has_weights(part)}
+    if strange := (between - {""}) | (parts - set(names)) | (set(before) & set(after)):
+        raise UserError(f"its part '{min(strange)}' is not used once, in front of the layers or behind them")
+    if not before or before[0] != embedding:
+        raise UserError(f"'{embedding}' is not the first of its parts that is used")
+    finished = calls[-2][2] if after else calls[last][2]
+    return Anatomy(
+        embedding,
+        tuple(before[1:]),
+        tuple(after),
+        prepares=not torch.equal(calls[first][1], calls[0][2]),
+        finishes=not torch.equal(calls[-1][2], finished),
+    )
+
+
+def _refuse_what_depends_on_weights(trunk: Trunk) -> None:
+    """A stage has the weights of its own layers, so positions are all that layers can be given beside hidden states."""
+    position_ids = torch.arange(4).unsqueeze(0)
+    for index, given in enumerate(trunk.read_arguments(torch.zeros(1, 4, 1), position_ids, lambda *kind: None)):
+        for name, value in given.items():
+            if any(tensor.isnan().any() for tensor in _list_tensors(value)):
+                raise UserError(
+                    f"its layer {index} is given '{name}' beside hidden states, which depends on weights or tokens; "
+                    "only hidden states and integers cross a boundary between stages"
+                )
+
+
+def _list_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for inner in values for tensor in _list_tensors(inner)]
+
+
+def _derive(mixin: type[nn.Module], template: nn.Module, name: str | None = None) -> type[nn.Module]:
+    return type(name or mixin.__name__, (mixin, type(template)), {})
+
+
+def _make_head(trunk: Trunk, embedding: Layer) -> Layer:
+    head: Any = trunk.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(f"its head is a {type(head).__name__}, not a matrix")
+    before, behind = trunk.read_head()
+    factor = before * behind
+    if embedding.tied_key is not None:
+        if head.bias is not None:
+            raise UserError("its head is the embedding and has a bias")
+        forward = hand_to_loss if factor == 1 else partial(hand_scaled_to_loss, factor)
+        return Layer(
+            embedding.hf_prefix, embedding.module_class, embedding.args, embedding.tied_key, forward_fn=forward
+        )
+    name = f"{find_name(trunk.model, head)}."
+    if head.bias is None:
+        return Layer(name, TrunkHead, (head, factor))
+    if factor != 1:
+        raise UserError("its head has a bias and its logits are scaled")
+    return Layer(name, TrunkBiasedHead, (head,))

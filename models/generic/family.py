@@ -14,8 +14,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from errors import UserError
 from models.generic.assembly import assemble
-from models.generic.proof import BOUND, build_small, compare_with_transformers, run_layers
-from models.generic.shrink import shrink
+from models.generic.proof import BOUND, compare_with_transformers, run_layers
+from models.generic.shrink import build_small, shrink
 from models.layer import Layer
 from models.packed_attention import FLASH, VARLEN
 from models.parallel.plan import read_published_plan
@@ -28,7 +28,7 @@ def build_layers(config: PretrainedConfig) -> list[Layer]:
     """Raises UserError for a family whose parts alone are not the model, with what is missing."""
     key = config.to_json_string(use_diff=False)
     if key not in _proven:
-        _proven[key] = _find_fault(config)
+        _proven[key] = find_fault(config)
     if _proven[key] is not None:
         raise UserError(
             f"model_type '{config.model_type}' has no file in models/, "
@@ -65,7 +65,8 @@ def passes_documents(config: PretrainedConfig) -> bool:
     return abs(losses[1].item() / losses[0].item() - 1) < BOUND
 
 
-def _find_fault(config: PretrainedConfig) -> str | None:
+def find_fault(config: PretrainedConfig) -> str | None:
+    """Why the parts of a model are not the model; None where they are, by a small model of the same config."""
     try:
         small = shrink(config)
         small._attn_implementation = list_attention(config)[0]

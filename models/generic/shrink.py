@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 # A small model keeps the config's other fields. Those that it does not have are omitted.
 _SMALL: dict[str, Any] = {
@@ -52,3 +53,15 @@ def _shrink_experts(fields: Mapping[str, Any]) -> dict[str, int]:
     num_experts = max(8, 4 * (fields.get("n_group") or 1))
     most = {**dict.fromkeys(_NUM_EXPERTS, num_experts), **dict.fromkeys(_NUM_CHOSEN, 2)}
     return {name: min(fields[name], limit) for name, limit in most.items() if fields.get(name)}
+
+
+def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The model of a small config with random weights, the same at every call, and input_ids [2, 24]."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        return model, torch.randint(3, config.vocab_size, (2, 24))

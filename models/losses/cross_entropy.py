@@ -45,7 +45,8 @@ def build_loss(config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Lo
 
 
 def get_softcap(config: PretrainedConfig) -> float | None:
-    return getattr(config, "final_logit_softcapping", None)
+    names = ("final_logit_softcapping", "logits_soft_cap")
+    return next((cap for name in names if (cap := getattr(config, name, None))), None)
 
 
 def causal_lm_loss(

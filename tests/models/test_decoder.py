@@ -135,7 +135,7 @@ def test_rotary_frequencies_stay_in_fp32_when_the_stage_is_cast(pair) -> None:
 
     far = torch.arange(8000, 8000 + T).repeat(B, 1)
     inputs = (torch.zeros(B, T, 48, dtype=torch.bfloat16), far, torch.ones(B, T, dtype=torch.int32))
-    cos, sin = context(inputs, "full_attention")["position_embeddings"]
+    cos, sin = context(inputs, "full_attention", 0)["position_embeddings"]
     angles = far[0, :, None].double() * before.double()  # [T, head_dim / 2]
     assert cos.dtype == torch.bfloat16
     for got, exact in ((cos, angles.cos()), (sin, angles.sin())):

@@ -1,0 +1,151 @@
+"""The layers of a pipeline that are made of the parts of a `Trunk`. B micro-batch, T sequence, D hidden."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from models.context import Activations, MicroBatchContext
+from models.decoder import BiasedLMHead, Embedding, LMHead, PipelineDecoderLayer, hand_to_loss
+from models.documents import build_packed_mask
+from models.generic.trunk import Trunk
+from models.packed_attention import FLASH, VARLEN
+
+
+class TrunkContext(MicroBatchContext):
+    """Gives each layer what its model would call it with."""
+
+    def __init__(self, config: PretrainedConfig, trunk: Trunk) -> None:
+        super().__init__(config)
+        self._trunk = trunk
+        self._arguments: list[dict[str, Any]] = []
+
+    def derive_shared(self, inputs: Activations) -> dict[str, Any]:
+        masks: dict[tuple[str, bool], Any] = {}
+
+        def make_mask(kind: str, always: bool) -> Any:
+            if (kind, always) not in masks:
+                masks[kind, always] = self._make_mask(inputs, kind, always)
+            return masks[kind, always]
+
+        self._arguments = self._trunk.read_arguments(inputs[0], inputs[1], make_mask)
+        return {}
+
+    def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        given = self._arguments[layer_idx]
+        marks = [mark for mark in given.values() if isinstance(mark, _NoMask)]
+        without = {name: None if isinstance(value, _NoMask) else value for name, value in given.items()}
+        return without if not marks else without | marks[0].instead
+
+    def _make_mask(self, inputs: Activations, kind: str, always: bool) -> Any:
+        """The mask of a kind of attention, or a mark for a kernel that gets something else instead of it."""
+        derived = self.derive_by_type(inputs, kind)
+        mask = derived.pop("attention_mask")
+        takes_none = self.config._attn_implementation in (VARLEN, *FLASH)
+        if takes_none and always:
+            raise ValueError(f"attn_implementation={self.config._attn_implementation} has no mask to give")
+        if mask is None and always:
+            return build_packed_mask(self.config, inputs[0], torch.ones_like(inputs[1]), None)
+        return _NoMask(derived) if takes_none else mask
+
+
+class _NoMask:
+    """Stands for the mask of one kind of attention. instead: keywords of an attention that takes no mask."""
+
+    def __init__(self, instead: dict[str, Any]) -> None:
+        self.instead = instead
+
+
+class TrunkDecoderLayer(PipelineDecoderLayer):
+    """Mixin before a decoder layer of `transformers`, which may return hidden states first of several things."""
+
+    def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        outputs: Any = super().transform(hidden_states, **given)
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
+class _Copy(nn.Module):
+    """Mixin before the class of `template`, which has no storage: a module like it that has."""
+
+    def __init__(self, template: nn.Module) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(copy.deepcopy(template)))
+        give_storage(self)
+
+
+def give_storage(module: nn.Module) -> None:
+    """Parameters of the default dtype on the default device, not initialized, for those on the meta device."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(torch.empty(parameter.shape), requires_grad=parameter.requires_grad))
+
+
+class TrunkEmbedding(_Copy, Embedding):
+    """Mixin before the class of a model's embedding. trunk: where it does something to embeddings, without weights."""
+
+    def __init__(self, template: nn.Module, trunk: Trunk | None) -> None:
+        super().__init__(template)
+        self.trunk = trunk
+
+    def forward(self, inputs: Activations) -> Activations:
+        embeddings, position_ids, segment_ids = super().forward(inputs)
+        if self.trunk is not None:
+            embeddings = self.trunk.prepare(embeddings, position_ids, {})
+        return embeddings, position_ids, segment_ids
+
+
+class TrunkParts(nn.Module):
+    """Parts of a trunk that have weights, under their own names."""
+
+    def __init__(self, templates: Mapping[str, nn.Module], trunk: Trunk) -> None:
+        super().__init__()
+        for name, template in templates.items():
+            self.add_module(name, copy.deepcopy(template))
+        give_storage(self)
+        self.trunk = trunk
+
+
+class Preparation(TrunkParts):
+    """What a trunk does to embeddings in front of its layers: position tables, norms, projections."""
+
+    def forward(self, inputs: Activations) -> Activations:
+        return self.trunk.prepare(inputs[0], inputs[1], dict(self.named_children())), *inputs[1:]
+
+
+class Finish(TrunkParts):
+    """What a trunk does to hidden states behind its layers, where it is more than a norm."""
+
+    def forward(self, inputs: Activations) -> Activations:
+        return self.trunk.finish(inputs[0], inputs[1], dict(self.named_children())), *inputs[1:]
+
+
+class FinalNorm(_Copy):
+    """Mixin before the class of a model's final norm."""
+
+    def forward(self, inputs: Activations) -> Activations:
+        return super().forward(inputs[0]), *inputs[1:]  # type: ignore[misc]  # the norm's
+
+
+class TrunkHead(_Copy, LMHead):
+    """A model's head. factor: by which its logits are multiplied; so hidden states are."""
+
+    def __init__(self, template: nn.Module, factor: float) -> None:
+        super().__init__(template)
+        self.factor = factor
+
+    def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward((inputs[0] * self.factor, *inputs[1:]) if self.factor != 1 else inputs)
+
+
+class TrunkBiasedHead(_Copy, BiasedLMHead):
+    pass
+
+
+def hand_scaled_to_loss(factor: float, module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """`hand_to_loss` for logits that are multiplied by `factor`."""
+    return hand_to_loss(module, (inputs[0] * factor, *inputs[1:]))
