@@ -4,8 +4,8 @@ An architecture is one file in `models/`, named after the Hugging Face `model_ty
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES` (a `model_type` without one may be taken through `models/generic/`). Trainer,
-converter and tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
+and one line in `ARCHITECTURES`; a `model_type` without one is taken through `models/generic/`. Trainer, converter and
+tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
 differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
@@ -173,6 +173,5 @@ def is_supported(config: PretrainedConfig) -> bool:
 def unsupported(model_type: str | None) -> str:
     return (
         f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
-        "and those of transformers that are an embedding, layers, a norm and a head. docs/add_a_model.md says how to "
-        "add one"
+        "and causal language models of transformers. docs/add_a_model.md says how to add one"
     )

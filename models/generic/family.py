@@ -1,10 +1,10 @@
-"""Families without a file here, from the parts of the model that `transformers` has of them.
+"""Families without a file in models/, which are most of `transformers`.
 
-A model of embed_tokens, layers, norm and a head is taken to be those, one after the other. That does not say what else
-it does: a scaled embedding, capped or scaled logits, a mask of its own kind. So before such a model is used it is
-proven: a small one of the same config, random weights, run here and by `transformers`, must give the same loss and the
-same gradients. What differs is refused, with the difference. Tensor parallelism follows the plan that `transformers`
-publishes (`base_model_tp_plan`).
+Their decoder layers are those of `transformers`, and what a model does around them is read from its own forward pass
+(`models/generic/trunk.py`). That may miss something: what happens between two layers, or in the wrapper of a trunk. So
+before such a model is used it is proven: a small one of the same config, random weights, run here and by
+`transformers`, must give the same loss and the same gradients. What differs is refused, with the difference. Tensor
+parallelism follows the plan that `transformers` publishes (`base_model_tp_plan`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from models.packed_attention import FLASH, VARLEN
 from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
-_proven: dict[str, str | None] = {}  # a config -> why its parts alone are not the model
+_proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers is not the model
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
-    """Raises UserError for a family whose parts alone are not the model, with what is missing."""
+    """Raises UserError for a family whose layers in a pipeline are not the model, with the reason."""
     key = config.to_json_string(use_diff=False)
     if key not in _proven:
         _proven[key] = find_fault(config)
     if _proven[key] is not None:
         raise UserError(
             f"model_type '{config.model_type}' has no file in models/, "
-            f"and its embedding, layers, norm and head alone are not the model: {_proven[key]}. "
+            f"and a pipeline of its layers is not the model: {_proven[key]}. "
             "docs/add_a_model.md says how to write the file"
         )
     return assemble(config)
@@ -66,7 +66,7 @@ def passes_documents(config: PretrainedConfig) -> bool:
 
 
 def find_fault(config: PretrainedConfig) -> str | None:
-    """Why the parts of a model are not the model; None where they are, by a small model of the same config."""
+    """Why a pipeline of a model's layers is not the model; None where it is, by a small model of the same config."""
     try:
         small = shrink(config)
         small._attn_implementation = list_attention(config)[0]
