@@ -114,7 +114,7 @@ def build_bare(folder: Path) -> Any:
     from models.weights.sources import load_config
     from training.pipeline.module import build_layer_specs
 
-    module = PipelineModule(build_layer_specs(build_layers(load_config(folder))), num_stages=2, loss_fn=causal_lm_loss)
+    module = PipelineModule(build_layer_specs(build_layers(*load_config(folder))), num_stages=2, loss_fn=causal_lm_loss)
     module.load_state_dir(str(folder / "global_step0"), TorchCheckpointEngine())
     return module.to(torch.bfloat16)
 

@@ -102,6 +102,16 @@ def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> Targets
     )
 
 
+def list_full_names(layers: Sequence[Layer], config: LoraConfig) -> list[str]:
+    """The projections that the config targets, by their whole names: for a model that has others beside these layers,
+    where a part of a name would match those too."""
+    return [
+        layer.hf_prefix + name
+        for layer in layers
+        for name in list_targets(layer.build_on_meta(), layer, config).projections
+    ]
+
+
 def is_named(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
 

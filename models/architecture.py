@@ -41,7 +41,8 @@ from errors import UserError
 from models.experts.grouped import GROUPED
 from models.layer import Layer, Styles, refuse_sharding
 from models.packed_attention import FLASH, VARLEN, find_obstacle
-from models.weights.disk_names import list_ignored, name_pieces
+from models.weights.disk_names import list_ignored, name_pieces, name_wrapped_pieces
+from models.wrapped import Wrapper
 
 # model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
 ARCHITECTURES: dict[str, str] = {
@@ -62,15 +63,20 @@ _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
 _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
 
-def build_layers(config: PretrainedConfig) -> list[Layer]:
+def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
-    Raises UserError for a `model_type` that is neither in the table nor published, and for a feature that its layers do
-    not carry.
+    wrapper: the model that this text model is a part of; its names are theirs. Raises UserError for a `model_type` that
+    is neither in the table nor published, for a feature that its layers do not carry, and for a wrapper that does
+    something else with text.
     """
     if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
-    return name_pieces(config, _load_architecture(config).build_layers(config))
+    layers = _load_architecture(config).build_layers(config)
+    if wrapper is None:
+        return name_pieces(config, layers)
+    importlib.import_module("models.generic.wrapped_proof").prove(config, wrapper)
+    return name_wrapped_pieces(config, layers, wrapper)
 
 
 def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None) -> str:
@@ -170,8 +176,9 @@ def is_supported(config: PretrainedConfig) -> bool:
     return config.model_type in ARCHITECTURES or importlib.import_module("models.generic.family").is_published(config)
 
 
-def unsupported(model_type: str | None) -> str:
+def unsupported(model_type: str | None, within: str = "") -> str:
+    """within: what wraps it, in words."""
     return (
-        f"model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
+        f"model_type {model_type!r}{within} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
         "and causal language models of transformers. docs/add_a_model.md says how to add one"
     )

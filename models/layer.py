@@ -20,9 +20,7 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A Hugging Face tensor that is a part of one of the module's: `tensor[index]`. `hf_name` is without the layer's
-    prefix.
-    """
+    """A Hugging Face tensor, by its whole name, that is a part of one of the module's: `tensor[index]`."""
 
     hf_name: str
     index: tuple[int | slice, ...] = ()
@@ -65,7 +63,7 @@ class Layer:
     hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
     tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
-    pieces: of a tensor that Hugging Face keeps in several.
+    pieces: of a tensor that Hugging Face keeps in several, or under another name.
     styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty
     without it.
     """
@@ -101,7 +99,7 @@ class Layer:
 
     def get_pieces(self, name: str) -> list[Piece]:
         """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""
-        return [Piece(self.hf_prefix + piece.hf_name, piece.index) for piece in self.pieces.get(name, (Piece(name),))]
+        return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:

@@ -46,14 +46,14 @@ DEFAULT_TEMPLATE = "{prompt}\n"
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have. Raises
-    UserError."""
-    layers = build_layers(source.config)
+    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have; of a
+    wrapped model its text model. Raises UserError."""
+    layers = build_layers(source.config, source.wrapper)
     source.check_complete(layers)
     tensors: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(layers):
-        for name, tensor in source.read_layer(index, layer).items():
-            tensors |= {piece.hf_name: tensor[piece.index] for piece in layer.get_pieces(name)}
+    for index, alone in enumerate(build_layers(source.config)):
+        for name, tensor in source.read_layer(index, layers[index]).items():
+            tensors |= {piece.hf_name: tensor[piece.index] for piece in alone.get_pieces(name)}
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     model = (
         MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
+from models.weights.carried import write_carried
 from models.weights.conversion import export_hugging_face
+from models.weights.folders import check_disk_space, copy_processor_files
+from models.weights.quantized import QUANTIZATION_CONFIG
+from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
+from models.weights.tensor_files import load_json
 from models.weights.vocabulary import add_eos_token_id
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
@@ -29,14 +36,30 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     tokenizer.save_pretrained(folder.checkpoints)
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
     if setup.adapter is not None:
-        save_adapter_config(setup.adapter, folder.checkpoints, source.config)
+        save_adapter_config(setup.adapter, folder.checkpoints, get_whole_config(source))
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
-    source.config.save_pretrained(folder.checkpoints)
+    if source.wrapper is None:
+        source.config.save_pretrained(folder.checkpoints)
+    else:
+        save_wrapped(source, folder.checkpoints, with_carried=setup.adapter is None)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
         add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
+
+
+def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None:
+    """What a run of a wrapped model keeps beside its checkpoints: config.json of all of it, the processor's files, and
+    what is carried along."""
+    fields = load_json(source.path / "config.json")
+    for key in ("auto_map", QUANTIZATION_CONFIG):  # of what is read, not of what is saved
+        fields.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    copy_processor_files(source.path, folder)
+    if with_carried:
+        check_disk_space(folder, sum(info.nbytes for info in source.list_carried()))
+        write_carried(source, folder)
 
 
 def export(setup: RunSetup, folder: RunFolder) -> None:

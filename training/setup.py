@@ -19,7 +19,7 @@ from models.experts.router import RouterOptions
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
-from models.weights.source import WeightSource
+from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights, parse_config
 from training.checkpoint.resume import Resumable, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
@@ -114,15 +114,16 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     """
     source.config._attn_implementation = choose_run_attention(config, source.config)
     check_length(source.config, config.max_seq_length)
-    layers = shard_layers(source.config, build_layers(source.config), config.tensor_parallel_size)
+    layers = build_layers(source.config, source.wrapper)
+    layers = shard_layers(source.config, layers, config.tensor_parallel_size)
     source.config._experts_implementation = choose_experts(
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
     )
     source.check_complete(layers)
     check_freeze(config, layers)
-    adapter = None if config.evaluate_only else build_adapter(config, layers)
+    adapter = None if config.evaluate_only else build_adapter(config, layers, is_part=source.wrapper is not None)
     routers = build_router_options(config, source.config, layers)
-    check_peft_names(adapter, source.config)
+    check_peft_names(adapter, get_whole_config(source))
     build_run_loss(config, source.config)
     layout = build_layout(config, ranks.world_size, len(layers), has_accelerator())
     check_together(Run(config, has_accelerator()))

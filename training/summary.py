@@ -12,6 +12,7 @@ from console import show_panel
 from data.storage.tokenized import load_summary
 from models.adapter_targets import describe_targets
 from models.architecture import warn_of_length
+from models.weights.source import WeightSource
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.config.schema import CheckpointMode, RunConfig
@@ -41,6 +42,7 @@ def show_start(
         "model": _describe_model(setup, prediction),
         "data": _describe_data(config, "train_file", datasets, budget.num_samples),
     }
+    facts |= describe_wrapper(setup.source)
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
     if text := warn_of_length(setup.source.config, config.max_seq_length):
@@ -67,6 +69,7 @@ def show_evaluation(
     """Of a run that only evaluates."""
     facts = {
         "model": _describe_model(setup),
+        **describe_wrapper(setup.source),
         "data": _describe_data(config, "eval_file", datasets, rows),
         **describe_layout(setup, hosts),
         "precision": f"{config.precision.value}; attention {setup.source.config._attn_implementation}",
@@ -91,6 +94,18 @@ def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> st
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
     return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}"
+
+
+def describe_wrapper(source: WeightSource) -> Facts:
+    """Of a wrapped model: that its text alone is trained, and what of it is not."""
+    if source.wrapper is None:
+        return {}
+    carried = source.list_carried()
+    size = f"{sum(info.nbytes for info in carried) / 2**20:,.1f} MiB"
+    return {
+        "text only": f"the text model of {source.wrapper.name}; its other {len(carried)} tensors ({size}) are carried "
+        "along unchanged"
+    }
 
 
 def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_rows: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from data.encoders.media import refuse_media, refuse_media_parts
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos
 from errors import UserError
 
@@ -47,6 +48,7 @@ class ChatEncoder(PieceEncoder):
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
         get_eos(tokenizer)  # there is one
+        refuse_media(record, location)
         return split_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
 
     def _read_messages(self, record: dict, location: str) -> object:
@@ -136,6 +138,7 @@ def _check_message(message: object, before: str, where: str) -> str:
     role = check_text(message["role"], f"{where}: role")
     if role not in PREDECESSORS:
         raise UserError(f"{where} has the role '{role}'; known are {', '.join(PREDECESSORS)}; fix or remove the record")
+    refuse_media_parts(message.get("content"), where)
     calls = message.get("tool_calls")
     content = (
         "" if calls and message.get("content") is None else check_text(message.get("content"), f"{where}: content")

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.chat import ASSISTANT, split_messages
+from data.encoders.media import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields
 from data.encoders.sft import check_template, split_completion
 from errors import UserError
@@ -41,6 +42,7 @@ class PreferenceEncoder(PieceEncoder):
         is preferred.
         """
         get_eos(tokenizer)  # there is one
+        refuse_media(record, location)
         prompt, *answers = self._read_fields(record, location)
         for field, answer in zip((self.chosen_field, self.rejected_field), answers):
             if (

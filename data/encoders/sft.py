@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.chat import split_messages
+from data.encoders.media import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
 from errors import UserError
 
@@ -26,6 +27,7 @@ class SFTEncoder(PieceEncoder):
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
         get_eos(tokenizer)  # there is one
+        refuse_media(record, location)
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(field in record for field in fields):
             return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))

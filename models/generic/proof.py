@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from errors import UserError
 from models.experts.grouped import GROUPED
@@ -20,17 +20,24 @@ BOUND = 1e-5  # of a relative difference, in fp32
 
 
 def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones.
+    """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
+    config._experts_implementation = GROUPED
+    layers = assemble(config)
+    plain = copy.deepcopy(config)
+    plain._experts_implementation = "eager"
+    return compare(layers, *build_small(plain), config)
+
+
+def compare(
+    layers: list[Layer], model: PreTrainedModel, input_ids: torch.Tensor, config: PretrainedConfig
+) -> tuple[float, str]:
+    """The largest relative difference of loss and gradients between layers and the model whose names they have, and of
+    which tensor. What of the model is on the meta device belongs to none of them.
 
     In float64, where what is left of rounding (of a model's own parts in fp32) is no reason to doubt a difference. A
     gradient that is nothing but rounding, such as that of a bias that a softmax does not see, is compared with 1e-6 of
     the largest.
     """
-    config._experts_implementation = GROUPED
-    layers = assemble(config)
-    plain = copy.deepcopy(config)
-    plain._experts_implementation = "eager"
-    model, input_ids = build_small(plain)
     model.double()
     with torch.random.fork_rng(devices=[]):  # a router may draw
         torch.manual_seed(0)
@@ -48,7 +55,7 @@ def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
             for name, p in module.named_parameters()
             if p.requires_grad
         }
-    named = {name: p for name, p in named.items() if p.requires_grad}
+    named = {name: p for name, p in named.items() if p.requires_grad and not p.is_meta}
     if missing := named.keys() - pairs.keys():
         raise UserError(f"it has parameters outside of these parts ('{min(missing)}')")
     if unmoved := [name for name, pair in pairs.items() if None in pair]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,24 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
         sizes.pop("num_key_value_heads", None)
         fields["num_key_value_heads"] = sizes.get("num_attention_heads")
-    return type(config)(**{**fields, **sizes, "num_hidden_layers": len(chosen)})
+    shrunk = {**fields, **sizes, "num_hidden_layers": len(chosen)}
+    for rope in (fields.get("rope_parameters"), fields.get("rope_scaling")):
+        if rope and rope.get("mrope_section"):
+            rope["mrope_section"] = _shrink_sections(
+                rope["mrope_section"], _get_head_dim(shrunk) / _get_head_dim(config.to_dict())
+            )
+    return type(config)(**shrunk)
+
+
+def _get_head_dim(fields: Mapping[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+
+
+def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
+    """The parts of a rotary embedding that Qwen-VL's three kinds of positions take, in their proportions."""
+    total = round(sum(sections) * scale)
+    rest = [max(1, int(section * scale)) for section in sections[1:]]
+    return [total - sum(rest), *rest]
 
 
 def _shrink_experts(fields: Mapping[str, Any]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from models.adapter_folder import ReadAdapter
 from models.adapter_targets import list_targets
 from models.adapters import adapter_names, check_all_taken, fill_adapter, inject_adapter, merge_adapter
 from models.layer import Layer
+from models.weights.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class AdaptedWeights:
         adapter_files: list[Path],
         names: Collection[str] = (),
     ) -> None:
-        self.base, self.config, self._names = base, base.config, names
+        self.base, self.config, self.wrapper, self._names = base, base.config, base.wrapper, names
         self.path = path if (path / "config.json").is_file() else base.path
         self._lora, self._read_adapter, self._adapter_files = config, read_adapter, adapter_files
 
@@ -46,6 +47,12 @@ class AdaptedWeights:
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self.base.describe_layer(index, layer)
+
+    def list_carried(self) -> list[TensorInfo]:
+        return self.base.list_carried()
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        return self.base.read_carried(name)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)

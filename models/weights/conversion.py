@@ -3,6 +3,8 @@
     convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
     export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
 
+What a wrapped model (`models/wrapped.py`) has beside its text is copied as it is: no dtype is changed there.
+
 Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written.
 Then one tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one
 layer per worker, and nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify`
@@ -24,10 +26,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
 from models.architecture import build_layers
+from models.weights.carried import write_carried
 from models.weights.folders import (
     StagedFolder,
     check_disk_space,
     check_output_dir,
+    copy_processor_files,
     copy_tokenizer_files,
     drop_from_memory,
     find_custom_tokenizer,
@@ -55,12 +59,14 @@ from models.weights.vocabulary import (
     trim_vocabulary,
     update_token_ids,
 )
+from models.wrapped import TEXT_CONFIG
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
+CARRIED = -1  # in the place of a layer's number: a tensor beside the text model
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one
 # file whatever the number of stages.
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
@@ -127,12 +133,17 @@ def convert_to_pipeline(
 
         with without_crc32():
             _for_each(write, places, workers)
+        carried = {}
+        if source.wrapper is not None:
+            file = write_carried(source, folder.path, weights.report)
+            carried[file] = {name: (CARRIED, name) for name in weights.carried}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         _write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
         if verify:
             folder.flush_all()
-            _for_each(lambda file: _verify(file, places[file], weights), places, workers)
+            written = places | carried
+            _for_each(lambda file: _verify(file, written[file], weights), written, workers)
 
 
 def export_hugging_face(
@@ -240,13 +251,14 @@ class _Weights:
     ) -> None:
         self.source = source
         self.config = config
-        self._layers = build_layers(source.config)
+        self._layers = build_layers(source.config, source.wrapper)
         source.check_complete(self._layers)
         self._dtype = dtype
         self._of_thread = threading.local()  # the layer that a worker has open
-        targets = build_layers(config)
+        targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
-        self.nbytes = sum(info.nbytes for infos in self.infos for info in infos.values())
+        self.carried = {info.name: info for info in source.list_carried()}
+        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.carried) for info in infos.values())
         self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
         self._done, self._counting = 0, threading.Lock()
         self.report(0)
@@ -271,11 +283,15 @@ class _Weights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
+        for name, info in self.carried.items():
+            yield info, (CARRIED, name, ())
 
     def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
-        change.
+        change. index: or CARRIED.
         """
+        if index == CARRIED:
+            return self.source.read_carried(name)
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
         if not place and tensor.shape != info.shape:
@@ -325,24 +341,28 @@ def _write_model_files(
     fields = load_json(source_dir / "config.json")
     fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
     fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
-    _set_dtype(fields, weights.dtypes)
+    text_fields = fields.get(TEXT_CONFIG, fields) if weights.source.wrapper is not None else fields
+    for described in (fields, text_fields):
+        _set_dtype(described, weights.dtypes)
     if any(
         getattr(weights.config, key, None) != getattr(weights.source.config, key, None)
         for key in ("vocab_size", UNPADDED)
     ):
-        fields["vocab_size"] = weights.config.vocab_size
-        fields[UNPADDED] = getattr(weights.config, UNPADDED, fields["vocab_size"])
-    if fields.get(UNPADDED) == fields.get("vocab_size"):
-        fields.pop(UNPADDED, None)
+        text_fields["vocab_size"] = weights.config.vocab_size
+        text_fields[UNPADDED] = getattr(weights.config, UNPADDED, text_fields["vocab_size"])
+    if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
+        text_fields.pop(UNPADDED, None)
     generation_file = source_dir / "generation_config.json"
     generation_fields = load_json(generation_file) if generation_file.is_file() else None
     if tokenizer is not None and tokens is not None:
-        update_token_ids(fields, tokenizer, tokens)
+        for described in (fields, text_fields):
+            update_token_ids(described, tokenizer, tokens)
         if generation_fields is not None:
             update_token_ids(generation_fields, tokenizer, tokens)
         tokenizer.save_pretrained(folder.path)
     else:
         copy_tokenizer_files(source_dir, folder.path)
+    copy_processor_files(source_dir, folder.path)
     if generation_fields is not None:
         _write_json(generation_fields, folder.path / generation_file.name)
     _write_json(fields, folder.path / "config.json")

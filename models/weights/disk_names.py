@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,8 +19,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from errors import UserError
 from models.layer import Layer, Piece
+from models.wrapped import Wrapper
 
 _SIDE = 12  # of a small tensor: divides by what tensors are cut into, 2, 3 and 4
+_NUMBER = "987654321"  # stands for a layer's own in the names of all layers of its kind
 
 
 def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
@@ -29,17 +32,58 @@ def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer
     Raises UserError for a family whose tensors are rearranged in another way than cut, stacked or renamed.
     """
     model = wrap_module(config)
-    if extract_weight_conversions_for_model(model) is None:
-        return list(layers)
+    return list(layers) if extract_weight_conversions_for_model(model) is None else _name_pieces(model, layers)
+
+
+def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapper: Wrapper) -> list[Layer]:
+    """As `name_pieces`, with the names that tensors of the text model have in a folder of the model around it.
+
+    Where such a folder may have the text model's own names behind its prefix, they are those: what `transformers`
+    saves is read by itself alone where a name of another part is undone too (Kimi's, 5.23, whose layers become blocks).
+    """
+    own_base = wrapper.own_base
+    named = _name_pieces(wrapper.model, wrapper.rename(layers))
+    embedding = named[0].get_pieces("weight")[0].hf_name
+    prefix = embedding.removesuffix(layers[0].hf_prefix.removeprefix(own_base) + "weight")
+    chosen = []
+    for alone, layer in zip(name_pieces(config, layers), named, strict=True):
+        pieces = {}
+        for name in layer.shapes() if layer.owns_weights and alone.hf_prefix.startswith(own_base) else ():
+            own = [replace(piece, hf_name=prefix + piece.hf_name.removeprefix(own_base)) for piece in alone.get_pieces(name)]
+            if _mean_the_same(own, layer.get_pieces(name), wrapper):
+                pieces[name] = own
+        chosen.append(layer.with_pieces({**layer.pieces, **pieces}))
+    return chosen
+
+
+def _mean_the_same(some: Sequence[Piece], others: Sequence[Piece], wrapper: Wrapper) -> bool:
+    """Whether a folder may have the one names or the other."""
+    return [(wrapper.name_in_memory(piece.hf_name), piece.index) for piece in some] == [
+        (wrapper.name_in_memory(piece.hf_name), piece.index) for piece in others
+    ]
+
+
+def _name_pieces(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
     known: dict[object, dict[str, list[Piece]]] = {}
     named = []
     for layer in layers:
         shapes = layer.shapes() if layer.owns_weights else {}
-        kind = (layer.module_class, tuple(shapes.items()))
+        prefix, number = _split_number(layer.hf_prefix)
+        kind = (layer.module_class, tuple(shapes.items()), prefix)
         if kind not in known:
-            known[kind] = _find_pieces(model, layer, shapes)
-        named.append(layer.with_pieces(known[kind]))
+            known[kind] = _find_pieces(model, replace(layer, hf_prefix=prefix), shapes)
+        named.append(layer.with_pieces({name: _fill_in(pieces, number) for name, pieces in known[kind].items()}))
     return named
+
+
+def _split_number(prefix: str) -> tuple[str, str]:
+    """The prefix with `_NUMBER` instead of its layer's own, and that; empty where it has none."""
+    match = re.search(r"\.(\d+)\.$", prefix)
+    return (f"{prefix[: match.start(1)]}{_NUMBER}.", match[1]) if match else (prefix, "")
+
+
+def _fill_in(pieces: Sequence[Piece], number: str) -> list[Piece]:
+    return [replace(piece, hf_name=piece.hf_name.replace(_NUMBER, number)) for piece in pieces] if number else [*pieces]
 
 
 def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> PreTrainedModel:
@@ -75,7 +119,7 @@ def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torc
     for hf_name, part in on_disk.items():
         name, piece = _locate(model.config, layer, hf_name, part, wholes)
         pieces[name].append(Piece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name])))
-    return {name: found for name, found in pieces.items() if found != [Piece(name)]}
+    return {name: found for name, found in pieces.items() if found != [Piece(layer.hf_prefix + name)]}
 
 
 def _shrink(shape: torch.Size) -> torch.Size:
@@ -103,9 +147,9 @@ def _locate(
             int(low) if is_one_of_a_stack and axis == 0 else slice(int(low), int(high) + 1)
             for axis, (low, high) in enumerate(zip(first, last, strict=True))
         )
-    if not hf_name.startswith(layer.hf_prefix) or not torch.equal(whole[index], part):
+    if (_NUMBER in layer.hf_prefix and _NUMBER not in hf_name) or not torch.equal(whole[index], part):
         raise refused
-    return name, Piece(hf_name.removeprefix(layer.hf_prefix), index)
+    return name, Piece(hf_name, index)
 
 
 def _enlarge(index: tuple[int | slice, ...], small: torch.Size, shape: torch.Size) -> tuple[int | slice, ...]:

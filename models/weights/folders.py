@@ -38,6 +38,15 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# What a model that takes images or sound has beside them.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "chat_template.json",
+)
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -143,6 +152,13 @@ def copy_tokenizer_files(source_dir: Path, target_dir: Path) -> None:
         module = source_dir / f"{name.split('.')[0]}.py"
         if module.is_file():
             shutil.copyfile(module, target_dir / module.name)
+
+
+def copy_processor_files(source_dir: Path, target_dir: Path) -> None:
+    """Copies the files of the processor, byte by byte, that are not there yet; nothing happens where there is none."""
+    for name in PROCESSOR_FILES:
+        if (source_dir / name).is_file() and not (target_dir / name).exists():
+            shutil.copyfile(source_dir / name, target_dir / name)
 
 
 def find_custom_tokenizer(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from models.layer import Layer
 from models.weights.disk_names import wrap_module
+from models.weights.safetensors_writer import TensorInfo
 
 
 class RandomWeights:
@@ -20,6 +21,7 @@ class RandomWeights:
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
         self.path, self.config, self._seed = Path("random weights"), config, seed
+        self.wrapper = None
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:
@@ -37,3 +39,9 @@ class RandomWeights:
 
     def files(self) -> list[Path]:
         return []
+
+    def list_carried(self) -> list[TensorInfo]:
+        return []
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        raise KeyError(name)

@@ -9,13 +9,19 @@ import torch
 from transformers import PretrainedConfig
 
 from models.layer import Layer
+from models.weights.safetensors_writer import TensorInfo
+from models.wrapped import Wrapper
 
 
 class WeightSource(Protocol):
-    """Where weights come from. `path` is the folder with config.json (and the tokenizer, if there is one)."""
+    """Where weights come from. `path` is the folder with config.json (and the tokenizer, if there is one).
+
+    config: of the text model. wrapper: the model that it is a part of; None where it is all of it.
+    """
 
     path: Path
     config: PretrainedConfig
+    wrapper: Wrapper | None
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """The tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns none."""
@@ -26,9 +32,21 @@ class WeightSource(Protocol):
     def files(self) -> list[Path]:
         """All that decides what the model computes."""
 
+    def list_carried(self) -> list[TensorInfo]:
+        """The tensors beside the text model, by their names on disk; they are carried along as they are. Raises
+        UserError for quantized ones."""
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        """One of them, mapped from its file."""
+
 
 class StoredWeights(WeightSource, Protocol):
     """Those that lie in files: a conversion plans what it writes before it reads them."""
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """What `read_layer` gives, on the meta device: names, shapes and dtypes, without reading numbers."""
+
+
+def get_whole_config(source: WeightSource) -> PretrainedConfig:
+    """That of the whole model, the one that others load."""
+    return source.config if source.wrapper is None else source.wrapper.config

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_
 from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights
+from models.weights.carried import describe_tensor, list_carried, read_carried
 from models.weights.quantized import QUANTIZATION_CONFIG, Read, parse_quantization
+from models.weights.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
 from models.weights.tensor_files import load_json, load_torch_file, open_tensors
+from models.wrapped import Wrapper, unwrap
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> StoredWeights:
@@ -79,8 +83,9 @@ def layer_file(step_dir: Path, index: int) -> Path:
     return step_dir / f"layer_{index:02d}-model_states.pt"
 
 
-def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config.json as `transformers` reads it. Custom code is never run: the layers come from `models/`.
+def load_config(path: Path, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Wrapper | None]:
+    """The text model's config as `transformers` reads it from config.json, and the model around it, if there is one.
+    Custom code is never run: the layers come from `models/`.
 
     Raises UserError when it is missing, unreadable, or points to custom code without `trust_remote_code`.
     """
@@ -98,12 +103,24 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
             "check that it only repackages a known architecture, then give trust_remote_code=true "
             "(the other commands: --trust_remote_code)"
         )
-    return parse_config(fields, file)
+    return parse_model(fields, file)
 
 
 def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
-    """The config that `fields`, the content of `file`, describe. Raises UserError for an unknown `model_type` or a bad
-    value.
+    """The model that `fields`, the content of `file`, describe. Raises UserError as `parse_model` does, and for a model
+    around a text model."""
+    text, wrapper = parse_model(fields, file)
+    if wrapper is not None:
+        raise UserError(
+            f"{file}: model_type '{fields['model_type']}' wraps a text model, and only that is trained; give model_type "
+            f"'{text.model_type}' and its fields, or the wrapped weights in model_name_or_path"
+        )
+    return text
+
+
+def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, Wrapper | None]:
+    """The text model that `fields`, the content of `file`, describe, and the model around it, if there is one. Raises
+    UserError for an unknown `model_type` or a bad value.
     """
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
@@ -114,9 +131,14 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
         config = AutoConfig.for_model(**known)
     except Exception as error:  # transformers validates with types of its own
         raise UserError(f"{file} is not a valid config of a '{model_type}': {' '.join(str(error).split())}") from None
-    if not is_supported(config):
-        raise UserError(f"{file}: {unsupported(model_type)}")
-    return config
+    try:
+        text, wrapper = unwrap(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    if not is_supported(text):
+        within = f" in a '{model_type}'" if wrapper is not None else ""
+        raise UserError(f"{file}: {unsupported(text.model_type, within)}")
+    return text, wrapper
 
 
 class PipelineCheckpoint:
@@ -127,7 +149,7 @@ class PipelineCheckpoint:
         self.step_dir = path / tag
         if not tag or not self.step_dir.is_dir():
             raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
-        self.config = load_config(path)
+        self.config, self.wrapper = load_config(path)
 
     @property
     def is_adapter(self) -> bool:
@@ -153,6 +175,12 @@ class PipelineCheckpoint:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
 
+    def list_carried(self) -> list[TensorInfo]:
+        return list_carried(self.path) if self.wrapper is not None else []
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        return read_carried(self.path, name)
+
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
 
@@ -169,6 +197,8 @@ class PipelineCheckpoint:
                 f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
                 f"first extra one {extra[0]}; is the config.json beside it another model's?"
             )
+        if self.wrapper is not None:
+            list_carried(self.path)  # they are there
 
 
 class HuggingFaceFolder:
@@ -176,10 +206,10 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
         self.path = path
-        self.config = load_config(path, trust_remote_code)
+        self.config, self.wrapper = load_config(path, trust_remote_code)
         self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
-        self._prefix = ""  # what the names in the files lack
+        self._stored: dict[str, str] = {}  # the names in the files, where they are others
         self._of_thread = threading.local()  # the file that a thread has open
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
@@ -191,8 +221,27 @@ class HuggingFaceFolder:
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
 
+    def list_carried(self) -> list[TensorInfo]:
+        if self.wrapper is None:
+            return []
+        names = [name for name in self._files if not self.wrapper.is_text(name)]
+        names.sort(key=lambda name: (self._files[name], self._stored[name]))  # each file is opened once
+        infos = {name: describe_tensor(self._stored[name], self._read_stored(name).to("meta")) for name in names}
+        whole = self._quantization.list_tensors(self._files)
+        for name, info in infos.items():
+            if name not in whole or (info.dtype.is_floating_point and info.dtype.itemsize == 1):
+                raise UserError(
+                    f"{self.path}: '{info.name}' belongs to a quantized tensor beside the text model; those are carried "
+                    "along as they are, and only unquantized; give a folder of unquantized weights"
+                )
+        return list(infos.values())
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        assert self.wrapper is not None
+        return self._read_stored(self.wrapper.name_in_memory(name))
+
     def check_complete(self, layers: list[Layer]) -> None:
-        self._add_prefix(layers[0].hf_prefix)
+        self._unify_names(layers[0].hf_prefix)
         expected = {
             piece.hf_name
             for layer in layers
@@ -201,28 +250,43 @@ class HuggingFaceFolder:
             for piece in self._get_pieces(layer, name)
         }
         present = self._quantization.list_tensors(self._files)
+        beside: set[str] = set()
+        if self.wrapper is not None:
+            self.list_carried()  # they are not quantized
+            beside = {name for name in present if not self.wrapper.is_text(name)}
+            expected |= set(self.wrapper.list_missing(beside))
         if missing := sorted(expected - present):
             raise UserError(
                 f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?"
             )
-        extra = {name for name in present - expected if not is_ignored(self.config, name)}
-        if self.config.tie_word_embeddings and "lm_head.weight" in extra:
-            self._check_tied(layers[0], "lm_head.weight")
-            extra.discard("lm_head.weight")
+        extra = {name for name in present - expected - beside if not is_ignored(self.config, name)}
+        head = f"{self.wrapper.head if self.wrapper is not None else 'lm_head.'}weight"
+        if self.config.tie_word_embeddings and head in extra:
+            self._check_tied(layers[0], head)
+            extra.discard(head)
         if extra:
             raise UserError(
                 f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', "
                 f"first '{min(extra)}'; the weights are of another architecture than config.json says"
             )
 
-    def _add_prefix(self, first: str) -> None:
-        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin
-        with.
+    def _unify_names(self, first: str) -> None:
+        """Makes the names those that the layers' tensors have, where the folder has others.
+
+        Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with.
+        Those of a wrapped model may have each of the forms that `transformers` reads.
         """
+        if self._stored:
+            return
         prefix = first.split(".")[0] + "."
-        if not any(name.startswith(prefix) for name in self._files):
-            self._prefix = prefix
-            self._files = {prefix + name: file for name, file in self._files.items()}
+        if self.wrapper is not None:
+            names = {name: self.wrapper.name_in_memory(name) for name in self._files}
+        elif not any(name.startswith(prefix) for name in self._files):
+            names = {name: prefix + name for name in self._files}
+        else:
+            return
+        self._stored = {name: stored for stored, name in names.items()}
+        self._files = {name: self._files[stored] for stored, name in names.items()}
 
     def _check_tied(self, embedding: Layer, head: str) -> None:
         """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what
@@ -238,6 +302,8 @@ class HuggingFaceFolder:
     def _get_pieces(self, layer: Layer, name: str) -> list[Piece]:
         """As most checkpoints have them; or whole, as `transformers` saves with `save_original_format=False`."""
         pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
+        if self.wrapper is not None:
+            pieces = [replace(piece, hf_name=self.wrapper.name_in_memory(piece.hf_name)) for piece in pieces]
         return [whole] if whole.hf_name in self._files and pieces[0].hf_name not in self._files else pieces
 
     def _read_layer(self, layer: Layer, read: Read) -> dict[str, torch.Tensor]:
@@ -251,7 +317,9 @@ class HuggingFaceFolder:
         """A tensor of the layer's module, mapped from its file, or put together from several."""
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
-            return read(pieces[0].hf_name)
+            tensor = read(pieces[0].hf_name)
+            turns = self.wrapper is not None and tensor.shape != shape and tensor.dim() == 3
+            return tensor.mT.contiguous() if turns and self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
         tensor = torch.empty(0)
         for piece in pieces:
             part = read(piece.hf_name)
@@ -279,7 +347,7 @@ class HuggingFaceFolder:
         if key not in current:
             current.clear()  # one shard mapped at a time
             current[key] = open_tensors(file)
-        opened, name = current[key], name.removeprefix(self._prefix)
+        opened, name = current[key], self._stored.get(name, name)
         try:
             return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         except (KeyError, SafetensorError):

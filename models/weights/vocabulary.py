@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from errors import UserError
 from models.weights.folders import has_tokenizer
 from models.weights.source import WeightSource
-from models.weights.sources import parse_config
+from models.weights.sources import parse_model
 from models.weights.tensor_files import load_json
+from models.wrapped import TEXT_CONFIG
 
 UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
@@ -82,8 +83,13 @@ def add_eos_token_id(file: Path, token_id: int | None) -> None:
     if not file.is_file():
         return
     fields = load_json(file)
-    if (ends := add_end(fields.get("eos_token_id"), token_id)) != fields.get("eos_token_id"):
-        file.write_text(json.dumps(fields | {"eos_token_id": ends}, indent=2) + "\n")
+    known = [level for level in (fields, fields.get(TEXT_CONFIG)) if level and level.get("eos_token_id") is not None]
+    changed = False
+    for level in known or [fields.get(TEXT_CONFIG, fields)]:
+        if (ends := add_end(level.get("eos_token_id"), token_id)) != level.get("eos_token_id"):
+            level["eos_token_id"], changed = ends, True
+    if changed:
+        file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
@@ -98,22 +104,30 @@ def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | N
     unpadded = max(known, needed)  # a token that takes a row of earlier padding
     if rows == source.config.vocab_size and unpadded == known:
         return source.config
-    file = source.path / "config.json"
-    fields = {**load_json(file), "vocab_size": rows, UNPADDED: unpadded}
-    if rows == unpadded:
-        del fields[UNPADDED]
-    return parse_config(fields, file)
+    fields = {"vocab_size": rows, UNPADDED: None if rows == unpadded else unpadded}
+    return _replace_fields(source, fields)
 
 
 def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
     """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
+    unpadded = getattr(source.config, UNPADDED, None)
+    if unpadded is None:
+        raise UserError(
+            f"{source.path / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing "
+            "to take away"
+        )
+    return _replace_fields(source, {"vocab_size": unpadded, UNPADDED: unpadded})
+
+
+def _replace_fields(source: WeightSource, changed: dict[str, int | None]) -> PretrainedConfig:
+    """The source's config with other values; None for a field that it has no more."""
     file = source.path / "config.json"
     fields = load_json(file)
-    if UNPADDED not in fields:
-        raise UserError(
-            f"{file} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing to take away"
-        )
-    return parse_config({**fields, "vocab_size": fields[UNPADDED]}, file)
+    text_fields = fields.get(TEXT_CONFIG, fields) if source.wrapper is not None else fields
+    text_fields |= {key: value for key, value in changed.items() if value is not None}
+    for key in [key for key, value in changed.items() if value is None]:
+        text_fields.pop(key, None)
+    return parse_model(fields, file)[0]
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:

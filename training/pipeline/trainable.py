@@ -25,11 +25,11 @@ from models.adapter_folder import (
     name_for_peft,
     to_peft_name,
 )
-from models.adapter_targets import build_lora_config, list_adaptable, list_projections, list_targets
+from models.adapter_targets import build_lora_config, list_adaptable, list_full_names, list_projections, list_targets
 from models.adapters import Adapter, check_all_taken
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
-from models.weights.folders import copy_tokenizer_files, staged_folder
+from models.weights.folders import copy_processor_files, copy_tokenizer_files, staged_folder
 from models.weights.sources import PipelineCheckpoint
 from training.config.schema import AdapterName, RunConfig
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
-    """The adapter that `config.adapter` describes; None without one.
+def build_adapter(config: RunConfig, layers: Sequence[Layer], is_part: bool = False) -> Adapter | None:
+    """The adapter that `config.adapter` describes; None without one. is_part: the layers are of a wrapped model.
 
     Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
     adapter.
@@ -56,6 +56,8 @@ def build_adapter(config: RunConfig, layers: Sequence[Layer]) -> Adapter | None:
         check_4bit(layers)
     lora, tensors = _load_adapter(config, layers) if options.name_or_path else (_describe_adapter(config, layers), {})
     check_experts(lora, layers)
+    if is_part:
+        lora.target_modules = list_full_names(layers, lora)
     return Adapter(lora, config.seed, tensors, options.load_in_4bit)
 
 
@@ -220,12 +222,14 @@ def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig
 
 
 def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path) -> None:
-    """A standard peft folder of the adapter that the newest checkpoint holds, with the tokenizer beside it."""
+    """A standard peft folder of the adapter that the newest checkpoint holds, with the tokenizer and the processor
+    beside it."""
     tensors = read_trained_adapter(checkpoints / (checkpoints / "latest").read_text().strip(), layers)
     fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_tokenizer_files(checkpoints, folder.path)
+        copy_processor_files(checkpoints, folder.path)
         for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
             if (checkpoints / name).is_file():
                 shutil.copyfile(checkpoints / name, folder.path / name)

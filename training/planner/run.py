@@ -18,6 +18,7 @@ from models.architecture import build_layers, check_length, choose_attention
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.weights.sources import load_config, parse_config
+from models.wrapped import Wrapper
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.validate import check_config, check_model_fields
@@ -52,10 +53,12 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     find_schedule(config.schedule)
     check_objective(config)
     world_size = check_world_size(config)
-    architecture = load_architecture(config)
+    architecture, wrapper = read_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
     build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
+    if wrapper is not None:
+        yield f"text only: the plan is that of the '{architecture.model_type}' in the {wrapper.name}; no card holds the rest"
     if config.plan == "search":
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
         return
@@ -94,14 +97,21 @@ def check_world_size(config: RunConfig) -> int:
 
 
 def load_architecture(config: RunConfig) -> PretrainedConfig:
-    """The weights' own config.json where `model_name_or_path` exists, else what `conf/model/` states.
+    """The text model to plan: `read_architecture` without what is around it."""
+    return read_architecture(config)[0]
+
+
+def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | None]:
+    """The weights' own config.json where `model_name_or_path` exists, else what `conf/model/` states; and the model
+    around it, if there is one.
 
     Raises UserError when there is neither, or when they differ.
     """
+    wrapper = None
     path = Path(config.model_name_or_path).expanduser()
     if path.exists():
         folder = path.parent if path.name.startswith("global_step") else path
-        architecture = load_config(folder, config.trust_remote_code)
+        architecture, wrapper = load_config(folder, config.trust_remote_code)
         check_model_fields(config.model, architecture, str(folder))
     elif config.model:
         architecture = parse_config(config.model, Path("conf/model"))
@@ -113,7 +123,7 @@ def load_architecture(config: RunConfig) -> PretrainedConfig:
         )
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     check_length(architecture, config.max_seq_length)
-    return architecture
+    return architecture, wrapper
 
 
 def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:

@@ -1,0 +1,69 @@
+"""Whether a wrapped model does with text what its text model does alone: a small one must give the same loss and
+gradients. It may also scale its logits, or have a mask of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from errors import UserError
+from models.architecture import build_layers
+from models.generic.proof import BOUND, compare
+from models.generic.shrink import build_small, shrink
+from models.wrapped import Wrapper
+
+_proven: dict[str, str | None] = {}  # a wrapped config -> what is wrong with it
+
+
+def prove(config: PretrainedConfig, wrapper: Wrapper) -> None:
+    """Raises UserError where the model around the text model `config` does something else with text."""
+    key = wrapper.config.to_json_string(use_diff=False)
+    if key not in _proven:
+        _proven[key] = _find_fault(config, wrapper)
+    if _proven[key] is not None:
+        raise UserError(
+            f"a '{wrapper.config.model_type}' cannot be trained as its '{config.model_type}' alone: {_proven[key]}"
+        )
+
+
+def _find_fault(config: PretrainedConfig, wrapper: Wrapper) -> str | None:
+    try:
+        small = shrink(config)
+        small._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
+        worst, name = compare_with_wrapped(small, wrapper)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # other people's code, on a config it was not made for
+        words = " ".join(str(error).split())[:160]
+        return f"a small one cannot be run on text ({type(error).__name__}: {words})"
+    if worst < BOUND:
+        return None
+    return f"given text, '{name}' of a small {wrapper.name} differs by {worst:.0e} from that of its text model"
+
+
+def compare_with_wrapped(small: PretrainedConfig, wrapper: Wrapper) -> tuple[float, str]:
+    """The largest relative difference of loss and gradients, and of which tensor: a small text model's layers against
+    the wrapped class around it, given text alone."""
+    layers = wrapper.rename(build_layers(small))
+    plain = copy.deepcopy(small)
+    plain._experts_implementation = "eager"
+    text, input_ids = build_small(plain)
+    return compare(layers, _wrap(text, wrapper), input_ids, small)
+
+
+def _wrap(text: PreTrainedModel, wrapper: Wrapper) -> PreTrainedModel:
+    """The wrapped class around `text`. What is beside it stays on the meta device: text does not reach it."""
+    config = copy.deepcopy(wrapper.config)
+    config.text_config = text.config
+    with torch.device("meta"):
+        model = type(wrapper.model)(config).train()
+    name = wrapper.base.removesuffix(".")
+    while name:  # a model takes the device of its first parameter for its own
+        name = name.rpartition(".")[0]
+        model.get_submodule(name).register_parameter("on_cpu", nn.Parameter(torch.zeros(()), requires_grad=False))
+    model.set_submodule(wrapper.base.removesuffix("."), text.get_submodule(wrapper.own_base.removesuffix(".")))
+    model.set_submodule(wrapper.head.removesuffix("."), text.get_output_embeddings())
+    return model

@@ -1,0 +1,137 @@
+"""Models that wrap a text model, through real pipeline stages: their text is trained as the wrapped class would train
+it, and what is beside it is exported with the bits that it had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.cases import BOUND, Case, mean_loss, merge, train_case, train_oracle, train_run, worst_difference
+from support.model_folders import convert, export
+from support.parity_table import LARGE
+from support.runs import eval_dataset, read_metrics
+from support.tiny import save_records, save_tokenizer
+from support.workers import WorkerGroup
+from support.wrapped import WRAPPED, save_wrapped
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
+
+from errors import UserError
+
+SHORT = "mistral3"
+ALL = [SHORT, *(pytest.param(name, marks=pytest.mark.full) for name in sorted(WRAPPED) if name != SHORT)]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """case(model_type, *overrides, steps=...): at pp2, with a Hugging Face folder that is made on first use."""
+    root = tmp_path_factory.mktemp("wrapped")
+    records = save_records(root / "train.jsonl", 22)
+    save_records(root / "eval.jsonl", 11, seed=1)
+    save_tokenizer(root / "tokenizer")
+
+    def case(model_type: str, *overrides: str, steps: int = 2) -> Case:
+        folder = root / model_type
+        if not folder.exists():
+            save_wrapped(folder, model_type)
+        return Case(folder, records, root, 2, 2, steps, (f"tokenizer_name_or_path={root}/tokenizer", *overrides))
+
+    return case
+
+
+def load_wrapped(folder: Path) -> PreTrainedModel:
+    """In fp32. The class that config.json names loads all of the folder, and finds nothing else in it."""
+    model, report = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    return model
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_gradients_equal_the_wrapped_class(workers: Callable[[int], WorkerGroup], material, model_type: str) -> None:
+    case = material(model_type, f"learning_rate={LARGE}", steps=1)  # the new weights are the gradients
+    result = merge(workers(2).run(train_case, case))
+    oracle = train_oracle(case, load_wrapped(case.model))
+    assert result["weights"].keys() < oracle["weights"].keys()
+    trained = {name: oracle["weights"][name] for name in result["weights"]}
+    worst, name = worst_difference(result["weights"], trained)
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.parametrize("first", ["hf", pytest.param("converted", marks=pytest.mark.full)])
+def test_a_run_exports_what_the_wrapped_class_loads(
+    workers: Callable[[int], WorkerGroup], material, tmp_path: Path, model_type: str, first: str
+) -> None:
+    case = material(model_type, "learning_rate=0.05")
+    source = case.model if first == "hf" else convert(case.model, tmp_path / "converted")
+    out = tmp_path / "out"
+    overrides = (f"output_dir={out}", f"eval_file={case.workdir}/eval.jsonl", "save_steps=1", "keep_last=1")
+    workers(2).run(train_run, replace(case, model=source, overrides=(*case.overrides, *overrides)))
+
+    before, after = load_file(case.model / "model.safetensors"), load_file(out / "hf" / "model.safetensors")
+    carried = load_file(out / "checkpoints" / "carried.safetensors")
+    assert before.keys() == after.keys() and carried.keys() < before.keys()
+    assert {tensor.dtype for tensor in carried.values()} == {torch.bfloat16}
+    for name, tensor in before.items():
+        same = after[name].dtype == tensor.dtype and torch.equal(after[name], tensor)
+        assert same == (name in carried or name.endswith("e_score_correction_bias")), name  # a buffer
+    reported = read_metrics(out)[-1]
+    loss, num_targets = mean_loss(load_wrapped(out / "hf"), eval_dataset(case.workdir))
+    assert reported["eval_tokens"] == num_targets and abs(loss - reported["eval_loss"]) < 1e-4
+    assert (out / "hf" / "preprocessor_config.json").read_bytes() == (case.model / "preprocessor_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.full) for name in sorted(WRAPPED)])
+def test_peft_loads_a_trained_adapter_on_the_wrapped_class(
+    workers: Callable[[int], WorkerGroup], material, tmp_path: Path, model_type: str
+) -> None:
+    case, out = material(model_type), tmp_path / "out"
+    overrides = (f"output_dir={out}", f"eval_file={case.workdir}/eval.jsonl", "adapter=lora", "optimizer=adamw")
+    lora = (*case.overrides, *overrides, "learning_rate=0.05", "max_steps=4", "save_steps=2")
+    workers(2).run(train_run, replace(case, overrides=(*lora, "stop_after_steps=2")))
+    workers(1).run(train_run, replace(case, num_stages=1, world_size=1, overrides=(*lora, "resume=latest")))
+
+    reported = read_metrics(out)[-1]["eval_loss"]
+    model = load_wrapped(case.model)
+    plain = mean_loss(model, eval_dataset(case.workdir))[0]
+    adapted = PeftModel.from_pretrained(model, out / "hf")
+    put = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    saved = {name.partition(".lora_A")[0] for name in load_file(out / "hf" / "adapter_model.safetensors")}
+    assert put == {name for name in saved if ".lora_B" not in name}  # none on the tower beside the text
+    loss = mean_loss(adapted, eval_dataset(case.workdir))[0]
+    assert abs(loss - reported) < 1e-4 < abs(loss - plain)
+
+    merged = export(out / "hf", tmp_path / "merged")
+    assert abs(mean_loss(load_wrapped(merged), eval_dataset(case.workdir))[0] - reported) < 1e-4
+    before, after = load_file(case.model / "model.safetensors"), load_file(merged / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if before[name].dtype == torch.bfloat16)
+    assert not (out / "checkpoints" / "carried.safetensors").exists()  # an adapter is beside the model, not in it
+
+
+@pytest.mark.full
+def test_a_run_continues_without_the_folder_that_it_started_from(
+    workers: Callable[[int], WorkerGroup], material, tmp_path: Path
+) -> None:
+    case, out = material("mistral3"), tmp_path / "out"
+    original, moved = case.model, case.model.rename(tmp_path / "hf")
+    overrides = (*case.overrides, f"output_dir={out}", "max_steps=4", "save_steps=1", "keep_last=1")
+    case = replace(case, model=moved, workdir=tmp_path, overrides=(*overrides, "stop_after_steps=2"))
+    workers(2).run(train_run, case)
+    moved.rename(original)
+    workers(2).run(train_run, replace(case, num_stages=1, overrides=(*overrides, "resume=latest")))
+    before, after = load_file(original / "model.safetensors"), load_file(out / "hf" / "model.safetensors")
+    carried = load_file(out / "checkpoints" / "carried.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in carried)
+    load_wrapped(out / "hf")
+
+    (out / "checkpoints" / "carried.safetensors").unlink()
+    with pytest.raises(UserError, match=r"carried.safetensors is missing: config.json wraps a text model"):
+        export(out / "checkpoints", tmp_path / "again")
