@@ -75,7 +75,8 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
         return name_pieces(config, layers)
-    importlib.import_module("models.generic.wrapped_proof").prove(config, wrapper)
+    proof = importlib.import_module("models.generic.wrapped_proof")
+    proof.prove(config, wrapper, _load_architecture(config).build_layers)
     return name_wrapped_pieces(config, layers, wrapper)
 
 

@@ -1,9 +1,9 @@
-"""Models that have a text model inside, such as one that also sees images: which part of them is trained, and its names.
+"""Models that have a text model inside, such as one that also sees images: which part is trained, and its names.
 
 Their config.json wraps the text model's (`text_config`). The text model is what becomes layers; every other tensor, of
 the vision tower, the projector and the like, is carried along as it is. All names are those of the wrapping class of
-`transformers`, so an export, or an adapter, belongs to it. Which names its folders have on disk, now and before, follows
-from `transformers` too (`conversion_mapping`, 5.23).
+`transformers`, so an export, or an adapter, belongs to it. Which names its folders have on disk, now and before,
+follows from `transformers` too (`conversion_mapping`, 5.23).
 """
 
 from __future__ import annotations
@@ -185,9 +185,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and getattr(embedding, "weight", None) is head.weight
 
 
-def find_text_class(
-    config: PretrainedConfig, base_class: type[PreTrainedModel] | None = None
-) -> type[PreTrainedModel]:
+def find_text_class(config: PretrainedConfig, base_class: type[PreTrainedModel] | None = None) -> type[PreTrainedModel]:
     """The class of a text model alone: transformers' own; where it has none (Qwen-VL's), `base_class` and a head put
     together, which `AutoModelForCausalLM` knows from then on."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -4,36 +4,44 @@ gradients. It may also scale its logits, or have a mask of its own."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from errors import UserError
-from models.architecture import build_layers
+from models.experts.grouped import GROUPED
 from models.generic.proof import BOUND, compare
 from models.generic.shrink import build_small, shrink
+from models.layer import Layer
 from models.wrapped import Wrapper
+
+BuildLayers = Callable[[PretrainedConfig], list[Layer]]
 
 _proven: dict[str, str | None] = {}  # a wrapped config -> what is wrong with it
 
 
-def prove(config: PretrainedConfig, wrapper: Wrapper) -> None:
-    """Raises UserError where the model around the text model `config` does something else with text."""
+def prove(config: PretrainedConfig, wrapper: Wrapper, build_layers: BuildLayers) -> None:
+    """Raises UserError where the model around the text model `config` does something else with text.
+
+    build_layers: of the text model's family.
+    """
     key = wrapper.config.to_json_string(use_diff=False)
     if key not in _proven:
-        _proven[key] = _find_fault(config, wrapper)
+        _proven[key] = _find_fault(config, wrapper, build_layers)
     if _proven[key] is not None:
         raise UserError(
-            f"a '{wrapper.config.model_type}' cannot be trained as its '{config.model_type}' alone: {_proven[key]}"
+            f"a '{wrapper.config.model_type}' cannot be trained as its '{config.model_type}' alone: {_proven[key]}. "
+            "docs/models.md says what a wrapped model has to be"
         )
 
 
-def _find_fault(config: PretrainedConfig, wrapper: Wrapper) -> str | None:
+def _find_fault(config: PretrainedConfig, wrapper: Wrapper, build_layers: BuildLayers) -> str | None:
     try:
         small = shrink(config)
         small._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
-        worst, name = compare_with_wrapped(small, wrapper)
+        worst, name = compare_with_wrapped(small, wrapper, build_layers)
     except UserError as error:
         return str(error)
     except Exception as error:  # other people's code, on a config it was not made for
@@ -44,9 +52,10 @@ def _find_fault(config: PretrainedConfig, wrapper: Wrapper) -> str | None:
     return f"given text, '{name}' of a small {wrapper.name} differs by {worst:.0e} from that of its text model"
 
 
-def compare_with_wrapped(small: PretrainedConfig, wrapper: Wrapper) -> tuple[float, str]:
+def compare_with_wrapped(small: PretrainedConfig, wrapper: Wrapper, build_layers: BuildLayers) -> tuple[float, str]:
     """The largest relative difference of loss and gradients, and of which tensor: a small text model's layers against
     the wrapped class around it, given text alone."""
+    small._experts_implementation = GROUPED
     layers = wrapper.rename(build_layers(small))
     plain = copy.deepcopy(small)
     plain._experts_implementation = "eager"

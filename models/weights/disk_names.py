@@ -49,7 +49,10 @@ def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapp
     for alone, layer in zip(name_pieces(config, layers), named, strict=True):
         pieces = {}
         for name in layer.shapes() if layer.owns_weights and alone.hf_prefix.startswith(own_base) else ():
-            own = [replace(piece, hf_name=prefix + piece.hf_name.removeprefix(own_base)) for piece in alone.get_pieces(name)]
+            own = [
+                replace(piece, hf_name=prefix + piece.hf_name.removeprefix(own_base))
+                for piece in alone.get_pieces(name)
+            ]
             if _mean_the_same(own, layer.get_pieces(name), wrapper):
                 pieces[name] = own
         chosen.append(layer.with_pieces({**layer.pieces, **pieces}))

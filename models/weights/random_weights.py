@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from models.layer import Layer
 from models.weights.disk_names import wrap_module
 from models.weights.safetensors_writer import TensorInfo
+from models.wrapped import Wrapper
 
 
 class RandomWeights:
@@ -21,7 +22,7 @@ class RandomWeights:
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:
         self.path, self.config, self._seed = Path("random weights"), config, seed
-        self.wrapper = None
+        self.wrapper: Wrapper | None = None
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         if not layer.owns_weights:

@@ -112,8 +112,8 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     text, wrapper = parse_model(fields, file)
     if wrapper is not None:
         raise UserError(
-            f"{file}: model_type '{fields['model_type']}' wraps a text model, and only that is trained; give model_type "
-            f"'{text.model_type}' and its fields, or the wrapped weights in model_name_or_path"
+            f"{file}: model_type '{fields['model_type']}' wraps a text model, and only that is trained; give "
+            f"model_type '{text.model_type}' and its fields, or the wrapped weights in model_name_or_path"
         )
     return text
 
@@ -231,8 +231,8 @@ class HuggingFaceFolder:
         for name, info in infos.items():
             if name not in whole or (info.dtype.is_floating_point and info.dtype.itemsize == 1):
                 raise UserError(
-                    f"{self.path}: '{info.name}' belongs to a quantized tensor beside the text model; those are carried "
-                    "along as they are, and only unquantized; give a folder of unquantized weights"
+                    f"{self.path}: '{info.name}' belongs to a quantized tensor beside the text model; those are "
+                    "carried along as they are, and only unquantized; give a folder of unquantized weights"
                 )
         return list(infos.values())
 
@@ -318,8 +318,9 @@ class HuggingFaceFolder:
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
             tensor = read(pieces[0].hf_name)
-            turns = self.wrapper is not None and tensor.shape != shape and tensor.dim() == 3
-            return tensor.mT.contiguous() if turns and self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
+            if self.wrapper is None or tensor.shape == shape or tensor.dim() != 3:
+                return tensor
+            return tensor.mT.contiguous() if self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
         tensor = torch.empty(0)
         for piece in pieces:
             part = read(piece.hf_name)

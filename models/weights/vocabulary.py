@@ -113,8 +113,8 @@ def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
     unpadded = getattr(source.config, UNPADDED, None)
     if unpadded is None:
         raise UserError(
-            f"{source.path / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is nothing "
-            "to take away"
+            f"{source.path / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is "
+            "nothing to take away"
         )
     return _replace_fields(source, {"vocab_size": unpadded, UNPADDED: unpadded})
 

@@ -91,7 +91,7 @@ def test_names_of_memory_are_read_too(models: Models, tmp_path: Path, model_type
 
 @pytest.mark.full
 def test_experts_are_read_either_way_round(models: Models, tmp_path: Path) -> None:
-    folder, model = models("qwen3_vl_moe")
+    folder, _ = models("qwen3_vl_moe")
     turned = {
         name: tensor.mT if ".mlp.experts." in name else tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
@@ -125,7 +125,9 @@ def test_a_model_that_does_something_else_with_text_is_refused(monkeypatch: pyte
     monkeypatch.setattr(Mistral3ForConditionalGeneration, "forward", scaled)
     monkeypatch.setattr(wrapped_proof, "_proven", {})
     text, wrapper = unwrap(build_wrapped("mistral3").config)
-    with pytest.raises(UserError, match="a 'mistral3' cannot be trained as its 'mistral' alone: given text, '.*' of a sm"):
+    with pytest.raises(
+        UserError, match="a 'mistral3' cannot be trained as its 'mistral' alone: given text, '.*' of a sm"
+    ):
         build_layers(text, wrapper)
 
 

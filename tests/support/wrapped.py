@@ -1,4 +1,4 @@
-"""Tiny random models that wrap a text model, each with what is beside it: a vision or an audio tower and a projector."""
+"""Tiny random models that wrap a text model, each with what is beside it: a tower for images or sound, a projector."""
 
 from __future__ import annotations
 
@@ -95,7 +95,13 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "gemma3": {
-        "text_config": {**_TEXT, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "layer_types": _KINDS},
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": _KINDS,
+        },
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "mm_tokens_per_image": 4,
         "tie_word_embeddings": True,
@@ -177,10 +183,14 @@ def save_wrapped(folder: Path, model_type: str, **options: Any) -> PreTrainedMod
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.float32
     model.save_pretrained(folder)
-    if model_type == "kimi_k25":  # the text's layers have their own name on the hub: what saving makes of them is undone
+    if (
+        model_type == "kimi_k25"
+    ):  # the text's layers have their own name on the hub: what saving makes of them is undone
         file = folder / "model.safetensors"
         tensors = load_file(file)
         text = "language_model.model."
-        save_file({name.replace(f"{text}blocks", f"{text}layers"): t for name, t in tensors.items()}, file, {"format": "pt"})
+        save_file(
+            {name.replace(f"{text}blocks", f"{text}layers"): t for name, t in tensors.items()}, file, {"format": "pt"}
+        )
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "none of ours"}\n')
     return model.float()

@@ -171,6 +171,9 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "transformers", model, ("_init_weights",), "drawing random weights (init=random)"
     kernels = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
     yield "transformers", model, kernels, "choosing the attention kernel"
+    saves = "transformers.core_model_loading:revert_weight_conversion"
+    yield "transformers", saves, ("_weight_conversions",), "naming the tensors of a wrapped model"
+    yield "transformers", model, ("_tied_weights_keys",), "tying the head of a text model"
     yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), "knowing what a checkpoint may hold beside"
     experts = "transformers.integrations.moe:use_experts_implementation"
     yield "transformers", experts, ("_apply_gate",), "computing experts"

@@ -58,7 +58,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if wrapper is not None:
-        yield f"text only: the plan is that of the '{architecture.model_type}' in the {wrapper.name}; no card holds the rest"
+        yield f"text only: the plan of the '{architecture.model_type}' in {wrapper.name}; the rest is on no card"
     if config.plan == "search":
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
         return

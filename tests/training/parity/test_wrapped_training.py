@@ -85,7 +85,9 @@ def test_a_run_exports_what_the_wrapped_class_loads(
     reported = read_metrics(out)[-1]
     loss, num_targets = mean_loss(load_wrapped(out / "hf"), eval_dataset(case.workdir))
     assert reported["eval_tokens"] == num_targets and abs(loss - reported["eval_loss"]) < 1e-4
-    assert (out / "hf" / "preprocessor_config.json").read_bytes() == (case.model / "preprocessor_config.json").read_bytes()
+    assert (out / "hf" / "preprocessor_config.json").read_bytes() == (
+        case.model / "preprocessor_config.json"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.full) for name in sorted(WRAPPED)])
