@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,8 @@ class HuggingFaceFolder:
         self._files = _find_tensors(path)
         self._stored: dict[str, str] = {}  # the names in the files, where they are others
         self._of_thread = threading.local()  # the file that a thread has open
+        if self.wrapper is not None:  # its folders have had other names over the years
+            self._rename({name: self.wrapper.name_in_memory(name) for name in self._files})
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self._read_layer(layer, self._read)
@@ -241,7 +244,7 @@ class HuggingFaceFolder:
         return self._read_stored(self.wrapper.name_in_memory(name))
 
     def check_complete(self, layers: list[Layer]) -> None:
-        self._unify_names(layers[0].hf_prefix)
+        self._add_prefix(layers[0].hf_prefix)
         expected = {
             piece.hf_name
             for layer in layers
@@ -270,21 +273,16 @@ class HuggingFaceFolder:
                 f"first '{min(extra)}'; the weights are of another architecture than config.json says"
             )
 
-    def _unify_names(self, first: str) -> None:
-        """Makes the names those that the layers' tensors have, where the folder has others.
-
-        Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin with.
-        Those of a wrapped model may have each of the forms that `transformers` reads.
+    def _add_prefix(self, first: str) -> None:
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin
+        with.
         """
-        if self._stored:
-            return
         prefix = first.split(".")[0] + "."
-        if self.wrapper is not None:
-            names = {name: self.wrapper.name_in_memory(name) for name in self._files}
-        elif not any(name.startswith(prefix) for name in self._files):
-            names = {name: prefix + name for name in self._files}
-        else:
-            return
+        if self.wrapper is None and not any(name.startswith(prefix) for name in self._files):
+            self._rename({name: prefix + name for name in self._files})
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Names in the files -> those that the layers' tensors have."""
         self._stored = {name: stored for stored, name in names.items()}
         self._files = {name: self._files[stored] for stored, name in names.items()}
 

@@ -20,7 +20,9 @@ from models.generic import wrapped_proof
 from models.generic.shrink import shrink
 from models.weights.conversion import convert_to_pipeline
 from models.weights.sources import open_weights, parse_config
+from models.weights.vocabulary import add_eos_token_id
 from models.wrapped import unwrap
+from scripts.generate import load_model
 
 ALL = [pytest.param(name, marks=() if name == "mistral3" else pytest.mark.full) for name in sorted(WRAPPED)]
 Models = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -164,3 +166,27 @@ def test_small_models_keep_the_kinds_of_positions() -> None:
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [24, 20, 20]}
     text.head_dim = 128
     assert sum(shrink(text).rope_parameters["mrope_section"]) == shrink(text).head_dim // 2
+
+
+def test_an_end_token_is_added_where_the_config_has_one(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for before, after in (
+        ({"text_config": {}}, {"text_config": {"eos_token_id": 7}}),
+        ({"text_config": {"eos_token_id": 2}}, {"text_config": {"eos_token_id": [2, 7]}}),
+        ({"eos_token_id": [7, 1], "text_config": {}}, {"eos_token_id": [7, 1], "text_config": {}}),
+        ({"eos_token_id": 1, "text_config": {"eos_token_id": 1}}, None),
+    ):
+        file.write_text(json.dumps(before))
+        add_eos_token_id(file, 7)
+        both = {"eos_token_id": [1, 7], "text_config": {"eos_token_id": [1, 7]}}
+        assert json.loads(file.read_text()) == (after or both)
+
+
+def test_the_text_model_alone_gives_the_logits_of_the_whole(models: Models) -> None:
+    """What scripts/generate.py answers with."""
+    folder, model = models("mistral3")
+    alone = load_model(open_weights(str(folder))).float()
+    input_ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        expected, logits = (each.eval()(input_ids, use_cache=False).logits for each in (model, alone))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -4,6 +4,7 @@ it, and what is beside it is exported with the bits that it had."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.cases import BOUND, Case, mean_loss, merge, train_case, train_oracle, train_run, worst_difference
-from support.model_folders import convert, export
+from support.configs import compose_config
+from support.model_folders import assert_same_bits, convert, export
 from support.parity_table import LARGE
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
@@ -22,6 +24,10 @@ from support.wrapped import WRAPPED, save_wrapped
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from errors import UserError
+from models.weights.sources import open_weights
+from training.config.schema import to_typed
+from training.planner.run import plan_run
+from training.summary import describe_wrapper
 
 SHORT = "mistral3"
 ALL = [SHORT, *(pytest.param(name, marks=pytest.mark.full) for name in sorted(WRAPPED) if name != SHORT)]
@@ -110,7 +116,9 @@ def test_peft_loads_a_trained_adapter_on_the_wrapped_class(
     loss = mean_loss(adapted, eval_dataset(case.workdir))[0]
     assert abs(loss - reported) < 1e-4 < abs(loss - plain)
 
+    export(out / "checkpoints", tmp_path / "from_checkpoints")
     merged = export(out / "hf", tmp_path / "merged")
+    assert_same_bits(*(load_file(tmp_path / name / "model.safetensors") for name in ("merged", "from_checkpoints")))
     assert abs(mean_loss(load_wrapped(merged), eval_dataset(case.workdir))[0] - reported) < 1e-4
     before, after = load_file(case.model / "model.safetensors"), load_file(merged / "model.safetensors")
     assert before.keys() == after.keys()
@@ -137,3 +145,28 @@ def test_a_run_continues_without_the_folder_that_it_started_from(
     (out / "checkpoints" / "carried.safetensors").unlink()
     with pytest.raises(UserError, match=r"carried.safetensors is missing: config.json wraps a text model"):
         export(out / "checkpoints", tmp_path / "again")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_two_ranks_share_each_layer(workers: Callable[[int], WorkerGroup], material, model_type: str) -> None:
+    case = material(model_type, f"learning_rate={LARGE}", "tensor_parallel_size=2", steps=1)
+    case = replace(case, num_stages=1)
+    result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case, load_wrapped(case.model))
+    worst, name = worst_difference(result["weights"], {name: oracle["weights"][name] for name in result["weights"]})
+    assert worst < BOUND, name
+
+
+def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None:
+    case = material(SHORT)
+    source = open_weights(str(case.model))
+    (said,) = describe_wrapper(source).values()
+    assert re.fullmatch(
+        r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are carried along "
+        "unchanged",
+        said,
+    )
+    overrides = (f"model_name_or_path={case.model}", "plan=true", "world_size=2", "hardware=a100_80g")
+    config = to_typed(compose_config("base", *overrides, f"output_dir={tmp_path}", "num_stages=2"), ("train_file",))
+    planned = next(plan_run(config))
+    assert planned == "text only: the plan of the 'mistral' in Mistral3ForConditionalGeneration; the rest is on no card"
