@@ -122,43 +122,49 @@ def unwrap(config: PretrainedConfig) -> tuple[PretrainedConfig, Wrapper | None]:
     if not isinstance(text, PretrainedConfig):
         return config, None
     text = copy.deepcopy(text)
-    wrapper = _build_wrapper(config, text)
-    text.tie_word_embeddings = _is_tied(wrapper.model)  # of the two configs the model knows which one counts
-    return text, wrapper
-
-
-def _build_wrapper(config: PretrainedConfig, text: PretrainedConfig) -> Wrapper:
-    config = copy.deepcopy(config)
-    if not hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = False
-    if not hasattr(config.text_config, "tie_word_embeddings"):
-        config.text_config.tie_word_embeddings = False
     try:
-        with torch.device("meta"):
-            model = _find_class(config)(config)
-        model.tie_weights()
+        wrapper = _build_wrapper(config, text)
+        text.tie_word_embeddings = _is_tied(wrapper.model)  # of the two configs the model knows which one counts
     except UserError:
         raise
     except Exception as error:  # other people's code, on a config it was not made for
         words = " ".join(str(error).split())[:160]
         raise UserError(f"a '{config.model_type}' cannot be built ({type(error).__name__}: {words})") from None
+    return text, wrapper
+
+
+def _build_wrapper(config: PretrainedConfig, text: PretrainedConfig) -> Wrapper:
+    model = _build_on_meta(config)
+    base_class = MODEL_MAPPING.get(type(text), None) or type(model.get_decoder())
+    bases = [name for name, part in model.named_modules() if name and type(part) is base_class]
+    heads = [name for name, part in model.named_modules() if part is model.get_output_embeddings()]
+    own_bases = []
+    if bases and heads:
+        with torch.device("meta"):
+            alone = find_text_class(text, base_class)(copy.deepcopy(model.get_submodule(bases[0]).config))
+        own_bases = [name for name, part in alone.named_modules() if type(part) is base_class]
+    if len(bases) != 1 or len(own_bases) != 1:
+        raise UserError(
+            f"the '{text.model_type}' in a '{config.model_type}' cannot be trained by itself: "
+            f"{type(model).__name__} has {len(bases)} text models and {len(heads)} heads, and one of each is needed"
+        )
+    return Wrapper(model, f"{bases[0]}.", f"{heads[0]}.", f"{own_bases[0]}.")
+
+
+def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    for described in (config, config.text_config):
+        if not hasattr(described, "tie_word_embeddings"):
+            described.tie_word_embeddings = False
+    with torch.device("meta"):
+        model = _find_class(config)(config)
+    model.tie_weights()
     model._weight_conversions = [  # what is undone when it is saved: all but what depends on the folder that was read
         step
         for step in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(step, PrefixChange) and not _transposes(step)
     ]
-    base_class = MODEL_MAPPING.get(type(text), None) or type(model.get_decoder())
-    bases = [name for name, part in model.named_modules() if name and type(part) is base_class]
-    heads = [name for name, part in model.named_modules() if part is model.get_output_embeddings()]
-    if len(bases) != 1 or not heads:
-        raise UserError(
-            f"the '{text.model_type}' in a '{config.model_type}' cannot be trained by itself: "
-            f"{type(model).__name__} has {len(bases)} text models and {len(heads)} heads, and one of each is needed"
-        )
-    with torch.device("meta"):
-        alone = find_text_class(text, base_class)(copy.deepcopy(model.get_submodule(bases[0]).config))
-    own_base = next(name for name, part in alone.named_modules() if type(part) is base_class)
-    return Wrapper(model, f"{bases[0]}.", f"{heads[0]}.", f"{own_base}.")
+    return model
 
 
 def _transposes(step: WeightTransform) -> bool:

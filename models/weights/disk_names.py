@@ -135,8 +135,9 @@ def _locate(
     config: PretrainedConfig, layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor]
 ) -> tuple[str, Piece]:
     """The tensor that a part on disk is a part of, and which."""
+    named = hf_name.replace(_NUMBER, "N")
     refused = UserError(
-        f"model_type '{config.model_type}': '{hf_name}' is rearranged on disk in a way that is not supported"
+        f"model_type '{config.model_type}': '{named}' is rearranged on disk in a way that is not supported"
     )
     lowest, highest = int(part.min()), int(part.max())
     name = next(name for name, whole in wholes.items() if whole.flatten()[0] <= lowest <= whole.flatten()[-1])
