@@ -58,16 +58,20 @@ def load_wrapped(folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("model_type", ALL)
-def test_gradients_equal_the_wrapped_class(workers: Callable[[int], WorkerGroup], material, model_type: str) -> None:
-    case = material(model_type, f"learning_rate={LARGE}", steps=1)  # the new weights are the gradients
-    result = merge(workers(2).run(train_case, case))
-    oracle = train_oracle(case, load_wrapped(case.model))
+def compare_gradients(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    """One step so long that the new weights are the gradients."""
+    result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case, load_wrapped(case.model))
     assert result["weights"].keys() < oracle["weights"].keys()
-    trained = {name: oracle["weights"][name] for name in result["weights"]}
-    worst, name = worst_difference(result["weights"], trained)
+    worst, name = worst_difference(result["weights"], {name: oracle["weights"][name] for name in result["weights"]})
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_gradients_equal_the_wrapped_class(
+    workers: Callable[[int], WorkerGroup], material, tmp_path: Path, model_type: str
+) -> None:
+    compare_gradients(workers, replace(material(model_type, f"learning_rate={LARGE}", steps=1), workdir=tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ALL)
@@ -149,12 +153,11 @@ def test_a_run_continues_without_the_folder_that_it_started_from(
 
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
-def test_two_ranks_share_each_layer(workers: Callable[[int], WorkerGroup], material, model_type: str) -> None:
+def test_two_ranks_share_each_layer(
+    workers: Callable[[int], WorkerGroup], material, tmp_path: Path, model_type: str
+) -> None:
     case = material(model_type, f"learning_rate={LARGE}", "tensor_parallel_size=2", steps=1)
-    case = replace(case, num_stages=1)
-    result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case, load_wrapped(case.model))
-    worst, name = worst_difference(result["weights"], {name: oracle["weights"][name] for name in result["weights"]})
-    assert worst < BOUND, name
+    compare_gradients(workers, replace(case, num_stages=1, workdir=tmp_path))
 
 
 def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None:
