@@ -45,7 +45,7 @@ class Trunk:
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Raises UserError for a model without a list of decoder layers."""
+        """Raises UserError for a model without a list of layers between embeddings and a head."""
         built_from = copy.deepcopy(config)
         built_from._attn_implementation = "eager"  # `config` chooses the kernel; its package may be missing here
         with torch.device("meta"):
@@ -58,6 +58,8 @@ class Trunk:
         _compute_buffers(self.model, self.layers)
         self._make_mask: MakeMask = _make_none
         self._forward = self._use_our_masks(inspect.unwrap(type(self.module).forward))
+        if "inputs_embeds" not in inspect.signature(self._forward).parameters:
+            raise UserError(f"'{self.name}', which runs its layers, takes no embeddings of tokens")
         self._returns_tuples = self._find_whether_layers_return_tuples()
 
     def prepare(self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts) -> torch.Tensor:
