@@ -17,6 +17,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
+from models.experts.adapted_products import adapted_linear
 from models.experts.products import grouped_linear
 from models.experts.rows import add_bias, combine, gather, weighted_swiglu
 
@@ -56,16 +57,13 @@ def project(
 
     source: what the rows were gathered from, where they need not be kept for the backward pass.
     """
-    outputs = grouped_linear(
-        rows,
-        getattr(experts, name),
-        where.offsets,
-        transposed=experts.is_transposed,
-        source=source,
-        tokens=None if source is None else where.tokens,
-    )
-    if name in getattr(experts, "low_rank", {}):  # an adapter beside the weight: models/experts/lora.py
-        outputs = outputs + experts.low_rank[name](rows, where, source)  # not in place: checkpointing may keep it
+    weight, tokens = getattr(experts, name), None if source is None else where.tokens
+    options: Any = {"transposed": experts.is_transposed, "source": source, "tokens": tokens}
+    low_rank = getattr(experts, "low_rank", {})  # adapters beside the weights: models/experts/lora.py
+    if name in low_rank:
+        outputs = adapted_linear(rows, weight, low_rank[name](), where.offsets, **options)
+    else:
+        outputs = grouped_linear(rows, weight, where.offsets, **options)
     if not experts.has_bias:
         return outputs
     # Of a bias that ranks have whole and whose outputs they sum, each adds a share

@@ -17,8 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from models.experts.grouped import GROUPED, Dispatch, is_stack
-from models.experts.products import grouped_linear
+from models.experts.grouped import GROUPED, is_stack
 
 _ROW_BYTES = 16  # what torch's grouped product wants the rows of its matrices to be multiples of (2.13)
 
@@ -35,15 +34,16 @@ class GroupedLora(ParamWrapper):
             return super().forward(x, *args, **kwargs)
         return experts(x, *args, **kwargs)
 
-    def compute(self, rows: torch.Tensor, where: Dispatch, source: torch.Tensor | None = None) -> torch.Tensor:
-        """[S, out]: what is added to the rows' product with the weight. rows: [S, in], of `source` where that is given,
-        so that they need not be kept.
-        """
+    def list_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E, r, in] and the scaled B [E, r, out], of the next rank that a card's grouped product takes: zeros in
+        both change nothing."""
         (name,) = self.active_adapters
-        first, second = self._pad(*self._factors(name), rows.dtype)
-        tokens = None if source is None else where.tokens
-        inner = grouped_linear(rows, first, where.offsets, source=source, tokens=tokens) * self.scaling[name]  # [S, r]
-        return grouped_linear(inner, second, where.offsets)
+        first, second = self._factors(name)
+        second = second.transpose(1, 2) * self.scaling[name]
+        missing = -first.shape[1] % (_ROW_BYTES // self.get_param().dtype.itemsize)
+        if missing:
+            first, second = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (first, second))
+        return first, second
 
     def enable_adapters(self, enabled: bool) -> None:
         super().enable_adapters(enabled)
@@ -53,7 +53,7 @@ class GroupedLora(ParamWrapper):
         """Lets the experts add the low-rank product, or not."""
         experts: Any = self.get_base_layer()
         others = {name: product for name, product in _list_products(experts).items() if name != self.parameter_name}
-        experts.low_rank = others | ({self.parameter_name: self.compute} if enabled else {})
+        experts.low_rank = others | ({self.parameter_name: self.list_factors} if enabled else {})
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -73,15 +73,6 @@ class GroupedLora(ParamWrapper):
             second.view(second.shape[0], -1, self.num_experts).permute(2, 0, 1),
         )
 
-    @staticmethod
-    def _pad(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B as the grouped product takes them, of the next rank that it can: zeros in both change nothing."""
-        missing = -first.shape[1] % (_ROW_BYTES // dtype.itemsize)
-        first, second = first.to(dtype), second.to(dtype)
-        if missing:
-            first, second = nn.functional.pad(first, (0, 0, 0, missing)), nn.functional.pad(second, (0, missing))
-        return first, second.contiguous()
-
 
 def use_grouped_products(module: nn.Module) -> None:
     """Makes what peft has put around stacked experts compute by grouped products."""
@@ -92,6 +83,6 @@ def use_grouped_products(module: nn.Module) -> None:
 
 
 def _list_products(experts: nn.Module) -> dict[str, Any]:
-    """Parameter name -> what is added to the rows' product with it: what `models.experts.grouped.project` looks at."""
+    """Parameter name -> the factors of the product beside it: what `models.experts.grouped.project` looks at."""
     products: dict[str, Any] = getattr(experts, "low_rank", {})  # type: ignore[arg-type]
     return products

@@ -25,6 +25,11 @@ def grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -
     One kernel in bf16 on cards of compute capability 9 and 10; elsewhere torch multiplies group after group, for which
     a card's host waits.
     """
+    return multiply_groups(left, right, offsets)
+
+
+def multiply_groups(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """What `grouped_mm` is, for the operators that multiply more than once."""
     if left.dtype is torch.float64 or not (_has_aligned_rows(left) and _has_aligned_rows(right)):
         return _multiply_each_group(left, right, offsets)
     return nn.functional.grouped_mm(_align(left), _align(right), offs=offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from models.experts.grouped import GROUPED
 from models.experts.lora import GroupedLora, use_grouped_products
 from models.layer import Layer
 from models.weights.sources import open_weights
+from training.config.schema import CheckpointMode
+from training.pipeline.activation_checkpoint import ActivationCheckpointing
 
 BOUND = 1e-5
 NUM_EXPERTS, D = 8, 48
@@ -85,11 +88,11 @@ def route(num_tokens: int = 24, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
     return torch.randn(num_tokens, D, generator=generator), chosen, weights
 
 
-def compute(holder: Holder) -> dict[str, torch.Tensor]:
-    """Outputs, and the gradients of a random direction of them."""
+def compute(holder: Holder, run: Callable[..., torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Outputs, and the gradients of a random direction of them. run: what computes the experts, where not they."""
     hidden_states, chosen, weights = route()
     hidden_states.requires_grad_()
-    outputs = holder.experts(hidden_states, chosen, weights)
+    outputs = (holder.experts if run is None else run)(hidden_states, chosen, weights)
     holder.zero_grad()
     (outputs * torch.linspace(-1, 1, outputs.numel()).view_as(outputs)).sum().backward()
     gradients = {name: p.grad for name, p in holder.named_parameters() if p.requires_grad}
@@ -115,6 +118,46 @@ def test_the_low_rank_part_by_grouped_products_equals_peft(family: str, options:
         assert tensor.abs().max() > 0, name
         assert relative_difference(found[name], tensor) < BOUND, name
     assert all(parameter.grad is None for name, parameter in ours.named_parameters() if "lora_" not in name)
+
+
+@pytest.mark.parametrize("family", STACKS)
+def test_by_the_kernels_of_a_card_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card all groups are multiplied at once; here by the same operators, computed on the CPU."""
+    _, ours = build_pair(family, r=3)
+    expected = compute(ours)
+    monkeypatch.setattr("models.experts.adapted_products._takes_groups_in_turn", lambda rows: False)
+    assert all(relative_difference(tensor, expected[name]) < BOUND for name, tensor in compute(ours).items())
+
+
+@pytest.mark.parametrize("mode", [CheckpointMode.grouped, CheckpointMode.selective], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("family", STACKS)
+def test_recomputed_the_same(family: str, mode: CheckpointMode) -> None:
+    _, ours = build_pair(family, r=4)
+    run = partial(ActivationCheckpointing(1, mode).build_function(), ours.experts)
+    again = compute(ours, run)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in compute(ours).items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", STACKS)
+def test_compiled_the_same(family: str) -> None:
+    _, ours = build_pair(family, r=4)
+    compiled = compute(ours, torch.compile(ours.experts, fullgraph=True))
+    assert all(relative_difference(compiled[name], tensor) < BOUND for name, tensor in compute(ours).items())
+
+
+def test_a_trained_stack_has_its_gradient_beside_an_adapter() -> None:
+    """Of a stack without the adapter whose weights are W + B A."""
+    _, ours = build_pair("deepseek_v3", r=4)
+    experts = get_experts(ours).requires_grad_()
+    found = compute(ours)
+    plain = Holder(deepcopy(experts))
+    plain.experts.low_rank = {}
+    for name, weight in merge_adapter(deepcopy(ours)).items():
+        plain.get_parameter(name).data.copy_(weight)
+    for name, tensor in compute(plain).items():
+        ours_name = name.replace("experts.", "experts.base_layer.base_layer.")
+        assert relative_difference(found[ours_name], tensor) < BOUND, name
 
 
 def test_no_stack_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

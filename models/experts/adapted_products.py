@@ -1,0 +1,153 @@
+"""Products of rows with the matrices of their groups, and of low rank beside them (LoRA, 2106.09685): rows W + rows A B.
+
+A product of low rank is little work on much memory. On a CPU it is therefore computed group by group, while the rows of
+a group and what is made of them are in a core's cache; no tensor but inputs and results is as large as all rows. On a
+card each of the products is one kernel.
+
+S rows, sorted by group; E groups; r the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import library
+
+from models.experts.products import grouped_mm, multiply_groups
+
+
+@library.custom_op("experts::adapted_mm", mutates_args=())
+def adapted_mm(
+    rows: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [S, in], weight [E, in, out], first [E, r, in], second [E, r, out], offsets: int32 [E], where each group's
+    rows end. Returns outputs [S, out], and the rows between first and second, [S, r], for the backward pass.
+    """
+    if not _takes_groups_in_turn(rows):
+        inner = multiply_groups(rows, first.transpose(1, 2), offsets)
+        outputs = multiply_groups(rows, weight, offsets)
+        return outputs.add_(multiply_groups(inner, second, offsets)), inner
+    outputs, inner = _make_outputs(rows, weight, first, second, offsets)
+    for group, block in _list_groups(offsets):
+        torch.mm(rows[block], first[group].t(), out=inner[block])
+        torch.mm(rows[block], weight[group], out=outputs[block])
+        outputs[block].addmm_(inner[block], second[group])
+    return outputs, inner
+
+
+@adapted_mm.register_fake
+def _make_outputs(
+    rows: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(len(rows), weight.shape[2]), rows.new_empty(len(rows), first.shape[1])
+
+
+@library.custom_op("experts::adapted_mm_backward", mutates_args=())
+def adapted_mm_backward(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    inner: torch.Tensor,
+    source: torch.Tensor,
+    tokens: torch.Tensor | None,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of rows, first and second. gradient [S, out], weight [E, out, in], source: the rows, or what they
+    were gathered from by tokens, int64 [S]; the rest as `adapted_mm` has it.
+    """
+    if not _takes_groups_in_turn(gradient):
+        rows = source if tokens is None else source.index_select(0, tokens)
+        of_inner = multiply_groups(gradient, second.transpose(1, 2), offsets)
+        of_rows = multiply_groups(gradient, weight, offsets).add_(multiply_groups(of_inner, first, offsets))
+        return of_rows, multiply_groups(of_inner.t(), rows, offsets), multiply_groups(inner.t(), gradient, offsets)
+    of_rows, of_first, of_second = _make_gradients(gradient, weight, first, second, inner, source, tokens, offsets)
+    for group, block in _list_groups(offsets):
+        rows = source[block] if tokens is None else source.index_select(0, tokens[block])
+        of_inner = gradient[block] @ second[group].t()
+        torch.mm(inner[block].t(), gradient[block], out=of_second[group])
+        torch.mm(of_inner.t(), rows, out=of_first[group])
+        torch.mm(gradient[block], weight[group], out=of_rows[block])
+        of_rows[block].addmm_(of_inner, first[group])
+    return of_rows, of_first, of_second
+
+
+@adapted_mm_backward.register_fake
+def _make_gradients(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    inner: torch.Tensor,
+    source: torch.Tensor,
+    tokens: torch.Tensor | None,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_rows = gradient.new_empty(len(gradient), weight.shape[2])
+    return of_rows, first.new_empty(first.shape), second.new_empty(second.shape)
+
+
+def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
+    return rows.device.type == "cpu"
+
+
+def _list_groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    ends = offsets.tolist()
+    return enumerate(map(slice, [0, *ends], ends))
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """As `_GroupedLinear`, of which it has the inputs, and the two factors."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        offsets: torch.Tensor,
+        transposed: bool,
+        source: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        context.transposed = transposed
+        outputs, inner = adapted_mm(rows, weight if transposed else weight.transpose(1, 2), first, second, offsets)
+        kept = (rows, None) if source is None else (source, tokens)
+        context.save_for_backward(weight, first, second, inner, *kept, offsets)
+        return outputs
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        weight, first, second, inner, source, tokens, offsets = context.saved_tensors
+        gradient, source = gradient.contiguous(), source.to(gradient.dtype)
+        of_weight = None
+        if context.needs_input_grad[1]:
+            rows = source if tokens is None else source.index_select(0, tokens)
+            left, right = (rows, gradient) if context.transposed else (gradient, rows)
+            of_weight = grouped_mm(left.t(), right, offsets)
+        weight = weight.transpose(1, 2) if context.transposed else weight
+        of_rows, of_first, of_second = adapted_mm_backward(
+            gradient, weight, first, second, inner, source, tokens, offsets
+        )
+        return of_rows, of_weight, of_first, of_second, None, None, None, None
+
+
+def adapted_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    factors: tuple[torch.Tensor, torch.Tensor],
+    offsets: torch.Tensor,
+    *,
+    transposed: bool = False,
+    source: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`grouped_linear` with factors of low rank beside the weight, [E, r, in] and [E, r, out]. Returns [S, out]."""
+    if source is not None:
+        source = source.detach()
+    first, second = (factor.to(weight.dtype).contiguous() for factor in factors)
+    rows = rows.to(weight.dtype)
+    return _AdaptedLinear.apply(rows, weight, first, second, offsets, transposed, source, tokens)  # type: ignore[no-any-return]
