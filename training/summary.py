@@ -12,6 +12,7 @@ from console import show_panel
 from data.storage.tokenized import load_summary
 from models.adapter_targets import describe_targets
 from models.architecture import warn_of_length
+from models.experts.sizes import count_experts
 from models.weights.source import WeightSource
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -90,10 +91,17 @@ def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> st
     sizes = ""
     if prediction is not None:
         total, trained = prediction.count_parameters(), prediction.count_parameters(trained=True)
-        sizes = f" of {render_count(total)} parameters" + (
+        sizes = f" of {render_count(total)} parameters{_describe_experts(setup, prediction)}" + (
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
     return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}"
+
+
+def _describe_experts(setup: RunSetup, prediction: Prediction) -> str:
+    active, num_experts = count_experts(setup.source.config)
+    if num_experts == 1:
+        return ""
+    return f" ({num_experts} experts, {active} active: {render_count(prediction.count_active())} parameters)"
 
 
 def describe_wrapper(source: WeightSource) -> Facts:

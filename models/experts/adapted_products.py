@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of their groups, and of low rank beside them (LoRA, 2106.09685): rows W + rows A B.
+"""Products of rows with the matrices of their groups, and of low rank beside them (LoRA, 2106.09685): x W + x A B.
 
 A product of low rank is little work on much memory. On a CPU it is therefore computed group by group, while the rows of
 a group and what is made of them are in a core's cache; no tensor but inputs and results is as large as all rows. On a

@@ -8,13 +8,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 # As transformers' configs name them (5.23); most have several of these names for one number
-_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 def count_experts(config: PretrainedConfig) -> tuple[int, int]:
     """(experts that a token chooses, experts to choose from); (1, 1) of a dense model."""
-    chosen, available = (_read_first(config, names) for names in (_NUM_CHOSEN, _NUM_EXPERTS))
+    chosen, available = (_read_first(config, names) for names in (NUM_CHOSEN, NUM_EXPERTS))
     return (chosen, available) if chosen and available else (1, 1)
 
 

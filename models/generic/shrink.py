@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
+
 # A small model keeps the config's other fields. Those that it does not have are omitted.
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -28,8 +30,6 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
     "q_lora_rank": 24,
 }
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NUM_CHOSEN = ("num_experts_per_tok", "moe_k")
 _NUM_LAYERS = 4
 
 
@@ -68,7 +68,7 @@ def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
 def _shrink_experts(fields: Mapping[str, Any]) -> dict[str, int]:
     """Few experts, in as many groups as before."""
     num_experts = max(8, 4 * (fields.get("n_group") or 1))
-    most = {**dict.fromkeys(_NUM_EXPERTS, num_experts), **dict.fromkeys(_NUM_CHOSEN, 2)}
+    most = {**dict.fromkeys(NUM_EXPERTS, num_experts), **dict.fromkeys(NUM_CHOSEN, 2)}
     return {name: min(fields[name], limit) for name, limit in most.items() if fields.get(name)}
 
 

@@ -75,7 +75,19 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
             name == part or name.startswith(f"{part}.") for part in styles
         ):
             raise refuse_sharding(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
+    for name, style in styles.items():
+        if style is Style.EXPERTS and (reason := _find_obstacle(module.get_submodule(name))):
+            raise refuse_sharding(config, f"'{layer.hf_prefix}{name}' {reason}")
     return styles
+
+
+def _find_obstacle(experts: Any) -> str | None:
+    """What `_shard_experts` cannot cut, or whose result is not the sum of the shards' results."""
+    if not experts.has_gate:
+        return "are experts without a gate"
+    if experts.has_post_expert_norm:
+        return "have a norm after each expert"
+    return None
 
 
 def _check_heads(config: PretrainedConfig, size: int) -> None:

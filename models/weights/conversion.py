@@ -255,6 +255,7 @@ class _Weights:
         source.check_complete(self._layers)
         self._dtype = dtype
         self._of_thread = threading.local()  # the layer that a worker has open
+        self._buffers = [layer.buffer_names() for layer in self._layers]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
         self.carried = {info.name: info for info in source.list_carried()}
@@ -266,11 +267,11 @@ class _Weights:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Of the floating parameters; buffers keep their own."""
-        pairs = [(layer, info) for layer, infos in zip(self._layers, self.infos, strict=True) for info in infos.items()]
         return {
             info.dtype
-            for layer, (name, info) in pairs
-            if info.dtype.is_floating_point and name not in layer.buffer_names()
+            for buffers, infos in zip(self._buffers, self.infos, strict=True)
+            for name, info in infos.items()
+            if info.dtype.is_floating_point and name not in buffers
         }
 
     def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
@@ -317,11 +318,10 @@ class _Weights:
 
     def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
         infos = {}
-        kept = self._layers[index].buffer_names() if self._dtype is not None else set()
         for name, tensor in self.source.describe_layer(index, self._layers[index]).items():
             dtype = (
                 self._dtype
-                if self._dtype is not None and tensor.is_floating_point() and name not in kept
+                if self._dtype is not None and tensor.is_floating_point() and name not in self._buffers[index]
                 else tensor.dtype
             )
             infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)

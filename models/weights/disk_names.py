@@ -120,8 +120,12 @@ def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torc
     on_disk = revert_weight_conversion(model, {layer.hf_prefix + name: whole for name, whole in wholes.items()})
     pieces: dict[str, list[Piece]] = {name: [] for name in wholes}
     for hf_name, part in on_disk.items():
-        name, piece = _locate(model.config, layer, hf_name, part, wholes)
-        pieces[name].append(Piece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name])))
+        refused = UserError(
+            f"model_type '{model.config.model_type}': '{hf_name.replace(_NUMBER, 'N')}' is rearranged on disk in a way "
+            "that is not supported"
+        )
+        name, piece = _locate(layer, hf_name, part, wholes, refused)
+        pieces[name].append(Piece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name], refused)))
     return {name: found for name, found in pieces.items() if found != [Piece(layer.hf_prefix + name)]}
 
 
@@ -132,13 +136,9 @@ def _shrink(shape: torch.Size) -> torch.Size:
 
 
 def _locate(
-    config: PretrainedConfig, layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor]
+    layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor], refused: UserError
 ) -> tuple[str, Piece]:
-    """The tensor that a part on disk is a part of, and which."""
-    named = hf_name.replace(_NUMBER, "N")
-    refused = UserError(
-        f"model_type '{config.model_type}': '{named}' is rearranged on disk in a way that is not supported"
-    )
+    """The tensor that a part on disk is a part of, and which. Raises `refused` where it is none."""
     lowest, highest = int(part.min()), int(part.max())
     name = next(name for name, whole in wholes.items() if whole.flatten()[0] <= lowest <= whole.flatten()[-1])
     whole = wholes[name]
@@ -156,15 +156,19 @@ def _locate(
     return name, Piece(hf_name, index)
 
 
-def _enlarge(index: tuple[int | slice, ...], small: torch.Size, shape: torch.Size) -> tuple[int | slice, ...]:
-    """The same part of the tensor itself. Whole dimensions at the end are omitted."""
+def _enlarge(
+    index: tuple[int | slice, ...], small: torch.Size, shape: torch.Size, refused: UserError
+) -> tuple[int | slice, ...]:
+    """The same part of the tensor itself. Whole dimensions at the end are omitted. Raises `refused` where it would not
+    begin and end at whole rows."""
     enlarged: list[int | slice] = []
     for place, short, length in zip(index, small, shape, strict=False):
         if isinstance(place, int):
             enlarged.append(place)
         else:
             start, stop = place.start * length / short, place.stop * length / short
-            assert start.is_integer() and stop.is_integer(), "cut into equal parts"
+            if not (start.is_integer() and stop.is_integer()):
+                raise refused
             enlarged.append(slice(int(start), int(stop)))
     while enlarged and enlarged[-1] == slice(0, shape[len(enlarged) - 1]):
         enlarged.pop()

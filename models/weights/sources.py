@@ -260,7 +260,7 @@ class HuggingFaceFolder:
             expected |= set(self.wrapper.list_missing(beside))
         if missing := sorted(expected - present):
             raise UserError(
-                f"{self.path}: {len(missing)} tensors are missing, first '{missing[0]}'; is the download complete?"
+                f"{self.path}: missing tensors: {len(missing)}, first '{missing[0]}'; is the download complete?"
             )
         extra = {name for name in present - expected - beside if not is_ignored(self.config, name)}
         head = f"{self.wrapper.head if self.wrapper is not None else 'lm_head.'}weight"

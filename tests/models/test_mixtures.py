@@ -93,7 +93,7 @@ def test_both_forms_on_disk_become_the_same_model_and_leave_under_the_names_of_t
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     source = open_weights(str(save_family(tmp_path, "mixtral")))
     del source._files["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    with pytest.raises(UserError, match=r"1 tensors are missing, first 'model.layers.1.block_sparse_moe.experts.3.w2"):
+    with pytest.raises(UserError, match=r"missing tensors: 1, first 'model.layers.1.block_sparse_moe.experts.3.w2"):
         source.check_complete(build_layers(source.config))
 
 

@@ -112,7 +112,7 @@ def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def train_case(case: Case) -> dict[str, Any]:
-    """Losses, gradient norms and final weights of a run on this rank."""
+    """Losses, gradient norms and final weights of a run on this rank, and what the routers report of all steps."""
     from training.engine.steps import train_step
     from training.inputs.step_totals import SharedTotals
 
@@ -123,7 +123,9 @@ def train_case(case: Case) -> dict[str, Any]:
         known = totals.of_step(step)
         losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
-    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds}
+    routers = engine.module.routers
+    routed = routers.finish_interval() if routers is not None else {}
+    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "bounds": bounds, "routed": routed}
 
 
 def train_run(case: Case) -> None:

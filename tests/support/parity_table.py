@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from support.adapters import make_adapter, to_peft_weights  # noqa: E402
 from support.cases import Case, build_engine, merge, relative_difference, train_case, train_oracle, worst_difference  # noqa: E402
 from support.families import FAMILIES, MIXTURES, has_sharding_plan, save_family  # noqa: E402
-from support.router_runs import train_router_oracle, train_with_routers  # noqa: E402
+from support.router_runs import train_router_oracle  # noqa: E402
 from support.tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -162,7 +162,7 @@ class Table:
         if not getattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok", None):
             return None
         switched_on = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
-        result = merge(self.run(self.case(folder, layout, *gradient, *switched_on, steps=1), train_with_routers))
+        result = merge(self.run(self.case(folder, layout, *gradient, *switched_on, steps=1)))
         return self.compare(result, self.router_oracle(family, folder, gradient))
 
     @cache

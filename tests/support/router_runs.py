@@ -1,5 +1,5 @@
-"""A run on this rank with what its routers report, and the oracle beside it: the plain Hugging Face model, each
-document run alone, its routers' scores taken by hooks."""
+"""The oracle of runs whose routers have losses: the plain Hugging Face model, each document run alone, its routers'
+scores taken by hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.cases import Case, build_engine, hf_weights
+from support.cases import Case
 from support.combination_runs import score
 from support.routers import list_documents, watch
 from torch import nn
@@ -17,22 +17,6 @@ from transformers import AutoModelForCausalLM
 from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 from training.config.schema import RunConfig
-
-
-def train_with_routers(case: Case) -> dict[str, Any]:
-    """As `train_case`, and what the routers report of all steps."""
-    from training.engine.steps import train_step
-    from training.inputs.step_totals import SharedTotals
-
-    engine, loader, config, _, _ = build_engine(case)
-    micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
-    losses, norms = [], []
-    for step in range(case.steps):
-        known = totals.of_step(step)
-        losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
-        norms.append(float(engine.gradient_norm()))
-    routed = engine.module.routers.finish_interval()
-    return {"losses": losses, "norms": norms, "weights": hf_weights(engine), "routed": routed}
 
 
 def train_router_oracle(

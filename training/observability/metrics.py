@@ -58,8 +58,9 @@ def _step_of(line: str) -> float:
 class ProgressBar:
     """The run's bar on a terminal; plain lines elsewhere."""
 
-    def __init__(self, first_step: int, total_steps: int) -> None:
-        self._total = total_steps
+    def __init__(self, first_step: int, total_steps: int, *, shows_routers: bool = False) -> None:
+        """shows_routers: also the load of experts, which is noise where nothing is done about it."""
+        self._total, self._shows_routers = total_steps, shows_routers
         self._bar = Progress("step", total_steps, done=first_step, stays=True) if is_terminal() else None
 
     def advance(self, step: int) -> None:
@@ -67,18 +68,19 @@ class ProgressBar:
             self._bar.reach(step)
 
     def report(self, record: Record) -> None:
+        routed = _describe_routers(record) if self._shows_routers else []
         if "eval_loss" in record:
             say(f"step {record['step']}: {describe_evaluation(record)}")
         elif self._bar is not None:
             self._bar.note(
                 f"loss {record['loss']:.4f}, lr {record['learning_rate']:.2e}, "
-                f"{record['tokens_per_second']:,.0f} tokens/s"
+                f"{record['tokens_per_second']:,.0f} tokens/s{', ' if routed else ''}{', '.join(routed)}"
             )
         else:
             seconds_left = (self._total - record["step"]) * record["step_time"]
             say(
                 f"step {record['step']}/{self._total}  loss {record['loss']:.4f}  {_describe_rewards(record)}"
-                f"{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
+                f"{''.join(f'{each}  ' for each in routed)}{_describe_norm(record)}  lr {record['learning_rate']:.2e}  "
                 f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(seconds_left)} left"
             )
 
@@ -112,6 +114,13 @@ def _describe_rewards(record: Record) -> str:
         if "rewards_accuracy" in record
         else ""
     )
+
+
+def _describe_routers(record: Record) -> list[str]:
+    losses = [f"router {name} {record[key]:.4f}" for name in ("aux", "z") if (key := f"router_{name}_loss") in record]
+    if "expert_load_max" not in record:
+        return losses
+    return [*losses, f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}"]
 
 
 def describe_evaluation(record: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -33,7 +34,8 @@ def open_reporters(
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
     loggers = build_loggers(config.logger, folder.path, known, first_step)
-    return [MetricsFile(folder.metrics, first_step), *loggers, ProgressBar(first_step, budget.last_step)]
+    bar = ProgressBar(first_step, budget.last_step, shows_routers=any(asdict(config.moe).values()))
+    return [MetricsFile(folder.metrics, first_step), *loggers, bar]
 
 
 def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:

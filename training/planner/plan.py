@@ -257,8 +257,14 @@ def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:
     N counts each parameter that a token uses once, the embedding too; attention is counted in full, without the causal
     half, and recomputation is not.
     """
-    owners = {cost.tied_key or index: cost.num_active for index, cost in enumerate(costs)}
-    return 6 * sum(owners.values()) + 6 * seq_length * sum(cost.attention_width for cost in costs)
+    return 6 * sum(cost.num_active for cost in list_owners(costs)) + 6 * seq_length * sum(
+        cost.attention_width for cost in costs
+    )
+
+
+def list_owners(costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """One of the layers that share weights, and all that do not."""
+    return list({cost.tied_key or index: cost for index, cost in enumerate(costs)}.values())
 
 
 def compute_host_bytes(bytes_of_stage: Sequence[int], layout: Layout, cards_per_node: int) -> int:

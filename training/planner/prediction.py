@@ -18,7 +18,7 @@ from training.planner.cost import LayerCost
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK
-from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs
+from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs, list_owners
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,11 @@ class Prediction:
 
     def count_parameters(self, trained: bool = False) -> int:
         """Of the model and its adapter, or only those that are trained; what layers share counts once."""
-        owners = {cost.tied_key or index: cost for index, cost in enumerate(self.costs)}
-        return sum(cost.total_trainable if trained else cost.total_parameters for cost in owners.values())
+        return sum(cost.total_trainable if trained else cost.total_parameters for cost in list_owners(self.costs))
+
+    def count_active(self) -> int:
+        """Parameters that a token uses: of a mixture those of the experts that it chooses."""
+        return sum(cost.num_active for cost in list_owners(self.costs))
 
     def compute_mfu(self, tokens_per_second: float, step_time: float) -> float | None:
         """By the plan's own convention (`compute_model_flops`), with attention over rows as long as they really were on

@@ -8,11 +8,14 @@ from itertools import product
 import pytest
 import torch
 from support.families import FAMILIES, build_family_config, has_sharding_plan
+from torch import nn
 from transformers import AutoConfig
 
 from errors import UserError
 from models.architecture import build_layers
+from models.experts.grouped import is_stack
 from models.generic.shrink import shrink
+from models.layer import Layer
 from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
 from models.parallel.tensor_parallel import shard_layers
@@ -77,6 +80,33 @@ def test_a_published_plan_that_is_not_supported_is_refused_by_name() -> None:
         match="a 'glm4' cannot be sharded: the plan .* has mlp.down_proj: rowwise_split_input, which is not supported",
     ):
         shard_layers(config, build_layers(config), 2)
+
+
+@pytest.mark.parametrize(
+    ("feature", "value", "reason"),
+    [
+        ("has_gate", False, "are experts without a gate"),
+        ("has_post_expert_norm", True, "have a norm after each expert"),
+    ],
+)
+def test_experts_that_are_more_than_gate_up_and_down_are_refused(
+    monkeypatch: pytest.MonkeyPatch, feature: str, value: bool, reason: str
+) -> None:
+    """As those of nemotron_h and muse_spark."""
+    config = build_family_config("deepseek_v3")
+    layers, build = build_layers(config), Layer.build_on_meta
+
+    def build_with_feature(layer: Layer) -> nn.Module:
+        module = build(layer)
+        for part in filter(is_stack, module.modules()):
+            setattr(part, feature, value)
+        return module
+
+    shard_layers(config, layers, 2)
+    monkeypatch.setattr(Layer, "build_on_meta", build_with_feature)
+    message = f"a 'deepseek_v3' cannot be sharded: 'model.layers.1.mlp.experts' {reason}; give tensor_parallel_size=1"
+    with pytest.raises(UserError, match=message):
+        shard_layers(config, layers, 2)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ..
         lambda t: t.pop(PROJECTION + "_scale_inv"),
         (f"'{PROJECTION}_scale_inv', the scales of an fp8 tensor, is missing",),
     ),
-    "no weight": (save_fp8, lambda t: t.pop(PROJECTION), (f"'{PROJECTION}'", "1 tensors are missing")),
+    "no weight": (save_fp8, lambda t: t.pop(PROJECTION), (f"'{PROJECTION}'", "missing tensors: 1")),
     "scales of other blocks": (
         save_fp8,
         lambda t: t.update({PROJECTION + "_scale_inv": torch.ones(2, 6)}),
@@ -183,7 +183,7 @@ BROKEN_TENSORS: dict[str, tuple[Callable[[Path], Tensors], Damage, tuple[str, ..
     "no experts": (
         save_mxfp4,
         lambda t: [t.pop(DOWN + part) for part in ("_blocks", "_scales")],
-        (f"'{DOWN}'", "1 tensors are missing"),
+        (f"'{DOWN}'", "missing tensors: 1"),
     ),
     "other groups": (
         save_mxfp4,

@@ -67,7 +67,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "missing tensor": (
         "hf",
         lambda d: edit_tensors(d, lambda t: t.pop("model.norm.weight")),
-        ("'model.norm.weight'", "1 tensors are missing"),
+        ("'model.norm.weight'", "missing tensors: 1"),
     ),
     "unknown tensor": (
         "hf",

@@ -83,6 +83,31 @@ def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.parametrize(
+    ("routed", "text"),
+    [
+        (
+            {"router_aux_loss": 1.25, "router_z_loss": 0.5, "expert_load_max": 2, "expert_load_min": 0.125},
+            "loss 2.5000  router aux 1.2500  router z 0.5000  expert load 0.12 to 2.00  grad_norm",
+        ),
+        ({"expert_load_max": 1.5, "expert_load_min": 0.5}, "loss 2.5000  expert load 0.50 to 1.50  grad_norm"),
+    ],
+    ids=["losses", "a bias alone"],
+)
+def test_routers_are_shown_where_something_is_done_about_them(
+    monkeypatch: pytest.MonkeyPatch, routed: dict[str, float], text: str
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "stream", lambda: stream)
+    ProgressBar(2, 123, shows_routers=True).report(RECORD | routed)
+    assert text in stream.getvalue()
+    ProgressBar(2, 123).report(RECORD | routed)
+    assert "loss 2.5000  grad_norm" in stream.getvalue()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    ProgressBar(2, 123, shows_routers=True).report(RECORD | routed)
+    assert "tokens/s, " in stream.getvalue() and f"load {routed['expert_load_min']:.2f}" in stream.getvalue()
+
+
 def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)

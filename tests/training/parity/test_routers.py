@@ -18,7 +18,7 @@ from support.cases import BOUND, CHECKPOINTED, SELECTIVE, Case, merge, train_cas
 from support.combination_runs import EXPERTS
 from support.families import save_family
 from support.parity_table import LARGE
-from support.router_runs import train_router_oracle, train_with_routers
+from support.router_runs import train_router_oracle
 from support.routers import BIAS
 from support.runs import export_of, read_metrics
 from support.tiny import save_pairs, save_records, save_tokenizer
@@ -96,6 +96,7 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
         ),
         pytest.param("mixtral", "pp2", (CHECKPOINTED,), marks=full),
         pytest.param("minimax_m2", "pp2", PACKED, marks=full),
+        pytest.param("gpt_oss", "tp2", (), marks=full),
         pytest.param("deepseek_v3", "pp2", ("data=preference", CHECKPOINTED), marks=full),
         pytest.param("qwen3_moe", "dp2", ("data=preference",), marks=full),
     ],
@@ -105,7 +106,7 @@ def test_gradients_are_those_of_each_document_alone(
 ) -> None:
     """One step so long that the new weights are the gradients."""
     case = material(family, layout, *LOSSES, *overrides)
-    compare(workers(case.world_size).run(train_with_routers, case), case)
+    compare(workers(case.world_size).run(train_case, case), case)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_gradients_are_those_of_each_document_alone(
 )
 def test_biases_follow_the_load(workers, material, family: str, layout: str, overrides: tuple[str, ...]) -> None:
     case = material(family, layout, *LOSSES, *MOVING, *overrides, steps=3)
-    results = workers(case.world_size).run(train_with_routers, case)
+    results = workers(case.world_size).run(train_case, case)
     compare(results, case, SPEED)
     start = train_router_oracle(replace(case, steps=0), family)["weights"]
     weights = merge(results)["weights"]
@@ -153,7 +154,7 @@ def test_an_adapter_beside_frozen_routers(workers, material, tmp_path: Path, lay
     given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *LOSSES)
     case = material("deepseek_v3", layout, *given, steps=3)
     policy = make_adapter(tmp_path / "adapter", case.model, EXPERTS["deepseek_v3"])
-    results = workers(2).run(train_with_routers, case)
+    results = workers(2).run(train_case, case)
     oracle = train_router_oracle(case, "deepseek_v3", aux=AUX, z=Z, policy=policy)
     worst, name = worst_difference(*to_peft_weights(merge(results), oracle, policy.config))
     assert worst < BOUND, name
@@ -199,22 +200,26 @@ def train_case_once(workers: Callable[[int], WorkerGroup], case: Case) -> None:
 
 @full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("recompute", [(CHECKPOINTED,), SELECTIVE], ids=["checkpointed", "selective"])
-def test_compiled_layers(workers, material, recompute: tuple[str, ...]) -> None:
-    """Two kinds of layers, each one piece of code."""
+@pytest.mark.parametrize(
+    ("layout", "recompute", "num_graphs"),
+    [("pp1", (CHECKPOINTED,), [2]), ("pp1", SELECTIVE, [2]), ("pp2", (CHECKPOINTED,), [2, 1])],
+    ids=["checkpointed", "selective", "pp2"],
+)
+def test_compiled_layers(workers, material, layout: str, recompute: tuple[str, ...], num_graphs: list[int]) -> None:
+    """Two kinds of layers, each one piece of code; of the second of two stages only one kind."""
     one_length = "data.pad_to=max_seq_length"
-    case = material("deepseek_v3", "pp1", "compile=true", one_length, *LOSSES, *recompute, steps=2)
-    (compiled,) = workers(1).run(train_compiled, case)
-    compare([compiled], case)
-    assert compiled["num_graphs"] == 2
+    case = material("deepseek_v3", layout, "compile=true", one_length, *LOSSES, *recompute, steps=2)
+    results = workers(case.world_size).run(train_compiled, case)
+    compare(results, case)
+    assert [result["num_graphs"] for result in results] == num_graphs
 
 
 def train_compiled(case: Case) -> dict[str, Any]:
-    """As `train_with_routers`, with the number of pieces of code that were compiled for it."""
+    """As `train_case`, with the number of pieces of code that were compiled for it."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
     reset()
     counters.clear()
-    result = train_with_routers(case)
+    result = train_case(case)
     return {**result, "num_graphs": counters["stats"]["unique_graphs"]}
