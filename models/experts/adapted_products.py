@@ -9,7 +9,6 @@ S rows, sorted by group; E groups; r the rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,10 +29,11 @@ def adapted_mm(
         outputs = multiply_groups(rows, weight, offsets)
         return outputs.add_(multiply_groups(inner, second, offsets)), inner
     outputs, inner = _make_outputs(rows, weight, first, second, offsets)
-    for group, block in _list_groups(offsets):
-        torch.mm(rows[block], first[group].t(), out=inner[block])
-        torch.mm(rows[block], weight[group], out=outputs[block])
-        outputs[block].addmm_(inner[block], second[group])
+    parts = (_split(tensor, offsets) for tensor in (rows, outputs, inner))
+    for x, y, h, matrix, down, up in zip(*parts, weight, first, second, strict=True):
+        torch.mm(x, matrix, out=y)  # the large product first: it waits least for what is not in the cache
+        torch.mm(x, down.t(), out=h)
+        y.addmm_(h, up)
     return outputs, inner
 
 
@@ -64,13 +64,14 @@ def adapted_mm_backward(
         of_rows = multiply_groups(gradient, weight, offsets).add_(multiply_groups(of_inner, first, offsets))
         return of_rows, multiply_groups(of_inner.t(), rows, offsets), multiply_groups(inner.t(), gradient, offsets)
     of_rows, of_first, of_second = _make_gradients(gradient, weight, first, second, inner, source, tokens, offsets)
-    for group, block in _list_groups(offsets):
-        rows = source[block] if tokens is None else source.index_select(0, tokens[block])
-        of_inner = gradient[block] @ second[group].t()
-        torch.mm(inner[block].t(), gradient[block], out=of_second[group])
-        torch.mm(of_inner.t(), rows, out=of_first[group])
-        torch.mm(gradient[block], weight[group], out=of_rows[block])
-        of_rows[block].addmm_(of_inner, first[group])
+    parts = (_split(tensor, offsets) for tensor in (gradient, of_rows, inner, source if tokens is None else tokens))
+    matrices = (weight, first, second, of_first, of_second)
+    for of_y, of_x, h, x, matrix, down, up, of_down, of_up in zip(*parts, *matrices, strict=True):
+        torch.mm(of_y, matrix, out=of_x)
+        torch.mm(h.t(), of_y, out=of_up)
+        of_h = of_y @ up.t()
+        of_x.addmm_(of_h, down)
+        torch.mm(of_h.t(), x if tokens is None else source.index_select(0, x), out=of_down)
     return of_rows, of_first, of_second
 
 
@@ -93,9 +94,9 @@ def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
     return rows.device.type == "cpu"
 
 
-def _list_groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    ends = offsets.tolist()
-    return enumerate(map(slice, [0, *ends], ends))
+def _split(rows: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The rows of each group, views. A group with no rows has none."""
+    return rows.split(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
 
 
 class _AdaptedLinear(torch.autograd.Function):
