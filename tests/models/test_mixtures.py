@@ -97,6 +97,20 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         source.check_complete(build_layers(source.config))
 
 
+def test_a_tensor_cut_within_a_row_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a conversion would that cuts 320 rows of the vocabulary into thirds."""
+
+    def cut(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"{name}.{part}": third for name, t in tensors.items() for part, third in enumerate(t.chunk(3))}
+
+    monkeypatch.setattr("models.weights.disk_names.revert_weight_conversion", cut)
+    with pytest.raises(
+        UserError,
+        match=r"model_type 'mixtral': 'model.embed_tokens.weight.0' is rearranged on disk in a way that is not",
+    ):
+        build_layers(build_family("mixtral").config)
+
+
 def test_layers_that_predict_further_tokens_are_ignored() -> None:
     config = AutoConfig.for_model("glm4_moe", num_hidden_layers=3, num_nextn_predict_layers=2)
     ignored = list_ignored(config)
