@@ -144,7 +144,7 @@ def test_what_is_missing_beside_the_text(models: Models, tmp_path: Path) -> None
     tensors = load_file(folder / "model.safetensors")
     gone = "multi_modal_projector.linear_1.weight"
     del tensors[gone]
-    with pytest.raises(UserError, match=f"1 tensors are missing, first 'model.{gone}'"):
+    with pytest.raises(UserError, match=f"missing tensors: 1, first 'model.{gone}'"):
         convert(save_as(tmp_path / "hf", folder, tensors), tmp_path / "converted")
     tensors[gone] = torch.zeros(48, 32).to(torch.float8_e4m3fn)
     with pytest.raises(UserError, match=f"'{gone}' belongs to a quantized tensor beside the text model"):
