@@ -27,6 +27,7 @@ from models.documents import (
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
+from models.recurrent import DocumentBatches, batch_documents
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -54,7 +55,10 @@ class MicroBatchContext:
         # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
         self.bounds: DocumentBounds | None = None
         self.locates_tokens = False  # set where something asks for `tokens`
-        self.tokens: TokenDocuments | None = None  # of the micro-batch that a layer is working on
+        self.batches_documents = False  # set where something asks for `batches`
+        # Of the micro-batch that a layer is working on. Without batches each of its rows is one document
+        self.tokens: TokenDocuments | None = None
+        self.batches: DocumentBatches | None = None
         self._position_ids: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
         self._by_type: dict[str, dict[str, Any]] = {}
@@ -75,6 +79,7 @@ class MicroBatchContext:
             if position_ids is not self._position_ids:
                 self._numbers = number_documents(position_ids, self.bounds)
                 self.tokens = locate_tokens(inputs[2], self.bounds) if self.locates_tokens else None
+                self.batches = self._batch_documents()
                 self._shared, self._by_type = self.derive_shared(inputs), {}
                 self._position_ids = position_ids
             return self.give(inputs, attention_type, layer_idx)
@@ -118,6 +123,11 @@ class MicroBatchContext:
         if window is not None and window < position_ids.shape[1]:
             return Documents(*locate_rows(position_ids), window)
         return None
+
+    def _batch_documents(self) -> DocumentBatches | None:
+        if self._numbers is None or not self.batches_documents:
+            return None
+        return batch_documents(self._numbers, self.bounds)
 
     def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
         """Keyword arguments of one type of attention, as the attention implementation wants them."""

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from models.context import Activations, MicroBatchContext
 from models.documents import TokenDocuments
 from models.layer import Layer
+from models.recurrent import DocumentBatches, isolate_documents
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,33 @@ class PipelineDecoderLayer(nn.Module):
         make_buffers_of_untrained(self)
         self.context = context
         self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx
+        isolate_documents(self, context, self.attention_type)
 
     def forward(self, inputs: Activations) -> Activations:
         given = self.context(inputs, self.attention_type, self.layer_idx)
         if self.recompute is None:
             return self.transform(inputs[0], **given), *inputs[1:]
         transform = (
-            self.transform if torch.compiler.is_compiling() else partial(self._transform_of, self.context.tokens)
+            self.transform if torch.compiler.is_compiling() else partial(self._transform_of, self.context.tokens, self.context.batches)
         )
         return self.recompute(transform, inputs[0], **given), *inputs[1:]
 
-    def _transform_of(self, tokens: TokenDocuments | None, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    def _transform_of(
+        self,
+        tokens: TokenDocuments | None,
+        batches: DocumentBatches | None,
+        hidden_states: torch.Tensor,
+        **given: Any,
+    ) -> torch.Tensor:
         """When this runs again, uncompiled, the context may be at another micro-batch; compiled code keeps what it has
         read."""
-        current, self.context.tokens = self.context.tokens, tokens
+        context = self.context
+        current = context.tokens, context.batches
+        context.tokens, context.batches = tokens, batches
         try:
             return self.transform(hidden_states, **given)
         finally:
-            self.context.tokens = current
+            context.tokens, context.batches = current
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         """The layer of `transformers`. given: what the context has derived."""

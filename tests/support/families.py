@@ -135,6 +135,104 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 2},
     "dots1": {**_GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
 }
+_DELTA = {  # gated delta layers, two heads of values for each of keys
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"state_size": 4, "time_step_rank": 3}
+_MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_KIMI = {
+    **_LATENT,
+    "q_lora_rank": None,
+    "num_key_value_heads": 4,
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+}
+
+# Families with layers that carry a state from token to token, likewise; small chunks, or short rows are mostly padding.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_EXPERTS, **_DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40},
+    "olmo_hybrid": {**_DELTA, "linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "kimi_linear": _KIMI,
+    "bailing_hybrid": {**_KIMI, "q_lora_rank": 24, "num_expert_group": 2, "topk_group": 1},
+    "minimax": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "block_size": 8,
+        "full_attn_alpha_factor": 1.5,
+        "linear_attn_beta_factor": 0.5,
+        "mlp_alpha_factor": 1.2,
+    },
+    "jamba": {
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 3,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "head_dim": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        **_GROUPED,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "falcon_h1": {
+        **_MAMBA2,
+        "mamba_d_ssm": 96,
+        "mamba_rms_norm": True,
+        "head_dim": 16,
+        "key_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "ssm_in_multiplier": 1.5,
+        "ssm_multipliers": [0.5, 1.0, 1.5, 1.0, 0.8],
+        "mlp_multipliers": [0.5, 1.5],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "head_dim": 16, "sliding_window": _WINDOW},
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "recurrent_gemma": {"lru_width": 48, "attention_window_size": _WINDOW, "block_types": ["recurrent", "attention"], "head_dim": 16},
+}
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 
@@ -146,7 +244,7 @@ def has_sharding_plan(model_type: str) -> bool:
 
 def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:
     sizes = {key: _SIZES[key] for key in _COMMON} if model_type in _OWN_SIZES else _SIZES
-    own = {**FAMILIES, **MIXTURES}[model_type]
+    own = {**FAMILIES, **MIXTURES, **HYBRIDS}[model_type]
     return AutoConfig.for_model(model_type, **{**sizes, **own, "tie_word_embeddings": tied, **fields})
 
 
