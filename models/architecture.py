@@ -138,6 +138,17 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         )
 
 
+def check_packing(config: PretrainedConfig) -> None:
+    """Raises UserError for a model in which the documents of a packed row would see each other. Families with a file
+    here keep them apart, as the tests prove; of others a small model is run."""
+    find_leak = getattr(_load_architecture(config), "find_leak", None)
+    if find_leak is not None and (leak := find_leak(config)) is not None:
+        raise UserError(
+            f"data.packing=true: the documents of a row would see each other in a '{config.model_type}': {leak}; "
+            "give data.packing=false (data=pretrain always packs)"
+        )
+
+
 def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
     """A warning about samples longer than the model was made for, where `check_length` lets them pass: rotary angles
     continue silently. Empty where there is nothing to warn of.

@@ -63,7 +63,9 @@ class PipelineDecoderLayer(nn.Module):
         if self.recompute is None:
             return self.transform(inputs[0], **given), *inputs[1:]
         transform = (
-            self.transform if torch.compiler.is_compiling() else partial(self._transform_of, self.context.tokens, self.context.batches)
+            self.transform
+            if torch.compiler.is_compiling()
+            else partial(self._transform_of, self.context.tokens, self.context.batches)
         )
         return self.recompute(transform, inputs[0], **given), *inputs[1:]
 

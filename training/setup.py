@@ -36,6 +36,7 @@ from training.inputs.custom import build_collator
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
+from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
@@ -116,6 +117,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config, source.wrapper)
     layers = shard_layers(source.config, layers, config.tensor_parallel_size)
+    check_run_packing(config, source.config)
     source.config._experts_implementation = choose_experts(
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
     )

@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from errors import UserError
 from models.generic.assembly import assemble
+from models.generic.packing import compare_with_documents_alone
 from models.generic.proof import BOUND, compare_with_transformers, run_layers
 from models.generic.shrink import build_small, shrink
 from models.layer import Layer
@@ -22,6 +23,7 @@ from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 _proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers is not the model
+_packs: dict[str, str | None] = {}  # a config -> how documents of a packed row see each other
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
@@ -63,6 +65,27 @@ def passes_documents(config: PretrainedConfig) -> bool:
         except (TypeError, ValueError):  # `models.packed_attention.attend` lacks its keyword, or got one it refuses
             return False
     return abs(losses[1].item() / losses[0].item() - 1) < BOUND
+
+
+def find_leak(config: PretrainedConfig) -> str | None:
+    """What shows that documents of a packed row see each other; None where they do not."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _packs:
+        _packs[key] = _find_leak(config)
+    return _packs[key]
+
+
+def _find_leak(config: PretrainedConfig) -> str | None:
+    small = shrink(config)
+    small._attn_implementation = list_attention(config)[0]
+    try:
+        worst, name = compare_with_documents_alone(small)
+    except Exception as error:  # other people's code, which may take rows of one document alone
+        words = " ".join(str(error).split())[:160]
+        return f"a small model of this config cannot be run on packed rows ({type(error).__name__}: {words})"
+    if worst < BOUND:
+        return None
+    return f"'{name}' of a small model differs by {worst:.0e} from that of each document alone"
 
 
 def find_fault(config: PretrainedConfig) -> str | None:

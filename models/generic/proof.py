@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,9 +35,7 @@ def compare(
     """The largest relative difference of loss and gradients between layers and the model whose names they have, and of
     which tensor. What of the model is on the meta device belongs to none of them.
 
-    In float64, where what is left of rounding (of a model's own parts in fp32) is no reason to doubt a difference. A
-    gradient that is nothing but rounding, such as that of a bias that a softmax does not see, is compared with 1e-6 of
-    the largest.
+    In float64, where what is left of rounding (of a model's own parts in fp32) is no reason to doubt a difference.
     """
     model.double()
     with torch.random.fork_rng(devices=[]):  # a router may draw
@@ -47,23 +46,34 @@ def compare(
         loss, modules = run_layers(layers, model.state_dict(), input_ids, config)
     expected.backward()
     loss.backward()
-    pairs = {"loss": (loss, expected)}
-    named = dict(model.named_parameters())
-    for layer, module in modules:
-        pairs |= {
-            layer.hf_prefix + name: (p.grad, named[layer.hf_prefix + name].grad)
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        }
-    named = {name: p for name, p in named.items() if p.requires_grad and not p.is_meta}
-    if missing := named.keys() - pairs.keys():
+    ours = list_gradients(modules)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+    theirs = {name: parameter.grad for name, parameter in named.items()}
+    if missing := theirs.keys() - ours.keys():
         raise UserError(f"it has parameters outside of these parts ('{min(missing)}')")
-    if unmoved := [name for name, pair in pairs.items() if None in pair]:
+    if unmoved := [name for name in theirs if theirs[name] is None or ours[name] is None]:
         raise UserError(f"'{unmoved[0]}' has no gradient from the loss of tokens, as where an indexer chooses tokens")
-    least = 1e-6 * max(theirs.abs().max() for _, theirs in pairs.values())
+    return find_difference({"loss": loss} | ours, {"loss": expected} | theirs)
+
+
+def list_gradients(modules: list[tuple[Layer, nn.Module]]) -> dict[str, torch.Tensor | None]:
+    """Hugging Face name -> gradient."""
+    return {
+        layer.hf_prefix + name: parameter.grad
+        for layer, module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def find_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, str]:
+    """The largest relative difference of two tensors of a name, and that name. A gradient that is nothing but rounding,
+    such as that of a bias that a softmax does not see, is compared with 1e-6 of the largest.
+    """
+    least = 1e-6 * max(other.abs().max() for other in theirs.values())
     return max(
-        (((ours - theirs).abs().max() / theirs.abs().max().clamp(min=least)).item(), name)
-        for name, (ours, theirs) in pairs.items()
+        (((ours[name] - other).abs().max() / other.abs().max().clamp(min=least)).item(), name)
+        for name, other in theirs.items()
     )
 
 
@@ -73,9 +83,10 @@ def run_layers(
     input_ids: torch.Tensor,
     config: PretrainedConfig,
     position_ids: torch.Tensor | None = None,
+    targets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
-    """The loss of the layers one after the other, and those that own weights with their modules. position_ids: one
-    document a row by default."""
+    """The loss of the layers one after the other, in the dtype of the weights, and those that own weights with their
+    modules. position_ids: one document a row by default. targets: the next tokens by default."""
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     activations: Any = (input_ids, position_ids, torch.ones_like(input_ids, dtype=torch.int32))
@@ -92,6 +103,7 @@ def run_layers(
         if layer.tied_key:
             shared[layer.tied_key] = module
         activations = module(activations)
-    targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    count = torch.tensor(float(input_ids[:, 1:].numel()))
+    if targets is None:
+        targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    count = (targets != IGNORE_INDEX).sum().float()
     return build_loss(config)(activations, (targets, count)), modules

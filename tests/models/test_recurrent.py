@@ -11,7 +11,7 @@ import torch
 from support.families import HYBRIDS, build_family
 from torch import nn
 
-from models.documents import DocumentBounds, number_documents
+from models.documents import number_documents
 from models.recurrent import batch_documents, find_mixers, isolate_documents
 
 BOUND = 1e-5
@@ -45,12 +45,17 @@ def list_mixers(model: Any) -> list[tuple[str, nn.Module, nn.Module]]:
     """(layer's type, layer, mixer) of the model of `transformers`."""
     layers = getattr(model.base_model, "layers", None) or model.base_model.blocks
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
-    return [(kind, layer, mixer) for kind, layer in zip(types, layers, strict=True) for mixer in find_mixers(layer, kind)]
+    return [
+        (kind, layer, mixer) for kind, layer in zip(types, layers, strict=True) for mixer in find_mixers(layer, kind)
+    ]
 
 
 def run(mixer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """What a mixer returns first, called as a decoder layer of `transformers` calls it."""
-    given = {**dict.fromkeys(("position_embeddings", "attention_mask", "conv_mask", "past_key_values")), "use_cache": False}
+    given = {
+        **dict.fromkeys(("position_embeddings", "attention_mask", "conv_mask", "past_key_values")),
+        "use_cache": False,
+    }
     given["position_ids"] = position_ids
     names = inspect.signature(type(mixer).forward).parameters
     output = mixer(hidden_states, **{name: value for name, value in given.items() if name in names})

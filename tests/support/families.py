@@ -162,7 +162,13 @@ _KIMI = {
 
 # Families with layers that carry a state from token to token, likewise; small chunks, or short rows are mostly padding.
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**_EXPERTS, **_DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "qwen3_next": {
+        **_EXPERTS,
+        **_DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40},
     "olmo_hybrid": {**_DELTA, "linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"] * 2},
@@ -230,7 +236,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_dense_layers": 1,
     },
-    "lfm3": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "head_dim": 16, "sliding_window": _WINDOW},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+    },
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
@@ -266,7 +276,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "rwkv": {"attention_hidden_size": 48, "context_length": 256},
     "xlstm": {"embedding_dim": 48, "num_blocks": 4, "num_heads": 4, "chunk_size": 16},
-    "recurrent_gemma": {"lru_width": 48, "attention_window_size": _WINDOW, "block_types": ["recurrent", "attention"], "head_dim": 16},
+    "recurrent_gemma": {
+        "lru_width": 48,
+        "attention_window_size": _WINDOW,
+        "block_types": ["recurrent", "attention"],
+        "head_dim": 16,
+    },
 }
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves

@@ -25,6 +25,7 @@ from training.config.validate import check_config, check_model_fields
 from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
 from training.objectives.registry import check_objective
+from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
@@ -123,6 +124,7 @@ def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | No
         )
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     check_length(architecture, config.max_seq_length)
+    check_run_packing(config, architecture)
     return architecture, wrapper
 
 
