@@ -64,6 +64,7 @@ def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> Doc
         rows.append(place + width * torch.arange(count, device=numbers.device))
         first, place = first + count, place + count * width
     document = numbers.flatten() - 1  # [B T]
+    rows.append(starts.new_zeros(len(starts) - first, dtype=torch.long))  # of documents that there are not
     row = torch.cat(rows)[order.argsort()]  # [N], where each document's row begins
     within = torch.arange(num_tokens, device=numbers.device) - offsets[document]
     return DocumentBatches(tuple(batches), row[document] + within)
@@ -87,7 +88,7 @@ def isolate_documents(layer: nn.Module, context: MicroBatchContext, layer_type: 
     layer_type: of the layer, as its config names it.
     """
     for mixer in find_mixers(layer, layer_type):
-        context.batches_documents = True
+        context.request_batches()
         mixer.forward = partial(_run, mixer.forward, tuple(_list_arguments(mixer)), context)
 
 
@@ -121,7 +122,7 @@ def _run(
     forward: Callable[..., Any], names: tuple[str, ...], context: MicroBatchContext, *args: Any, **kwargs: Any
 ) -> Any:
     """The mixer's `forward`, of which `names` are the arguments; on whole rows where each is one document."""
-    given = {name: value for name, value in zip(names, args, strict=False)} | kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: None if name in _MASKS else value for name, value in given.items() if name not in _DROPPED}
     if context.batches is None:
         return forward(**given)

@@ -135,11 +135,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 2},
     "dots1": {**_GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
 }
-# Two heads of values for each of keys. Where experts are between gated delta layers, larger weights make gradients
-# that two orders of fp32 sums already tell apart by 2e-5 (7e-7 in fp64)
+# Two heads of values for each of keys. A larger epsilon: what a query finds of the first keys is often next to nothing,
+# and divided by its own size it would carry rounding errors of any size
 _DELTA = {
     "head_dim": 16,
-    "initializer_range": 0.08,
+    "rms_norm_eps": 1e-3,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -304,7 +304,9 @@ def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: A
     model = AutoModelForCausalLM.from_config(build_family_config(model_type, tied, **fields))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if tensor.ndim == 1:
+            if name.endswith("A_log"):
+                tensor.uniform_(-3, 0)  # a state that outlasts a document; at 3 it is gone at the next token
+            elif tensor.ndim == 1:
                 tensor += 0.1 * torch.randn_like(tensor)
             elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 tensor.normal_(std=0.2)  # a router that is sure of its choice, whatever the last bit
