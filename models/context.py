@@ -55,7 +55,7 @@ class MicroBatchContext:
         # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
         self.bounds: DocumentBounds | None = None
         self.locates_tokens = False  # set where something asks for `tokens`
-        self.batches_documents = False  # set where something asks for `batches`
+        self._batches_documents = False  # whether something asks for `batches`
         # Of the micro-batch that a layer is working on. Without batches each of its rows is one document
         self.tokens: TokenDocuments | None = None
         self.batches: DocumentBatches | None = None
@@ -89,6 +89,10 @@ class MicroBatchContext:
         if attention_type not in self._by_type:
             self._by_type[attention_type] = self.derive_by_type(inputs, attention_type)
         return {"position_ids": inputs[1], **self._by_type[attention_type], **self._shared}
+
+    def request_batches(self) -> None:
+        """From now on `batches` is what it says; also for a micro-batch that has begun."""
+        self._batches_documents, self._position_ids = True, None
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         """Keyword arguments that are the same for all layers."""
@@ -125,7 +129,7 @@ class MicroBatchContext:
         return None
 
     def _batch_documents(self) -> DocumentBatches | None:
-        if self._numbers is None or not self.batches_documents:
+        if self._numbers is None or not self._batches_documents:
             return None
         return batch_documents(self._numbers, self.bounds)
 

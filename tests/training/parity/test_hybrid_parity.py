@@ -5,7 +5,6 @@ model: rows of one sample, and packed rows against each document alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
