@@ -83,7 +83,7 @@ class Layer:
     def build_on_meta(self) -> nn.Module:
         """The module without storage: its parameter names, shapes and counts cost nothing."""
         with torch.device("meta"):
-            return self.module_class(*self.args)
+            return self.module_class(*self.args).to("meta")  # buffers that follow from the config have storage
 
     def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
         return replace(self, pieces=pieces)

@@ -54,6 +54,7 @@ def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> Doc
         widths = lengths[order].tolist()
     else:  # Of k documents the shortest has at most the k-th part of all tokens
         widths = [min(longest, num_tokens // (rank + 1)) for rank in range(len(lengths))]
+    widths = [width for width in widths if width]  # of documents that there are
     starts = offsets[:-1][order]
     batches, rows = [], []
     first = place = 0
@@ -78,8 +79,7 @@ def _group(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
         if 2 * width <= widths[first]:
             yield rank - first, widths[first]
             first = rank
-    if widths[first]:
-        yield len(widths) - first, widths[first]
+    yield len(widths) - first, widths[first]
 
 
 def isolate_documents(layer: nn.Module, context: MicroBatchContext, layer_type: str) -> None:

@@ -22,7 +22,7 @@ class TrunkContext(MicroBatchContext):
 
     def __init__(self, config: PretrainedConfig, trunk: Trunk) -> None:
         super().__init__(config)
-        self._trunk = trunk
+        self.trunk = trunk
         self._arguments: list[dict[str, Any]] = []
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class TrunkContext(MicroBatchContext):
                 masks[kind, always] = self._make_mask(inputs, kind, always)
             return masks[kind, always]
 
-        self._arguments = self._trunk.read_arguments(inputs[0], inputs[1], make_mask)
+        self._arguments = self.trunk.read_arguments(inputs[0], inputs[1], make_mask)
         return {}
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
@@ -64,9 +64,22 @@ class _NoMask:
 class TrunkDecoderLayer(PipelineDecoderLayer):
     """Mixin before a decoder layer of `transformers`, which may return hidden states first of several things."""
 
+    def __init__(self, config: PretrainedConfig, layer_idx: int, context: TrunkContext) -> None:
+        super().__init__(config, layer_idx, context)
+        copy_computed_buffers(context.trunk.layers[layer_idx], self)
+
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         outputs: Any = super().transform(hidden_states, **given)
         return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
+def copy_computed_buffers(template: nn.Module, layer: nn.Module) -> None:
+    """Those of a trunk's layer that are in no file, some of which its model has put there (falcon_h1)."""
+    stored = template.state_dict().keys()
+    for name, buffer in template.named_buffers():
+        if name not in stored:
+            owner, _, name = name.rpartition(".")
+            layer.get_submodule(owner).register_buffer(name, buffer.clone(), persistent=False)
 
 
 class _Copy(nn.Module):

@@ -286,15 +286,21 @@ def _find_layers(model: nn.Module) -> tuple[str, str]:
 
 
 def _compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
-    """Of modules on the meta device, but for layers: `transformers` computes them like initial weights, since it loads
-    that way too."""
+    """What follows from the config alone, of modules on the meta device: buffers, but for those of layers that are in
+    files. `transformers` computes them like initial weights, since it loads that way too; a module may compute those of
+    the modules in it."""
     of_layers = {id(part) for layer in layers for part in layer.modules()}
-    for part in (part for part in model.modules() if id(part) not in of_layers):
-        buffers = [(name, buffer) for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta]
-        for name, buffer in buffers:
-            setattr(part, name, torch.empty_like(buffer, device="cpu"))
-        if buffers:
-            model._init_weights(part)
+    stored = model.state_dict().keys()
+    computed = False
+    for prefix, part in model.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta and (id(part) not in of_layers or f"{prefix}.{name}" not in stored):
+                setattr(part, name, torch.empty_like(buffer, device="cpu"))
+                computed = True
+    if computed:
+        with torch.random.fork_rng(devices=[]):  # weights on the meta device draw too
+            for part in model.modules():
+                model._init_weights(part)
 
 
 def _read_factor(outputs: torch.Tensor, inputs: torch.Tensor) -> float | None:

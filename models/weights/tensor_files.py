@@ -15,10 +15,15 @@ from safetensors import SafetensorError, safe_open
 from errors import UserError
 
 
+def _read_object(fields: dict[str, Any]) -> Any:
+    """`transformers` writes numbers that JSON lacks as objects: {"__float__": "Infinity"} (5.23)."""
+    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+
+
 def load_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError when the file is something else or half-written."""
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"), object_hook=_read_object)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file} is not valid JSON (line {error.lineno}: {error.msg}); it may be half-written"

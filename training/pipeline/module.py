@@ -246,6 +246,9 @@ class StageModule(PipelineModule):
             for name, tensor in tensors.items()
         }
         module.load_state_dict(copies, strict=True, assign=True)
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, buffer.to(device))  # what follows from the config is in no file
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
         choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
