@@ -41,7 +41,7 @@ class Trunk:
     """The trunk of the model that `config` describes, on the meta device: it has no weights.
 
     What follows from the config alone, such as rotary frequencies, is real, and moves to the device of the inputs.
-    name: the trunk's in the model. layers: its decoder layers. parts: its other children, by name.
+    name: the trunk's in the model. layers: its decoder layers. parts: its other children, by name. embedding: the name of the one of tokens.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -56,6 +56,7 @@ class Trunk:
         self.layers: list[nn.Module] = list(getattr(self.module, self.list_name))
         self.parts = {name: part for name, part in self.module.named_children() if name != self.list_name}
         _compute_buffers(self.model, self.layers)
+        self.embedding = find_name(self.model, self.model.get_input_embeddings()).removeprefix(f"{self.name}.")
         self._make_mask: MakeMask = _make_none
         self._forward = self._use_our_masks(inspect.unwrap(type(self.module).forward))
         if "inputs_embeds" not in inspect.signature(self._forward).parameters:
@@ -63,12 +64,16 @@ class Trunk:
         self._returns_tuples = self._find_whether_layers_return_tuples()
 
     def prepare(self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T]."""
+        """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T].
+
+        They come from a stand-in for the embedding, since a trunk may scale what it has looked up itself (falcon_h1).
+        """
 
         def stop(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
             raise _Stop(hidden_states)
 
-        return self._run(embeddings, position_ids, [stop], parts)
+        looked_up = {self.embedding: lambda input_ids: embeddings}
+        return self._run(embeddings, position_ids, [stop], {**parts, **looked_up}, looks_up=True)
 
     def read_arguments(self, inputs: torch.Tensor, position_ids: torch.Tensor, make_mask: MakeMask) -> list[Any]:
         """What each layer is called with beside hidden states: a dict by the names of its parameters.
@@ -131,10 +136,11 @@ class Trunk:
         layers: Sequence[Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]],
         parts: Parts,
         make_mask: MakeMask | None = None,
+        looks_up: bool = False,
     ) -> torch.Tensor:
         """The trunk's own forward pass, with `layers` for the first of its layers, and `parts` for those with weights.
 
-        A layer gets hidden states and its arguments, and returns hidden states. Returns what the trunk does.
+        looks_up: whether it is called with tokens, which mean nothing. A layer gets hidden states and its arguments, and returns hidden states. Returns what the trunk does.
         """
         for name, part in self.parts.items():
             if name in parts:
@@ -146,7 +152,8 @@ class Trunk:
         places = [_Place(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)]
         _replace(self.module, self.list_name, places)
         self._make_mask = make_mask or _make_none
-        given = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False, "return_dict": True}
+        inputs = {"input_ids": torch.zeros_like(position_ids)} if looks_up else {"inputs_embeds": embeddings}
+        given = {**inputs, "position_ids": position_ids, "use_cache": False, "return_dict": True}
         known = inspect.signature(self._forward).parameters
         try:
             outputs = self._forward(self.module, **{name: value for name, value in given.items() if name in known})
