@@ -53,6 +53,10 @@ class PipelineDecoderLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
+        self.join(config, layer_idx, context)
+
+    def join(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
+        """Makes a layer of a pipeline of the layer of `transformers` that has been built."""
         make_buffers_of_untrained(self)
         self.context = context
         self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx

@@ -65,21 +65,17 @@ class TrunkDecoderLayer(PipelineDecoderLayer):
     """Mixin before a decoder layer of `transformers`, which may return hidden states first of several things."""
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: TrunkContext) -> None:
-        super().__init__(config, layer_idx, context)
-        copy_computed_buffers(context.trunk.layers[layer_idx], self)
+        """Like the trunk's, which its model may have built with further arguments (bamba), and given buffers
+        (falcon_h1)."""
+        nn.Module.__init__(self)
+        trunk = context.trunk
+        vars(self).update(vars(copy.deepcopy(trunk.layers[layer_idx], {id(trunk.model.config): config})))
+        give_storage(self)
+        self.join(config, layer_idx, context)
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         outputs: Any = super().transform(hidden_states, **given)
         return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-
-
-def copy_computed_buffers(template: nn.Module, layer: nn.Module) -> None:
-    """Those of a trunk's layer that are in no file, some of which its model has put there (falcon_h1)."""
-    stored = template.state_dict().keys()
-    for name, buffer in template.named_buffers():
-        if name not in stored:
-            owner, _, name = name.rpartition(".")
-            layer.get_submodule(owner).register_buffer(name, buffer.clone(), persistent=False)
 
 
 class _Copy(nn.Module):
@@ -92,10 +88,14 @@ class _Copy(nn.Module):
 
 
 def give_storage(module: nn.Module) -> None:
-    """Parameters of the default dtype on the default device, not initialized, for those on the meta device."""
+    """Parameters and buffers on the default device, not initialized, for those on the meta device: parameters of the
+    default dtype."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(torch.empty(parameter.shape), requires_grad=parameter.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 class TrunkEmbedding(_Copy, Embedding):

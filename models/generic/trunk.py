@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -34,6 +34,7 @@ _MASK_KINDS: dict[str, str | None] = {
 }
 # Of a kind of attention, and whether it has to be a tensor though causality is all that it says
 MakeMask = Callable[[str, bool], Any]
+_MOST_OUTPUTS = 4  # more than any layer of transformers returns
 Parts = Mapping[str, Callable[..., Any]]  # the children of a trunk that have weights, by name
 
 
@@ -61,7 +62,7 @@ class Trunk:
         self._forward = self._use_our_masks(inspect.unwrap(type(self.module).forward))
         if "inputs_embeds" not in inspect.signature(self._forward).parameters:
             raise UserError(f"'{self.name}', which runs its layers, takes no embeddings of tokens")
-        self._returns_tuples = self._find_whether_layers_return_tuples()
+        self._num_outputs = self._count_outputs()
 
     def prepare(self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts) -> torch.Tensor:
         """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T].
@@ -174,14 +175,12 @@ class Trunk:
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(name, {})
             outputs = layer(hidden_states, given)
-            return (outputs,) if self._returns_tuples else outputs
+            return _with_others(outputs, self._num_outputs)
 
         return call
 
-    def _find_whether_layers_return_tuples(self) -> bool:
-        self._returns_tuples = False
-        if len(self.layers) < 2:
-            return False
+    def _count_outputs(self) -> int:
+        """How many things a layer returns, hidden states first; 0 for those alone, not in a tuple."""
         sent, arrived = torch.zeros(1, 2, 1), []
 
         def send(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -190,8 +189,13 @@ class Trunk:
                 raise _Stop(hidden_states)
             return sent
 
-        self._run(torch.zeros(1, 2, 1), torch.arange(2).unsqueeze(0), [send, send], {})
-        return arrived[1] is not sent
+        for self._num_outputs in range(_MOST_OUTPUTS if len(self.layers) > 1 else 0):
+            arrived.clear()
+            with suppress(ValueError):  # it unpacks another number
+                self._run(torch.zeros(1, 2, 1), torch.arange(2).unsqueeze(0), [send, send], {})
+                if arrived[1] is sent:
+                    return self._num_outputs
+        return 0
 
     def _use_our_masks(self, forward: FunctionType) -> FunctionType:
         """The same function, for which the names of `transformers`' functions that make masks mean ours."""
@@ -255,6 +259,11 @@ class _Place:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
+
+
+def _with_others(hidden_states: torch.Tensor, num_outputs: int) -> Any:
+    """What a layer returns that returns so many things; the others are None."""
+    return hidden_states if num_outputs == 0 else (hidden_states, *[None] * (num_outputs - 1))
 
 
 def _make_none(kind: str, always: bool) -> None:
