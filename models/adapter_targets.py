@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from errors import UserError
 from models.experts.grouped import is_stack
 from models.layer import Layer
+from models.recurrent import list_read_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
@@ -48,13 +49,17 @@ class Targets:
 
 
 def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Name -> matrices inside a decoder layer."""
-    routers = _list_routers(module)
+    """Name -> matrices inside a decoder layer, but for those that an adapter would not reach."""
+    others = {*_list_routers(module), *_list_read(module)}
     return {
         name: child
         for name, child in module.named_modules()
-        if name and isinstance(child, (nn.Linear, Conv1D)) and name not in routers
+        if name and isinstance(child, (nn.Linear, Conv1D)) and name not in others
     }
+
+
+def _list_read(module: nn.Module) -> set[str]:
+    return list_read_weights(module, getattr(module, "attention_type", ""))
 
 
 def _list_routers(module: nn.Module) -> list[str]:
@@ -145,6 +150,11 @@ def build_lora_config(
         target_parameters = stacks if takes_all else []
     for target in targets:
         if not any(is_named(name, [target]) for name in projections):
+            if any(is_named(prefix + name, [target]) for prefix, module in modules for name in _list_read(module)):
+                raise UserError(
+                    f"adapter.target_modules: an adapter on '{target}' would have no effect, because the state-space "
+                    f"layers of this model read its weight themselves; leave it out, or give {ALL_LINEAR}"
+                )
             raise _no_projection(target, short, stacks)
     for target in target_parameters:
         if not any(is_named(name, [target]) for name in parameters):

@@ -15,17 +15,15 @@ B micro-batch, T sequence, N documents of a micro-batch, D hidden.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from models.documents import DocumentBounds, locate_documents
-
-if TYPE_CHECKING:
-    from models.context import MicroBatchContext
 
 _STATES = {"cache_params", "state"}  # arguments of a mixer's forward in transformers: what it goes on from
 # For attention alone
@@ -42,6 +40,14 @@ class DocumentBatches(NamedTuple):
 
     batches: tuple[torch.Tensor, ...]
     places: torch.Tensor
+
+
+class Context(Protocol):
+    """What mixers need of `models.context.MicroBatchContext`. batches: None where each row is one document."""
+
+    batches: DocumentBatches | None
+
+    def request_batches(self) -> None: ...
 
 
 def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> DocumentBatches:
@@ -82,7 +88,7 @@ def _group(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield len(widths) - first, widths[first]
 
 
-def isolate_documents(layer: nn.Module, context: MicroBatchContext, layer_type: str) -> None:
+def isolate_documents(layer: nn.Module, context: Context, layer_type: str) -> None:
     """Makes the mixers of a decoder layer see each document of a packed row alone. Does nothing to a layer without.
 
     layer_type: of the layer, as its config names it.
@@ -105,6 +111,19 @@ def find_mixers(layer: nn.Module, layer_type: str) -> list[nn.Module]:
     return list(found.values())
 
 
+def list_read_weights(layer: nn.Module, layer_type: str) -> set[str]:
+    """Names of the projections in a layer's mixers whose weights the mixer reads itself, to hand them to a kernel or a
+    product of its own: what wraps such a projection, an adapter, would have no effect.
+    """
+    names = {part: name for name, part in layer.named_modules()}
+    return {
+        f"{names[mixer]}.{name}"
+        for mixer in find_mixers(layer, layer_type)
+        for name in re.findall(r"self\.(\w+)\.weight", inspect.getsource(inspect.unwrap(type(mixer).forward)))
+        if isinstance(getattr(mixer, name), nn.Linear)
+    }
+
+
 def _carries_state(module: nn.Module, is_linear: bool) -> bool:
     taken = _list_arguments(module)
     return (
@@ -115,12 +134,11 @@ def _carries_state(module: nn.Module, is_linear: bool) -> bool:
 
 
 def _list_arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
+    """By the class: an isolated mixer's own `forward` takes anything."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _run(
-    forward: Callable[..., Any], names: tuple[str, ...], context: MicroBatchContext, *args: Any, **kwargs: Any
-) -> Any:
+def _run(forward: Callable[..., Any], names: tuple[str, ...], context: Context, *args: Any, **kwargs: Any) -> Any:
     """The mixer's `forward`, of which `names` are the arguments; on whole rows where each is one document."""
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: None if name in _MASKS else value for name, value in given.items() if name not in _DROPPED}

@@ -74,7 +74,7 @@ def assemble(config: PretrainedConfig) -> list[Layer]:
     ]
     if len(anatomy.after) == 1 and not anatomy.finishes:
         norm = trunk.parts[anatomy.after[0]]
-        layers.append(Layer(f"{prefix}{anatomy.after[0]}.", _derive(FinalNorm, norm), (norm,)))
+        layers.append(Layer(f"{prefix}{anatomy.after[0]}.", _derive(FinalNorm, norm, type(norm).__name__), (norm,)))
     elif anatomy.after or anatomy.finishes:
         layers.append(Layer(prefix, Finish, ({name: trunk.parts[name] for name in anatomy.after}, trunk)))
     return [*layers, _make_head(trunk, layers[0])]
@@ -153,6 +153,7 @@ def _list_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _derive(mixin: type[nn.Module], template: nn.Module, name: str | None = None) -> type[nn.Module]:
+    """name: `transformers` tells by the name of a norm's class how it starts."""
     return type(name or mixin.__name__, (mixin, type(template)), {})
 
 

@@ -88,14 +88,19 @@ class _Copy(nn.Module):
 
 
 def give_storage(module: nn.Module) -> None:
-    """Parameters and buffers on the default device, not initialized, for those on the meta device: parameters of the
-    default dtype."""
+    """Parameters and buffers on the default device for those on the meta device: parameters of the default dtype, as
+    torch's own modules start, and NaN where a model of `transformers` says how they start (init=random).
+    """
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            setattr(part, name, nn.Parameter(torch.empty(parameter.shape), requires_grad=parameter.requires_grad))
+            unknown = torch.full(parameter.shape, torch.nan)
+            setattr(part, name, nn.Parameter(unknown, requires_grad=parameter.requires_grad))
         for name, buffer in list(part.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        reset: Any = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 class TrunkEmbedding(_Copy, Embedding):

@@ -42,7 +42,8 @@ class Trunk:
     """The trunk of the model that `config` describes, on the meta device: it has no weights.
 
     What follows from the config alone, such as rotary frequencies, is real, and moves to the device of the inputs.
-    name: the trunk's in the model. layers: its decoder layers. parts: its other children, by name. embedding: the name of the one of tokens.
+    name: the trunk's in the model. layers: its decoder layers. parts: its other children, by name.
+    embedding: the name of the one of tokens.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -141,7 +142,8 @@ class Trunk:
     ) -> torch.Tensor:
         """The trunk's own forward pass, with `layers` for the first of its layers, and `parts` for those with weights.
 
-        looks_up: whether it is called with tokens, which mean nothing. A layer gets hidden states and its arguments, and returns hidden states. Returns what the trunk does.
+        A layer gets hidden states and its arguments, and returns hidden states. looks_up: whether the trunk is called
+        with tokens, which mean nothing. Returns what the trunk does.
         """
         for name, part in self.parts.items():
             if name in parts:
@@ -189,12 +191,13 @@ class Trunk:
                 raise _Stop(hidden_states)
             return sent
 
-        for self._num_outputs in range(_MOST_OUTPUTS if len(self.layers) > 1 else 0):
+        for count in range(_MOST_OUTPUTS if len(self.layers) > 1 else 0):
+            self._num_outputs = count
             arrived.clear()
             with suppress(ValueError):  # it unpacks another number
                 self._run(torch.zeros(1, 2, 1), torch.arange(2).unsqueeze(0), [send, send], {})
                 if arrived[1] is sent:
-                    return self._num_outputs
+                    return count
         return 0
 
     def _use_our_masks(self, forward: FunctionType) -> FunctionType:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from errors import UserError
 from models.layer import Layer
 from models.weights.disk_names import wrap_module
 from models.weights.safetensors_writer import TensorInfo
@@ -33,7 +34,10 @@ class RandomWeights:
             model = wrap_module(self.config, module)
             for part in reversed(list(model.modules())):  # a module after those in it, the model last
                 model._init_weights(part)
-        return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        if unknown := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
+            raise UserError(f"init=random: transformers does not say how '{layer.hf_prefix}{unknown[0]}' starts")
+        return tensors
 
     def check_complete(self, layers: list[Layer]) -> None:
         """All of them can be drawn."""

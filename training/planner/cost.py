@@ -23,6 +23,7 @@ from models.layer import Layer
 from models.parallel.plan import count_sums
 from models.parallel.shard import TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_module
+from models.recurrent import find_mixers
 from training.pipeline.trainable import choose_trained
 from training.planner.saved_activations import SavedBytes, count_saved_bytes
 
@@ -190,8 +191,11 @@ def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
 
 def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
     """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in
-    every model."""
-    if not any("Attention" in type(child).__name__ for child in module.modules()):
+    every model; one that carries a state does not look back at keys."""
+    linear = {
+        id(part) for mixer in find_mixers(module, getattr(module, "attention_type", "")) for part in mixer.modules()
+    }
+    if not any("Attention" in type(child).__name__ for child in module.modules() if id(child) not in linear):
         return 0
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

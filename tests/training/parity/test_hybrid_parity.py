@@ -28,6 +28,7 @@ from support.workers import WorkerGroup
 NUM_SAMPLES = 22
 PACKED = ("data.packing=true", "micro_batch_size=1")
 TRAINED = [name for name in HYBRIDS if name not in ("zamba", "zamba2", "zaya", "inkling_text", "rwkv", "xlstm")]
+_SEEDS = {"kimi_linear": 1}  # with 0 two experts of a token differ by 6e-8, less than the order of sums does
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
 
     def case(family: str, layout: str, steps: int, *overrides: str) -> Case:
         if not (root / family).exists():
-            save_family(root / family, family)
+            save_family(root / family, family, seed=_SEEDS.get(family, 0))
         num_stages, world_size = LAYOUTS[layout]
         given = (f"tokenizer_name_or_path={root}/tokenizer", "learning_rate=0.01", *overrides)
         return Case(root / family, records, root, num_stages, world_size, steps, given)
