@@ -131,7 +131,8 @@ class MicroBatchContext:
     def _batch_documents(self) -> DocumentBatches | None:
         if self._numbers is None or not self._batches_documents:
             return None
-        return batch_documents(self._numbers, self.bounds)
+        # A CPU can be asked for the lengths of documents, which makes tighter batches
+        return batch_documents(self._numbers, None if self._numbers.device.type == "cpu" else self.bounds)
 
     def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
         """Keyword arguments of one type of attention, as the attention implementation wants them."""

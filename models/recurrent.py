@@ -52,11 +52,11 @@ class Context(Protocol):
 
 def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> DocumentBatches:
     """numbers: the document of each token, [B, T], counted from 1 over all rows. bounds: None asks the device for the
-    lengths, and waits for it; so does a CPU, which has them at once."""
+    lengths, and waits for it."""
     offsets, longest = locate_documents(numbers, bounds)
     lengths, num_tokens = offsets.diff(), numbers.numel()  # [N]
     order = lengths.argsort(descending=True, stable=True)
-    if bounds is None or numbers.device.type == "cpu":
+    if bounds is None:
         widths = lengths[order].tolist()
     else:  # Of k documents the shortest has at most the k-th part of all tokens
         widths = [min(longest, num_tokens // (rank + 1)) for rank in range(len(lengths))]

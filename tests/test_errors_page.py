@@ -10,7 +10,7 @@ from support.messages import HOLE, ROOT, Message, Sources, normalize, read_sourc
 PAGE = ROOT / "docs" / "errors.md"
 # Functions that put a reason into words, which stands inside a message or is said alone.
 REASONS = {
-    "models/generic/family.py": ("find_fault",),
+    "models/generic/family.py": ("find_fault", "_find_leak"),
     "models/generic/wrapped_proof.py": ("_find_fault",),
     "training/checkpoint/manifest.py": ("find_wrong_size", "find_wrong_content"),
     "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),

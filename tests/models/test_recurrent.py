@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import HYBRIDS, build_family
+from support.families import HYBRIDS, build_family, build_family_config
 from torch import nn
 
-from models.documents import number_documents
+import models.decoder
+import models.generic.family
+from errors import UserError
+from models.adapter_targets import build_lora_config, list_projections
+from models.architecture import build_layers, check_packing
+from models.documents import DocumentBounds, number_documents
 from models.recurrent import batch_documents, find_mixers, isolate_documents
+from models.weights.random_weights import RandomWeights
 
 BOUND = 1e-5
 LENGTHS = ((3, 9, 12), (7, 1, 16))  # of the documents of each row
@@ -96,3 +102,52 @@ def test_a_mixer_sees_each_document_of_a_packed_row_alone(model_type: str) -> No
         assert difference(together, alone) < BOUND
         gradients = [*run_backward(mixer, together), hidden_states.grad]
         assert all(difference(ours, theirs) < BOUND for ours, theirs in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [None, DocumentBounds(6, 16), DocumentBounds(11, 24)])
+def test_each_token_has_one_place_in_the_batches_of_its_document(bounds: DocumentBounds | None) -> None:
+    numbers = number_documents(packed_positions(), None)
+    batches, places = batch_documents(numbers, bounds)
+    laid_out = torch.cat([batch.flatten() for batch in batches])
+    assert torch.equal(laid_out[places], torch.arange(B * T))
+    firsts = torch.cat([batch[:, 0] for batch in batches])
+    starts = [T * row + of.start for row, of in list_documents()]
+    assert set(starts) <= set(firsts.tolist())
+    for batch in batches:
+        inside = batch < B * T - 1
+        assert torch.equal((batch.diff() == 1) | ~inside[:, 1:], torch.ones_like(batch.diff(), dtype=torch.bool))
+    if bounds is None:  # a document is at least half as wide as its batch
+        assert len(laid_out) <= 2 * B * T
+
+
+def test_a_family_whose_packed_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_family_config("qwen3_5_text")
+    check_packing(config)
+    monkeypatch.setattr(models.generic.family, "_packs", {})
+    monkeypatch.setattr(models.decoder, "isolate_documents", lambda layer, context, layer_type: None)
+    with pytest.raises(
+        UserError, match=r"data\.packing=true: .* see each other in a 'qwen3_5_text': '.*' of a small model differs by"
+    ):
+        check_packing(config)
+
+
+@pytest.mark.full  # peft takes seconds to import
+def test_adapters_leave_out_what_a_mixer_reads_itself() -> None:
+    config = build_family_config("mamba")
+    config._attn_implementation = "eager"
+    layers = build_layers(config)
+    assert list(list_projections(layers[1].build_on_meta())) == ["mixer.in_proj"]
+    with pytest.raises(UserError, match="an adapter on 'out_proj' would have no effect"):
+        build_lora_config(layers, ["in_proj", "out_proj"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", [name for name in HYBRIDS if name not in ("zamba", "zamba2", "zaya", "xlstm")])
+def test_random_weights_are_drawn_for_every_part(model_type: str) -> None:
+    config = build_family_config(model_type)
+    if model_type in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
+        config._attn_implementation = "eager"
+    layers, source = build_layers(config), RandomWeights(config, 0)
+    for index, layer in enumerate(layers):
+        drawn, again = source.read_layer(index, layer), source.read_layer(index, layer)
+        assert all(tensor.isfinite().all() and torch.equal(tensor, again[name]) for name, tensor in drawn.items())
