@@ -38,6 +38,14 @@ CASES = [
         id="experts",
         marks=pytest.mark.full,
     ),
+    pytest.param(
+        (
+            "model_name_or_path={folder}/hybrid", "tokenizer_name_or_path={folder}/model",
+            "activation_checkpoint_interval=1", "data.packing=true", "max_seq_length=160",
+        ),
+        id="hybrid",
+        marks=pytest.mark.full,
+    ),
 ]  # fmt: skip
 
 
@@ -49,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_records(folder / "train.jsonl", 40)
     tiny.save_records(folder / "eval.jsonl", 6, seed=1)
     save_family(folder / "experts", "deepseek_v3")
+    save_family(folder / "hybrid", "qwen3_5_text")
     return folder
 
 
