@@ -244,7 +244,7 @@ class HuggingFaceFolder:
         return self._read_stored(self.wrapper.name_in_memory(name))
 
     def check_complete(self, layers: list[Layer]) -> None:
-        self._add_prefix(layers[0].hf_prefix)
+        self._add_prefix(layers[0].get_pieces("weight")[0].hf_name)
         expected = {
             piece.hf_name
             for layer in layers
