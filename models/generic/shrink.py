@@ -1,75 +1,143 @@
-"""Small models with all features of a config, which a proof can run in a second."""
+"""Small models with all features of a config, which a proof can run in a second.
+
+Sizes are recognized by the words that configs of `transformers` use for them. Layers: `models/generic/layer_kinds.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
+from errors import UserError
+from models.generic.layer_kinds import choose_layers, cut_layers
 
-# A small model keeps the config's other fields. Those that it does not have are omitted.
-_SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "sliding_window": 6,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout"), 0.0),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
-    "q_lora_rank": 24,
+_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB = 64, 4, 16, 96
+_LENGTH = 24  # of the rows of a proof: what depends on a distance has to be below it
+_SCALE = 0.2  # of initial weights: scores and logits away from zero, so that what happens to them shows
+
+# Of fields that hold a whole number above 1: pattern of the name -> the small value
+_SIZES: dict[str, int] = {
+    r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model": _HIDDEN,
+    r"embedding_size|.*_embed_proj_dim|.*_embedding_size|.*_embed_dim|hidden_size_per_layer_input": 32,
+    r"lru_width": _HIDDEN,
+    r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
+    r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
+    r".*intermediate_size": 64,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions": 64,
+    r"sliding_window(_size)?|.*window_size|local_attention": 6,
+    r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
+    r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
+    r"kv_lora_rank|.*_rank|.*_lowrank": 16,
+    r"q_lora_rank": 24,
+    r".*state_size|.*d_state|linear_.*head_dim|mamba_(head_?dim|d_head)": _HEAD_DIM,
+    r"mamba_d_ssm": _HIDDEN,
+    r"num_experts_per_tok(en)?|moe_k|moe_top_?k": 2,
+    r"index_topk": 5,
+    r".*index_topk_blocks": 2,
 }
-_NUM_LAYERS = 4
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
+_HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
+_EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|zero_expert_num")
+_TOKENS = re.compile(r".*_(token_id|index|id)")
+_SCALES = re.compile(r"initializer_range|init_std|initializer_factor")
+_STATE_SPACE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)
+# What small configs keep as it is: nothing; sizes of heads; sizes and numbers of heads, on which others depend
+_KEPT = (re.compile(""), _HEAD_SIZES, re.compile(".*(head|group).*"))
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A small config with the features of `config`: a layer of each kind, and the same fields but for sizes."""
-    kinds = getattr(config, "layer_types", None) or []
-    chosen = sorted({kinds.index(kind) for kind in kinds} | set(range(min(_NUM_LAYERS, config.num_hidden_layers))))
-    fields = config.to_dict()
-    for name, value in fields.items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            fields[name] = [value[index] for index in chosen]
-    sizes = {name: value for name, value in _SMALL.items() if fields.get(name) is not None} | _shrink_experts(fields)
-    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
-        sizes.pop("num_key_value_heads", None)
-        fields["num_key_value_heads"] = sizes.get("num_attention_heads")
-    shrunk = {**fields, **sizes, "num_hidden_layers": len(chosen)}
-    for rope in (fields.get("rope_parameters"), fields.get("rope_scaling")):
-        if rope and rope.get("mrope_section"):
-            rope["mrope_section"] = _shrink_sections(
-                rope["mrope_section"], _get_head_dim(shrunk) / _get_head_dim(config.to_dict())
-            )
-    return type(config)(**shrunk)
+    """A small config with the features of `config`: a layer of each kind, and the same fields but for sizes.
+
+    Some sizes depend on each other in ways that only the family knows. So the first of several small configs is taken
+    that can be run. Raises UserError with the reason of the first where none can.
+    """
+    reasons = []
+    for keep in _KEPT:
+        try:
+            small = _shrink(config, keep)
+            model, input_ids = build_small(copy.deepcopy(small))
+            with torch.no_grad():
+                model(input_ids, use_cache=False)
+            return small
+        except Exception as error:  # other people's code, on a config it was not made for
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    raise UserError(f"no small model of this config can be run ({reasons[0]})")
 
 
-def _get_head_dim(fields: Mapping[str, Any]) -> int:
-    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig:
+    """keep: names of fields that are left as they are."""
+    fields = cut_layers(config, choose_layers(config))
+    return type(config)(**_fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields)))
 
 
-def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
-    """The parts of a rotary embedding that Qwen-VL's three kinds of positions take, in their proportions."""
-    total = round(sum(sections) * scale)
-    rest = [max(1, int(section * scale)) for section in sections[1:]]
-    return [total - sum(rest), *rest]
+class _Sizes:
+    """The small sizes of one config, of which some are a matter of their ratio to others."""
+
+    def __init__(self, fields: Mapping[str, Any], keep: re.Pattern[str]) -> None:
+        self._keep = keep
+        counts = (fields.get(name) for name in _QUERY_HEADS)
+        self._num_heads = next((count for count in counts if isinstance(count, int)), 0)
+        sizes = {size for name, size in fields.items() if isinstance(size, int) and _is_head_size(name, size)}
+        self._num_sizes, self._unit = len(sizes), math.gcd(*sizes)
+        self._num_experts = max(8, 4 * (fields.get("n_group") or fields.get("num_expert_group") or 1))
+        self._hidden_size = fields.get("hidden_size") or _HIDDEN
+
+    def shrink(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Sub-configs, and settings of single layers, are dicts within, with fields of the same names."""
+        return {str(name): self._shrink(str(name), value) for name, value in fields.items()}
+
+    def _shrink(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return value if name.startswith("rope_") else self.shrink(value)
+        if isinstance(value, list):
+            return [self._shrink(name, entry) for entry in value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or self._keep.fullmatch(name):
+            return value
+        if isinstance(value, float):
+            return 0.0 if "drop" in name else _SCALE if _SCALES.fullmatch(name) else value
+        if _TOKENS.fullmatch(name):
+            return value if value < _VOCAB else 2
+        return value if value < 2 else self._shrink_size(name, value)
+
+    def _shrink_size(self, name: str, value: int) -> int:
+        if _HEAD_COUNTS.fullmatch(name):  # as many as query heads, fewer, or more
+            most = self._num_heads or value
+            return min(value, 2 if value < most else _NUM_HEADS if value == most else 2 * _NUM_HEADS)
+        if _is_head_size(name, value):  # in the same ratio as before to the other sizes of heads
+            return value // self._unit * (_HEAD_DIM if self._num_sizes == 1 else _HEAD_DIM // 2)
+        if name == "attention_hidden_size":  # a multiple of the other one
+            return value * _HIDDEN // self._hidden_size
+        if _EXPERTS.fullmatch(name):
+            return min(value, self._num_experts)
+        sizes = (size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name))
+        return min(value, next(sizes, value))
 
 
-def _shrink_experts(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Few experts, in as many groups as before."""
-    num_experts = max(8, 4 * (fields.get("n_group") or 1))
-    most = {**dict.fromkeys(NUM_EXPERTS, num_experts), **dict.fromkeys(NUM_CHOSEN, 2)}
-    return {name: min(fields[name], limit) for name, limit in most.items() if fields.get(name)}
+def _is_head_size(name: str, value: int) -> bool:
+    return _HEAD_SIZES.fullmatch(name) is not None and value >= _HEAD_DIM
+
+
+def _fit_state_space(fields: dict[str, Any]) -> dict[str, Any]:
+    """Heads of a state space are as wide as the layer's expanded hidden states, together."""
+    expand, hidden_size = fields.get("mamba_expand", fields.get("expand")), fields.get("hidden_size")
+    names = [pair for pair in _STATE_SPACE_HEADS if all(isinstance(fields.get(name), int) for name in pair)]
+    if not expand or not hidden_size or not names:
+        return fields
+    count, size = names[0]
+    width = fields.get("mamba_d_ssm") or int(expand * hidden_size)
+    return {**fields, count: width // _HEAD_DIM, size: _HEAD_DIM}
 
 
 def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor]:
@@ -81,4 +149,4 @@ def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter += 0.1 * torch.randn_like(parameter)
-        return model, torch.randint(3, config.vocab_size, (2, 24))
+        return model, torch.randint(3, config.vocab_size, (2, _LENGTH))

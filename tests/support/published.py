@@ -1,0 +1,117 @@
+"""What published configs of a family say where the default config of `transformers` says less.
+
+A row of docs/models.md is about models as they are published: with their multipliers, caps, windows, biases, norms and
+experts. Default configs mostly are such a config; these are the fields where they are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+}
+_DECODER = {"is_decoder": True}  # an encoder, unless it is asked not to be
+_HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "apertus": {"attention_bias": True},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "cohere": {"use_qk_norm": True, "attention_bias": True},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 500000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+        "d_model": 64,
+        "max_seq_len": 64,
+    },
+    "deepseek_v2": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek_v3": {"attention_bias": True},
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "ernie4_5": {"use_bias": True},
+    "falcon_h1": {
+        "embedding_multiplier": 5.65,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.6,
+        "mlp_multipliers": [0.9, 0.4],
+        "ssm_multipliers": [0.35, 0.25, 0.2, 0.5, 0.4],
+        "num_hidden_layers": 4,
+    },
+    "falcon": {"num_attention_heads": 64, "hidden_size": 4096},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "granite": _GRANITE,
+    "granite_swa": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoe_swa": _GRANITE,
+    "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 1024},
+    "granitemoehybrid": {
+        **_GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "layer_types": _HYBRID,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 8},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "use_expert_bias": True,
+    },
+    "ministral": {"head_dim": 128},
+    "mixtral": {"sliding_window": 4096},
+    "nemotron": {"num_key_value_heads": 8},
+    "olmo": {"clip_qkv": 2.0},
+    "olmoe": {"clip_qkv": 2.0},
+    "opt": {"word_embed_proj_dim": 512, "do_layer_norm_before": False},
+    "phi3": {"sliding_window": 2047},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 2047},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 16},
+    "qwen2_moe": {"mlp_only_layers": [0], "norm_topk_prob": False},
+    "qwen3": {"attention_bias": True},
+    "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "seed_oss": {"attention_bias": True},
+    "solar_open": {"routed_scaling_factor": 2.5},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": 4096},
+    "xmod": {**_DECODER, "default_language": "en_XX"},
+    **dict.fromkeys(
+        (
+            "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+            "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+            "xlm-roberta-xl",
+        ),
+        _DECODER,
+    ),
+}  # fmt: skip
+
+
+def build_published_config(model_type: str) -> PretrainedConfig:
+    """A config of the size that is published. Raises what `transformers` raises where a family has none."""
+    return AutoConfig.for_model(model_type, **PUBLISHED.get(model_type, {}))
