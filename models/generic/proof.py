@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from models.losses.cross_entropy import IGNORE_INDEX, build_loss
 BOUND = 1e-5  # of a relative difference, in fp32
 
 
-def compare_with_transformers(config: PretrainedConfig) -> tuple[float, str]:
+def compare_with_transformers(
+    config: PretrainedConfig, build_layers: Callable[[PretrainedConfig], list[Layer]] = assemble
+) -> tuple[float, str]:
     """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
     config._experts_implementation = GROUPED
-    layers = assemble(config)
+    layers = build_layers(config)
     plain = copy.deepcopy(config)
     plain._experts_implementation = "eager"
     return compare(layers, *build_small(plain), config)

@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from errors import UserError
 from models.generic.layer_kinds import choose_layers, cut_layers
 
-_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB = 64, 4, 16, 96
+_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB, _NUM_POSITIONS = 64, 4, 16, 320, 256
 _LENGTH = 24  # of the rows of a proof: what depends on a distance has to be below it
 _SCALE = 0.2  # of initial weights: scores and logits away from zero, so that what happens to them shows
 
@@ -29,7 +29,7 @@ _SIZES: dict[str, int] = {
     r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions": 64,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions": _NUM_POSITIONS,
     r"sliding_window(_size)?|.*window_size|local_attention": 6,
     r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
@@ -145,8 +145,21 @@ def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter += 0.1 * torch.randn_like(parameter)
+        _stir(model)
         return model, torch.randint(3, config.vocab_size, (2, _LENGTH))
+
+
+@torch.no_grad()
+def _stir(model: PreTrainedModel) -> None:
+    """Moves weights away from where they would hide a mistake: vectors of ones or zeros, and matrices so small that
+    attention looks at all tokens alike."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in model.state_dict().items():  # with what is saved and not trained, such as a router's bias
+        if not tensor.is_floating_point():
+            continue
+        if tensor.ndim > 1 and name in parameters and tensor.mean().abs() <= tensor.std():
+            scale = min(_SCALE, _SCALE * math.sqrt(_HIDDEN / tensor.shape[-1]))
+            if tensor.std() < scale / 2:
+                tensor.normal_(std=scale)
+        else:
+            tensor += 0.1 * torch.randn_like(tensor)

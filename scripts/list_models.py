@@ -1,0 +1,94 @@
+"""Which models work: every family of causal language models of the installed `transformers` is tried, and the table in
+docs/models.md says what came of it.
+
+    python scripts/list_models.py --train                      # writes the table; --train: five SGD steps on two stages
+    python scripts/list_models.py --families llama bloom       # prints these rows
+    python scripts/list_models.py --train --check              # fails where the table says something else
+
+A small model of each family, with a layer of each kind that its published config has, must give the loss and the
+gradients that `transformers` gives. A family that was not run is not listed as proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.family_trials import SECONDS, Trial, try_families  # noqa: E402
+
+PAGE = ROOT / "docs/models.md"
+START, END = "<!-- table of families: scripts/list_models.py -->", "<!-- end of the table of families -->"
+HEAD = ("| model_type | how | gradients | 5 SGD steps | what stands in the way |", "|---|---|---|---|---|")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", metavar="MODEL_TYPE", help="print the rows of these alone")
+    parser.add_argument("--train", action="store_true", help="with five SGD steps through the engine on two stages")
+    parser.add_argument("--check", action="store_true", help="fail where the table in docs/models.md says otherwise")
+    parser.add_argument("--workers", type=int, default=2, help="families that are tried at a time (2)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"that one family may take ({SECONDS:.0f})")
+    options = parser.parse_args()
+    families = options.families or list_families()
+    trials = try_families(families, options.train, options.workers, options.seconds, report_progress)
+    if options.check:
+        sys.exit(check(trials, read_table(PAGE.read_text())))
+    if options.families:
+        print("\n".join([*HEAD, *(write_row(name, trial) for name, trial in trials.items())]))
+    else:
+        PAGE.write_text(replace_table(PAGE.read_text(), trials))
+        print(f"{count_proven(trials)} of {len(trials)} families are proven; the table is in {PAGE.relative_to(ROOT)}")
+
+
+def list_families() -> list[str]:
+    """Each model_type once."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def report_progress(model_type: str, trial: Trial) -> None:
+    print(f"{model_type:28} {trial.how:8} {trial.reason[:100]}", file=sys.stderr, flush=True)
+
+
+def count_proven(trials: Mapping[str, Trial]) -> int:
+    return sum(trial.how != "refused" for trial in trials.values())
+
+
+def write_row(model_type: str, trial: Trial) -> str:
+    figures = [f"{figure:.0e}" if figure is not None else "" for figure in (trial.gradients, trial.steps)]
+    reason = trial.reason.replace("|", "/")
+    return f"| `{model_type}` | {trial.how} | {' | '.join(figures)} | {reason} |"
+
+
+def replace_table(page: str, trials: Mapping[str, Trial]) -> str:
+    before, rest = page.split(START)
+    rows = [write_row(model_type, trial) for model_type, trial in trials.items()]
+    return before + "\n".join([START, "", *HEAD, *rows, "", END]) + rest.split(END)[1]
+
+
+def read_table(page: str) -> dict[str, tuple[str, str]]:
+    """model_type -> how, and what stands in the way."""
+    rows = page.split(START)[1].split(END)[0].strip().splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {name.strip("`"): (how, reason) for name, how, _, _, reason in cells}
+
+
+def check(trials: Mapping[str, Trial], table: Mapping[str, tuple[str, str]]) -> int:
+    """Exit code. Figures differ from machine to machine; that they are below the bound is what `how` says."""
+    differing = 0
+    for model_type, trial in trials.items():
+        found = (trial.how, trial.reason.replace("|", "/"))
+        if found != table.get(model_type):
+            differing += 1
+            print(f"{model_type}: found {found}, the table says {table.get(model_type)}")
+    return min(differing, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""A family on trial: a small model as published, here and by `transformers`. And processes that try many of them.
+
+A trial that hangs, crashes, or takes all memory is the end of its process, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from support.cases import Case, merge, train_case, train_oracle, worst_difference
+from support.published import build_published_config
+from support.tiny import save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+BOUND = 1e-5
+SECONDS = 60.0
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of it. how: "file", "generic" or "refused". gradients: the largest relative difference of the loss and
+    of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32; None where
+    they were not run. reason: why it is refused."""
+
+    how: str
+    gradients: float | None = None
+    steps: float | None = None
+    reason: str = ""
+
+
+def try_family(model_type: str) -> Trial:
+    """Loss and gradients."""
+    from models.architecture import ARCHITECTURES, build_layers
+    from models.generic.family import find_fault, list_attention
+    from models.generic.proof import compare_with_transformers
+    from models.generic.shrink import shrink
+
+    try:
+        config = build_published_config(model_type)
+    except Exception as error:
+        return Trial("refused", reason=f"transformers makes no default config of it: {_word(error)}")
+    own = model_type in ARCHITECTURES
+    if not own and (fault := find_fault(config)):
+        return Trial("refused", reason=fault)
+    try:
+        small = shrink(config)
+        small._attn_implementation = "eager" if own else list_attention(config)[0]
+        worst = compare_with_transformers(small, build_layers)[0]
+    except Exception as error:
+        return Trial("refused", reason=_word(error))
+    if worst < BOUND:
+        return Trial("file" if own else "generic", worst)
+    return Trial("refused", worst, reason=f"gradients differ by {worst:.0e}")
+
+
+def try_training(model_type: str, ranks: WorkerGroup, folder: Path) -> float:
+    """Five SGD steps through the engine, on two stages: the largest relative difference of losses, norms, weights."""
+    from models.generic.shrink import build_small, shrink
+
+    model, _ = build_small(shrink(build_published_config(model_type)))
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "tokenizer")
+    records = save_records(folder / "train.jsonl", 40)
+    case = Case(
+        folder / "model",
+        records,
+        folder,
+        2,
+        2,
+        overrides=(f"tokenizer_name_or_path={folder}/tokenizer", "learning_rate=0.05", "max_grad_norm=1"),
+    )
+    result = merge(ranks.run(train_case, case))
+    oracle = train_oracle(replace(case, num_stages=1, world_size=1))
+    return max(
+        worst_difference(result["weights"], oracle["weights"])[0],
+        *(
+            abs(ours / theirs - 1)
+            for name in ("losses", "norms")
+            for ours, theirs in zip(result[name], oracle[name], strict=True)
+        ),
+    )
+
+
+def try_families(
+    model_types: Iterable[str],
+    train: bool = False,
+    num_workers: int = 2,
+    seconds: float = SECONDS,
+    report: Callable[[str, Trial], None] = lambda model_type, trial: None,
+    trial: Callable[[str, bool], Trial] | None = None,
+) -> dict[str, Trial]:
+    """By model_type, in the order given. seconds: of one family, until its process is ended.
+
+    report: is called with each result. trial: what is run instead of trying, of a module that the processes can import.
+    """
+    waiting, results = deque(model_types), {}
+    order = tuple(waiting)
+    workers = [_Worker(trial or _try_all) for _ in range(min(num_workers, len(waiting)))]
+    try:
+        while waiting or any(worker.model_type for worker in workers):
+            for worker in workers:
+                if worker.model_type is None and waiting:
+                    worker.start(waiting.popleft(), train)
+            busy = [worker for worker in workers if worker.model_type]
+            ready = wait([worker.pipe for worker in busy], timeout=0.2)
+            for worker in busy:
+                if worker.pipe in ready or worker.seconds() > seconds:
+                    model_type = str(worker.model_type)
+                    results[model_type] = worker.finish(worker.pipe in ready, seconds)
+                    report(model_type, results[model_type])
+    finally:
+        for worker in workers:
+            worker.end()
+    return {model_type: results[model_type] for model_type in order}
+
+
+class _Worker:
+    """A process that tries one family after the other; another one, once one of them was its end."""
+
+    def __init__(self, trial: Callable[[str, bool], Trial]) -> None:
+        self._trial = trial
+        self.model_type: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_work, args=(theirs, self._trial))
+        self._process.start()
+        theirs.close()
+        self._is_up = False
+
+    def start(self, model_type: str, train: bool) -> None:
+        if not self._is_up:  # its imports are no family's time
+            self.pipe.recv()
+            self._is_up = True
+        self.model_type, self._since = model_type, time.monotonic()
+        self.pipe.send((model_type, train))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+    def finish(self, answered: bool, seconds: float) -> Trial:
+        self.model_type = None
+        reason = f"took longer than {seconds:.0f} s"
+        if answered:
+            try:
+                trial: Trial = self.pipe.recv()
+                return trial
+            except EOFError:
+                self._process.join()
+                reason = f"its process ended with exit code {self._process.exitcode}"
+        self.end()
+        self._begin()
+        return Trial("refused", reason=reason)
+
+    def end(self) -> None:
+        self.pipe.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the ranks that it has started
+        self._process.kill()
+        self._process.join()
+
+
+def _work(pipe: Connection, trial: Callable[[str, bool], Trial]) -> None:
+    os.setsid()
+    os.environ.update(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    pipe.send(None)
+    while True:
+        try:
+            model_type, train = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(trial(model_type, train))
+
+
+_ranks: list[WorkerGroup] = []  # of this process, once it trains
+
+
+def _try_all(model_type: str, train: bool) -> Trial:
+    found = try_family(model_type)
+    if found.how == "refused" or not train:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        if not _ranks:
+            _ranks.append(WorkerGroup(2, Path(tempfile.mkdtemp())))
+        try:
+            steps = try_training(model_type, _ranks[0], Path(folder))
+        except BaseException as error:
+            return replace(found, how="refused", reason=f"five steps: {_word(error)}")
+    if steps < BOUND:
+        return replace(found, steps=steps)
+    return replace(found, how="refused", steps=steps, reason=f"five SGD steps differ by {steps:.0e}")
+
+
+def _word(error: BaseException) -> str:
+    """The last line of a rank's stack trace, or the error."""
+    lines = str(error).strip().splitlines() or [traceback.format_exception_only(error)[-1]]
+    return " ".join(lines[-1].split())[:200]
