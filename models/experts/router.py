@@ -92,13 +92,14 @@ class RoutedBlock:
 
 
 def find_block(layer: nn.Module) -> RoutedBlock | None:
-    """None for a dense layer."""
+    """None for a dense layer, and where the router is a matrix alone, which does not say what was chosen."""
     for name, _ in layer.named_modules():
         parent = layer.get_submodule(name.rpartition(".")[0])
         router = getattr(parent, "gate", None) or getattr(parent, "router", None)
-        if name.rpartition(".")[2] == "experts" and router is not None:
+        if name.rpartition(".")[2] == "experts" and isinstance(router, nn.Module) and not isinstance(router, nn.Linear):
             keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
-            return RoutedBlock(router, len(router.weight), keeper)  # type: ignore[arg-type]
+            matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
+            return RoutedBlock(router, len(matrix), keeper)
     return None
 
 

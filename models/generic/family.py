@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from errors import UserError
 from models.generic.assembly import assemble
 from models.generic.packing import compare_with_documents_alone
+from models.generic.padding import compare_with_rows_alone
 from models.generic.proof import BOUND, compare_with_transformers, run_layers
 from models.generic.shrink import build_small, shrink
 from models.layer import Layer
@@ -94,11 +95,14 @@ def find_fault(config: PretrainedConfig) -> str | None:
         small = shrink(config)
         small._attn_implementation = list_attention(config)[0]
         worst, name = compare_with_transformers(small)
+        padded = compare_with_rows_alone(small)
     except UserError as error:
         return str(error)
     except Exception as error:  # other people's code, on a config it was not made for
         words = " ".join(str(error).split())[:160]
         return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {words})"
+    if worst < BOUND and padded >= BOUND:
+        return f"padding behind a row changes the row's loss, by {padded:.0e} in a small model"
     if worst < BOUND:
         return None
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def compare(
     if missing := theirs.keys() - ours.keys():
         raise UserError(f"it has parameters outside of these parts ('{min(missing)}')")
     if unmoved := [name for name in theirs if theirs[name] is None or ours[name] is None]:
-        raise UserError(f"'{unmoved[0]}' has no gradient from the loss of tokens, as where an indexer chooses tokens")
+        raise UserError(f"{_name_operation(unmoved[0])}: '{unmoved[0]}' has no gradient from the loss of tokens")
     return find_difference({"loss": loss} | ours, {"loss": expected} | theirs)
 
 
@@ -77,6 +78,15 @@ def find_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple
         (((ours[name] - other).abs().max() / other.abs().max().clamp(min=least)).item(), name)
         for name, other in theirs.items()
     )
+
+
+def _name_operation(name: str) -> str:
+    """What a parameter without a gradient is for."""
+    if "indexer" in name:
+        return "indexed attention, whose indexer is trained to another loss"
+    if re.search("encoder_attn|cross_?att", name):
+        return "attention to what an encoder has made"
+    return "a part that text alone does not use"
 
 
 def run_layers(

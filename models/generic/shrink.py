@@ -29,7 +29,8 @@ _SIZES: dict[str, int] = {
     r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions": _NUM_POSITIONS,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions": _NUM_POSITIONS,
+    r"model_max_length": _NUM_POSITIONS,
     r"sliding_window(_size)?|.*window_size|local_attention": 6,
     r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
@@ -37,7 +38,6 @@ _SIZES: dict[str, int] = {
     r"q_lora_rank": 24,
     r".*state_size|.*d_state|linear_.*head_dim|mamba_(head_?dim|d_head)": _HEAD_DIM,
     r"mamba_d_ssm": _HIDDEN,
-    r"num_experts_per_tok(en)?|moe_k|moe_top_?k": 2,
     r"index_topk": 5,
     r".*index_topk_blocks": 2,
 }
@@ -45,6 +45,7 @@ _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attent
 _HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
 _HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
 _EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|zero_expert_num")
+_CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_k|moe_top_?k")
 _TOKENS = re.compile(r".*_(token_id|index|id)")
 _SCALES = re.compile(r"initializer_range|init_std|initializer_factor")
 _STATE_SPACE_HEADS = (
@@ -63,6 +64,9 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     Some sizes depend on each other in ways that only the family knows. So the first of several small configs is taken
     that can be run. Raises UserError with the reason of the first where none can.
     """
+    if not hasattr(config, "num_hidden_layers"):
+        parts = [name for name, value in vars(config).items() if isinstance(value, PretrainedConfig)]
+        raise UserError(f"it is several models in one ({', '.join(parts)})")
     reasons = []
     for keep in _KEPT:
         try:
@@ -92,6 +96,8 @@ class _Sizes:
         sizes = {size for name, size in fields.items() if isinstance(size, int) and _is_head_size(name, size)}
         self._num_sizes, self._unit = len(sizes), math.gcd(*sizes)
         self._num_experts = max(8, 4 * (fields.get("n_group") or fields.get("num_expert_group") or 1))
+        groups = fields.get("topk_group") or 1
+        self._num_chosen = 2 if groups == 1 else groups + 1  # so that groups leave out some that would be chosen
         self._hidden_size = fields.get("hidden_size") or _HIDDEN
 
     def shrink(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +127,8 @@ class _Sizes:
             return value * _HIDDEN // self._hidden_size
         if _EXPERTS.fullmatch(name):
             return min(value, self._num_experts)
+        if _CHOSEN.fullmatch(name):
+            return min(value, self._num_chosen)
         sizes = (size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name))
         return min(value, next(sizes, value))
 
@@ -153,13 +161,14 @@ def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor
 def _stir(model: PreTrainedModel) -> None:
     """Moves weights away from where they would hide a mistake: vectors of ones or zeros, and matrices so small that
     attention looks at all tokens alike."""
-    parameters = dict(model.named_parameters())
-    for name, tensor in model.state_dict().items():  # with what is saved and not trained, such as a router's bias
-        if not tensor.is_floating_point():
+    for parameter in model.parameters():
+        if parameter.ndim == 1 or parameter.mean().abs() > parameter.std():  # such as a table of decays
+            parameter += 0.1 * torch.randn_like(parameter)
             continue
-        if tensor.ndim > 1 and name in parameters and tensor.mean().abs() <= tensor.std():
-            scale = min(_SCALE, _SCALE * math.sqrt(_HIDDEN / tensor.shape[-1]))
-            if tensor.std() < scale / 2:
-                tensor.normal_(std=scale)
-        else:
-            tensor += 0.1 * torch.randn_like(tensor)
+        scale = min(_SCALE, _SCALE * math.sqrt(_HIDDEN / parameter.shape[-1]))
+        if parameter.std() < scale / 2:
+            parameter.normal_(std=scale)
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():  # such as a router's bias; others follow from the config
+        if name in saved and buffer.ndim == 1 and not buffer.any():
+            buffer += 0.1 * torch.randn_like(buffer)

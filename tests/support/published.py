@@ -18,12 +18,18 @@ _GRANITE = {
 }
 _DECODER = {"is_decoder": True}  # an encoder, unless it is asked not to be
 _HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
     "cohere": {"use_qk_norm": True, "attention_bias": True},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "num_hidden_layers": 4,
+        "layer_types": _WINDOWED,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 500000.0},
@@ -78,6 +84,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 8},
+    "laguna": {"num_hidden_layers": 4, "layer_types": _WINDOWED, "num_attention_heads_per_layer": [64, 48, 64, 48]},
+    "mellum": {"num_hidden_layers": 4, "layer_types": _WINDOWED},
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "conv", "full_attention", "conv"],

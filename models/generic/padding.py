@@ -1,0 +1,43 @@
+"""Whether padding behind a row changes what a model makes of it: a row of a small model alone must give the same loss.
+
+Where it does, a loss depends on what else is in the batch, in `transformers` too.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from models.experts.grouped import GROUPED
+from models.generic.assembly import assemble
+from models.generic.proof import run_layers
+from models.generic.shrink import build_small
+from models.losses.cross_entropy import IGNORE_INDEX
+
+_LENGTHS = (24, 15)  # of the rows of a small model: the second has padding behind it
+
+
+@torch.no_grad()
+def compare_with_rows_alone(config: PretrainedConfig) -> float:
+    """The relative difference of the losses, in float64. Runs both models; for small ones."""
+    config = copy.deepcopy(config)
+    config._experts_implementation = GROUPED
+    for name in config.to_dict():
+        if "jitter" in name and getattr(config, name):  # a router that draws would draw other numbers for other shapes
+            setattr(config, name, 0.0)
+    layers = assemble(config)
+    plain = copy.deepcopy(config)
+    plain._experts_implementation = "eager"
+    model, input_ids = build_small(plain)
+    model.double()
+    targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    targets[1, _LENGTHS[1] - 1 :] = IGNORE_INDEX
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, length in zip(input_ids, _LENGTHS, strict=True):
+        logits = model(row[None, :length], use_cache=False).logits[0, :-1]
+        expected += nn.functional.cross_entropy(logits.double(), row[1:length], reduction="sum")
+    loss, _ = run_layers(layers, model.state_dict(), input_ids, config, targets=targets)
+    return abs(loss.item() * (targets != IGNORE_INDEX).sum().item() / expected.item() - 1)

@@ -1,0 +1,65 @@
+"""The table of families in docs/models.md says what is found: a sample of it in the short suite, all in the long one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.family_trials import BOUND, Trial, try_families, try_family
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import list_models  # noqa: E402
+
+TABLE = list_models.read_table(list_models.PAGE.read_text())
+SAMPLE = ("bloom", "deepseek_v32", "falcon", "granite", "llama", "opt")
+
+
+def test_the_table_names_each_family_once() -> None:
+    assert list(TABLE) == list_models.list_families()
+    assert sum(how != "refused" for how, _ in TABLE.values()) >= 60
+    assert all(reason for how, reason in TABLE.values() if how == "refused")
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_row_is_what_is_found(model_type: str) -> None:
+    trial = try_family(model_type)
+    assert (trial.how, trial.reason) == TABLE[model_type]
+    assert trial.how == "refused" or (trial.gradients is not None and trial.gradients < BOUND)
+
+
+@pytest.mark.full
+def test_the_table_is_what_is_found() -> None:
+    assert list_models.check(try_families(list_models.list_families(), train=True), TABLE) == 0
+
+
+def misbehave(model_type: str, train: bool) -> Trial:
+    if model_type == "hangs":
+        time.sleep(60)
+    if model_type == "crashes":
+        os._exit(3)
+    return Trial("generic", 1e-9)
+
+
+@pytest.mark.full
+def test_a_family_that_hangs_or_crashes_is_a_row() -> None:
+    found = try_families(["hangs", "works", "crashes", "too"], num_workers=1, seconds=1, trial=misbehave)
+    assert list(found) == ["hangs", "works", "crashes", "too"]
+    assert found["hangs"] == Trial("refused", reason="took longer than 1 s")
+    assert found["crashes"] == Trial("refused", reason="its process ended with exit code 3")
+    assert found["works"] == found["too"] == Trial("generic", 1e-9)
+
+
+def test_a_row_that_has_changed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = f"before\n{list_models.START}\n{list_models.END}\nbehind\n"
+    trials = {"a": Trial("generic", 1e-9, 2e-7), "b": Trial("refused", reason="says x | y")}
+    page = list_models.replace_table(page, trials)
+    assert page.startswith("before\n") and page.endswith("\nbehind\n")
+    table = list_models.read_table(page)
+    assert list_models.check(trials, table) == 0
+    assert list_models.check({**trials, "a": Trial("refused", reason="broken")}, table) == 1
+    assert capsys.readouterr().out == "a: found ('refused', 'broken'), the table says ('generic', '')\n"
