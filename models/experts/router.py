@@ -91,12 +91,15 @@ class RoutedBlock:
             setattr(self.keeper, _BIAS, getattr(self.keeper, _BIAS).float())
 
 
+_OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that do not return what RoutedBlock says
+
+
 def find_block(layer: nn.Module) -> RoutedBlock | None:
-    """None for a dense layer, and where the router is a matrix alone, which does not say what was chosen."""
+    """None for a dense layer, and where the router does not say what was chosen."""
     for name, _ in layer.named_modules():
         parent = layer.get_submodule(name.rpartition(".")[0])
         router = getattr(parent, "gate", None) or getattr(parent, "router", None)
-        if name.rpartition(".")[2] == "experts" and isinstance(router, nn.Module) and not isinstance(router, nn.Linear):
+        if name.rpartition(".")[2] == "experts" and router is not None and type(router).__name__ not in _OTHER_ROUTERS:
             keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             return RoutedBlock(router, len(matrix), keeper)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,23 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig:
     """keep: names of fields that are left as they are."""
     fields = cut_layers(config, choose_layers(config))
-    return type(config)(**_fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields)))
+    small = _fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields))
+    for rope in (small.get("rope_parameters"), small.get("rope_scaling")):
+        if rope and rope.get("mrope_section"):
+            scale = _get_head_dim(small) / _get_head_dim(config.to_dict())
+            rope["mrope_section"] = _shrink_sections(rope["mrope_section"], scale)
+    return type(config)(**small)
+
+
+def _get_head_dim(fields: Mapping[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+
+
+def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
+    """The parts of a rotary embedding that Qwen-VL's three kinds of positions take, in their proportions."""
+    total = round(sum(sections) * scale)
+    rest = [max(1, int(section * scale)) for section in sections[1:]]
+    return [total - sum(rest), *rest]
 
 
 class _Sizes:

@@ -23,8 +23,10 @@ import torch
 from support.cases import Case, merge, train_case, train_oracle, worst_difference
 from support.published import build_published_config
 from support.tiny import save_records, save_tokenizer
-from support.workers import WorkerGroup, redirect_output
-from transformers import PreTrainedModel
+from support.workers import WorkerError, WorkerGroup, redirect_output
+from transformers import PretrainedConfig, PreTrainedModel
+
+from models.wrapped import TEXT_CONFIG
 
 BOUND = 1e-5
 SECONDS = 60.0
@@ -55,6 +57,8 @@ def try_family(model_type: str) -> Trial:
         config = build_published_config(model_type)
     except Exception as error:
         return Trial("refused", reason=f"transformers makes no default config of it: {_word(error)}")
+    if hasattr(config, TEXT_CONFIG):
+        return _try_wrapped(config)
     own = model_type in ARCHITECTURES
     if not own and (fault := find_fault(config)):
         return Trial("refused", reason=fault)
@@ -67,6 +71,25 @@ def try_family(model_type: str) -> Trial:
     if worst < BOUND:
         return Trial("file" if own else "generic", worst)
     return Trial("refused", worst, reason=f"gradients differ by {worst:.0e}")
+
+
+def _try_wrapped(config: PretrainedConfig) -> Trial:
+    """Given text alone, the class of `transformers` around a text model against the layers of that."""
+    from models.architecture import build_layers
+    from models.generic.shrink import shrink
+    from models.generic.wrapped_proof import compare_with_wrapped
+    from models.wrapped import unwrap
+
+    try:
+        text, wrapper = unwrap(config)
+        assert wrapper is not None
+        build_layers(text, wrapper)
+        small = shrink(text)
+        small._attn_implementation = "eager"
+        worst = compare_with_wrapped(small, wrapper, build_layers)[0]
+    except Exception as error:
+        return Trial("refused", reason=_word(error))
+    return Trial(f"wraps `{text.model_type}`", worst)
 
 
 def try_training(model_type: str, ranks: WorkerGroup, folder: Path) -> float:
@@ -108,7 +131,7 @@ def soften(model: PreTrainedModel) -> None:
     sure of their choices."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and not _ROUTER.search(name):
-            parameter *= 0.3
+            parameter *= 0.25
 
 
 def try_families(
@@ -214,7 +237,7 @@ _ranks: list[WorkerGroup] = []  # of this process, once it trains
 
 def _try_all(model_type: str, train: bool) -> Trial:
     found = try_family(model_type)
-    if found.how == "refused" or not train:
+    if found.how not in ("file", "generic") or not train:  # five steps of a wrapped model are those of its text model
         return found
     with tempfile.TemporaryDirectory() as folder:
         if not _ranks:
@@ -229,6 +252,9 @@ def _try_all(model_type: str, train: bool) -> Trial:
 
 
 def _word(error: BaseException) -> str:
-    """The last line of a rank's stack trace, or the error."""
+    """The error; of an error of ranks, the last line of the first stack trace, since others fail on that rank."""
+    if isinstance(error, WorkerError):
+        first = re.search(r"^(?:errors[.])?(\w+(?:Error|Exception)\b.*)$", str(error), re.MULTILINE)
+        return first[1][:200] if first else "a rank ended without an answer"
     lines = str(error).strip().splitlines() or [traceback.format_exception_only(error)[-1]]
-    return " ".join(lines[-1].split())[:200]
+    return " ".join(lines[-1].split())

@@ -19,6 +19,7 @@ _GRANITE = {
 _DECODER = {"is_decoder": True}  # an encoder, unless it is asked not to be
 _HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_SECTIONS = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
@@ -92,6 +93,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "use_expert_bias": True,
     },
+    "qwen2_5_vl": _SECTIONS,
+    "qwen2_vl": _SECTIONS,
     "ministral": {"head_dim": 128},
     "mixtral": {"sliding_window": 4096},
     "nemotron": {"num_key_value_heads": 8},
