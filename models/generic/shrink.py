@@ -15,6 +15,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from errors import UserError
+from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
 from models.generic.layer_kinds import choose_layers, cut_layers
 
 _HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB, _NUM_POSITIONS = 64, 4, 16, 320, 256
@@ -44,8 +45,8 @@ _SIZES: dict[str, int] = {
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
 _HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
-_EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|zero_expert_num")
-_CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_k|moe_top_?k")
+_EXPERTS = (*NUM_EXPERTS, "zero_expert_num")
+_CHOSEN = (*NUM_CHOSEN, "num_experts_per_token", "moe_top_k")
 _TOKENS = re.compile(r".*_(token_id|index|id)")
 _SCALES = re.compile(r"initializer_range|init_std|initializer_factor")
 _STATE_SPACE_HEADS = (
@@ -141,9 +142,9 @@ class _Sizes:
             return value // self._unit * (_HEAD_DIM if self._num_sizes == 1 else _HEAD_DIM // 2)
         if name == "attention_hidden_size":  # a multiple of the other one
             return value * _HIDDEN // self._hidden_size
-        if _EXPERTS.fullmatch(name):
+        if name in _EXPERTS:
             return min(value, self._num_experts)
-        if _CHOSEN.fullmatch(name):
+        if name in _CHOSEN:
             return min(value, self._num_chosen)
         sizes = (size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name))
         return min(value, next(sizes, value))
