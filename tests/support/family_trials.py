@@ -31,6 +31,7 @@ from models.wrapped import TEXT_CONFIG
 BOUND = 1e-5
 SECONDS = 60.0
 _ROUTER = re.compile(r"router|gate[.](weight|wg)|classifier")
+_SCORES = re.compile(r"[qk]_(layer)?norm[.]weight")  # by which scores are as large whatever the matrices
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -130,7 +131,7 @@ def soften(model: PreTrainedModel) -> None:
     """Weights for fp32: those of a proof in fp64 make so much of a rounding that five steps end elsewhere. Routers stay
     sure of their choices."""
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not _ROUTER.search(name):
+        if _SCORES.search(name) or (parameter.ndim > 1 and not _ROUTER.search(name)):
             parameter *= 0.25
 
 
