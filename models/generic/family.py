@@ -9,6 +9,9 @@ parallelism follows the plan that `transformers` publishes (`base_model_tp_plan`
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
@@ -82,8 +85,7 @@ def _find_leak(config: PretrainedConfig) -> str | None:
     try:
         worst, name = compare_with_documents_alone(small)
     except Exception as error:  # other people's code, which may take rows of one document alone
-        words = " ".join(str(error).split())[:160]
-        return f"a small model of this config cannot be run on packed rows ({type(error).__name__}: {words})"
+        return f"a small model of this config cannot be run on packed rows ({_locate(error)})"
     if worst < BOUND:
         return None
     return f"'{name}' of a small model differs by {worst:.0e} from that of each document alone"
@@ -99,8 +101,7 @@ def find_fault(config: PretrainedConfig) -> str | None:
     except UserError as error:
         return str(error)
     except Exception as error:  # other people's code, on a config it was not made for
-        words = " ".join(str(error).split())[:160]
-        return f"a small model of this config cannot be run by its layers alone ({type(error).__name__}: {words})"
+        return f"a small model of this config cannot be run by its layers alone ({_locate(error)})"
     if worst < BOUND and padded >= BOUND:
         return f"padding behind a row changes the row's loss, by {padded:.0e} in a small model"
     if worst < BOUND:
@@ -109,3 +110,11 @@ def find_fault(config: PretrainedConfig) -> str | None:
         f"it does something else beside, since '{name}' of a small model differs by {worst:.0e} "
         "from that of transformers"
     )
+
+
+def _locate(error: Exception) -> str:
+    """What was raised, and the line of the model's own code where it was."""
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/models/" in frame.filename]
+    own = [frame for frame in lines if frame.filename.endswith(f"/modeling_{Path(frame.filename).parent.name}.py")]
+    return f"in {own[-1].name}, '{own[-1].line}': {words}" if own else words

@@ -19,6 +19,15 @@ _GRANITE = {
 _DECODER = {"is_decoder": True}  # an encoder, unless it is asked not to be
 _HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+# 26B-A4B; 31B has no experts, and E2B and E4B have inputs for each layer, which are refused
+_GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 _SECTIONS = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
@@ -69,6 +78,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
     },
     "falcon": {"num_attention_heads": 64, "hidden_size": 4096},
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_text": _GEMMA4,
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "granite": _GRANITE,
