@@ -113,7 +113,7 @@ class TrunkEmbedding(_Copy, Embedding):
     def forward(self, inputs: Activations) -> Activations:
         embeddings, position_ids, segment_ids = super().forward(inputs)
         if self.trunk is not None:
-            embeddings = self.trunk.prepare(embeddings, position_ids, {})
+            embeddings = self.trunk.prepare(embeddings, position_ids, {}, self.training)
         return embeddings, position_ids, segment_ids
 
 
@@ -132,14 +132,14 @@ class Preparation(TrunkParts):
     """What a trunk does to embeddings in front of its layers: position tables, norms, projections."""
 
     def forward(self, inputs: Activations) -> Activations:
-        return self.trunk.prepare(inputs[0], inputs[1], dict(self.named_children())), *inputs[1:]
+        return self.trunk.prepare(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
 class Finish(TrunkParts):
     """What a trunk does to hidden states behind its layers, where it is more than a norm."""
 
     def forward(self, inputs: Activations) -> Activations:
-        return self.trunk.finish(inputs[0], inputs[1], dict(self.named_children())), *inputs[1:]
+        return self.trunk.finish(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
 class FinalNorm(_Copy):

@@ -65,8 +65,11 @@ class Trunk:
             raise UserError(f"'{self.name}', which runs its layers, takes no embeddings of tokens")
         self._num_outputs = self._count_outputs()
 
-    def prepare(self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T].
+    def prepare(
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts, training: bool
+    ) -> torch.Tensor:
+        """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T]. training: with
+        dropout.
 
         They come from a stand-in for the embedding, since a trunk may scale what it has looked up itself (falcon_h1).
         """
@@ -75,7 +78,7 @@ class Trunk:
             raise _Stop(hidden_states)
 
         looked_up = {self.embedding: lambda input_ids: embeddings}
-        return self._run(embeddings, position_ids, [stop], {**parts, **looked_up}, looks_up=True)
+        return self._run(embeddings, position_ids, [stop], {**parts, **looked_up}, looks_up=True, training=training)
 
     def read_arguments(self, inputs: torch.Tensor, position_ids: torch.Tensor, make_mask: MakeMask) -> list[Any]:
         """What each layer is called with beside hidden states: a dict by the names of its parameters.
@@ -94,11 +97,13 @@ class Trunk:
         self._run(unknown, position_ids, [record] * len(self.layers), {}, make_mask)
         return arguments
 
-    def finish(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def finish(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, parts: Parts, training: bool
+    ) -> torch.Tensor:
         """What the trunk makes of the hidden states [B, T, D] behind its last layer."""
         unknown = hidden_states.new_full((*hidden_states.shape[:2], 1), torch.nan)
         layers = [lambda other, given: hidden_states] * len(self.layers)
-        return self._run(unknown, position_ids, layers, parts)
+        return self._run(unknown, position_ids, layers, parts, training=training)
 
     def read_head(self) -> tuple[float, float]:
         """By what the model multiplies hidden states in front of its head, and logits behind it.
@@ -139,6 +144,7 @@ class Trunk:
         parts: Parts,
         make_mask: MakeMask | None = None,
         looks_up: bool = False,
+        training: bool = False,
     ) -> torch.Tensor:
         """The trunk's own forward pass, with `layers` for the first of its layers, and `parts` for those with weights.
 
@@ -155,6 +161,7 @@ class Trunk:
         places = [_Place(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)]
         _replace(self.module, self.list_name, places)
         self._make_mask = make_mask or _make_none
+        self.module.train(training)
         inputs = {"input_ids": torch.zeros_like(position_ids)} if looks_up else {"inputs_embeds": embeddings}
         given = {**inputs, "position_ids": position_ids, "use_cache": False, "return_dict": True}
         known = inspect.signature(self._forward).parameters

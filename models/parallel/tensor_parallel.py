@@ -44,7 +44,7 @@ from models.parallel.layers import (
     ShardedNorm,
     VocabParallelEmbedding,
 )
-from models.parallel.plan import list_blocks
+from models.parallel.plan import fit_plan, list_blocks
 from models.parallel.shard import ShardSpec, TensorParallel, sum_forward
 
 
@@ -67,8 +67,7 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
     if not issubclass(layer.module_class, PipelineDecoderLayer):
         return {}
     module = layer.build_on_meta()
-    parts = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
-    styles = {name: style for name, style in plan.items() if name in parts}
+    styles = fit_plan(plan, module)
     # In a block each rank sees a share of what follows, so the gradient of anything else would be a share too.
     for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(
@@ -146,6 +145,7 @@ def _shard_projection(part: nn.Module, style: Style | Fused, parallel: TensorPar
         inputs = shard_specs["weight"].width(parallel.rank, parallel.size)
     else:
         sizes = style.sizes if isinstance(style, Fused) else (outputs,)
+        assert sum(sizes) == outputs
         shard_specs = {"weight": ShardSpec(1 if is_conv else 0, sizes), "bias": ShardSpec(0, sizes)}
         outputs = shard_specs["bias"].width(parallel.rank, parallel.size)
     with torch.device("meta"):

@@ -3,7 +3,6 @@ apart."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from support.tiny import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from models.architecture import ARCHITECTURES
+from errors import UserError
+from models.architecture import get_tensor_parallel_plan
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -283,19 +283,115 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+
+# Other families without a file in models/, likewise; a name that is no model_type is a form of one. Where keys are not
+# turned by positions they have no bias here: a softmax does not see it, and its gradient is rounding alone.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "layer_types": _SLIDING_AND_FULL,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": _ROPE,
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+        },
+    },
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 56,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": _WINDOW,
+        "floor_scale": 8,  # positions at which attention is scaled
+        "attn_scale": 0.4,
+        "rope_parameters": _ROPE,
+    },
+    "gpt_neox": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
+    "falcon": {"multi_query": True, "parallel_attn": True, "bias": True},
+    "falcon-new": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-alibi": {
+        "model_type": "falcon",
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+        "num_attention_heads": 6,
+    },
+    "bloom": {"n_layer": 4, "n_head": 6, "apply_residual_connection_post_layernorm": True},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True, "attention_bias": True},
+    "cohere2": {
+        "logit_scale": 0.25,
+        "sliding_window": _WINDOW,
+        "layer_types": _SLIDING_AND_FULL,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "olmo3": {
+        "sliding_window": _WINDOW,
+        "layer_types": _SLIDING_AND_FULL,
+        "attention_bias": True,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": {**_ROPE_YARN, "attention_factor": 1.2}},
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "rope_parameters": {**_ROPE_YARN, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8},
+    },
+    "phi": {"qk_layernorm": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "stablelm": {
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+    },
+    "starcoder2": {"sliding_window": _WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": _WINDOW},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "opt": {
+        "ffn_dim": 80,
+        "dropout": 0.0,
+        "init_std": 0.15,
+        "word_embed_proj_dim": 32,
+        "enable_bias": False,
+        "do_layer_norm_before": False,
+        "_remove_final_layer_norm": False,
+    },
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": _WINDOW,
+        "num_layers": 4,
+        "num_heads": 4,
+    },
+}
 _COMMON = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+ALL = {**FAMILIES, **MIXTURES, **HYBRIDS, **OTHERS}
 _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 
 
-def has_sharding_plan(model_type: str) -> bool:
-    """Whether the family's file says how tensor parallelism cuts its layers."""
-    return hasattr(import_module(ARCHITECTURES[model_type]), "tensor_parallel_plan")
+def has_sharding_plan(family: str) -> bool:
+    """Whether tensor parallelism can cut the family's layers, by its file or by the plan that transformers has."""
+    try:
+        return bool(get_tensor_parallel_plan(build_family_config(family)))
+    except UserError:
+        return False
 
 
 def build_family_config(model_type: str, tied: bool = False, **fields: Any) -> PretrainedConfig:
     sizes = {key: _SIZES[key] for key in _COMMON} if model_type in _OWN_SIZES else _SIZES
-    own = {**FAMILIES, **MIXTURES, **HYBRIDS}[model_type]
-    return AutoConfig.for_model(model_type, **{**sizes, **own, "tie_word_embeddings": tied, **fields})
+    given = {**sizes, **ALL[model_type], "tie_word_embeddings": tied, **fields}
+    return AutoConfig.for_model(given.pop("model_type", model_type), **given)
 
 
 def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:
@@ -308,7 +404,7 @@ def build_family(model_type: str, tied: bool = False, seed: int = 0, **fields: A
                 tensor.uniform_(-3, 0)  # a state that outlasts a document; at 3 it is gone at the next token
             elif tensor.ndim == 1:
                 tensor += 0.1 * torch.randn_like(tensor)
-            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight")):
                 tensor.normal_(std=0.2)  # a router that is sure of its choice, whatever the last bit
     return model
 

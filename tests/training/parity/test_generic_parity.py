@@ -1,6 +1,7 @@
-"""Mixtures of experts without a file in models/, through real pipeline stages, against the plain Hugging Face model.
+"""Families without a file in models/, through real pipeline stages, against the plain Hugging Face model.
 
-One step so long that the new weights are the gradients. One family of each kind of router runs at every layout.
+One step so long that the new weights are the gradients. One family of each kind of router, and those of OTHERS that
+differ most, run at every layout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from support.cases import (
     train_run,
     worst_difference,
 )
-from support.families import MIXTURES, save_family
+from support.families import MIXTURES, OTHERS, has_sharding_plan, save_family
 from support.parity_table import LARGE, count_packed_rows
 from support.runs import eval_dataset, read_metrics
 from support.tiny import save_records, save_tokenizer
@@ -41,11 +42,18 @@ KINDS = (
     "glm4_moe",
     "gpt_oss",
 )  # softmax; sigmoid, groups and a bias; softmax of the chosen, attention sinks
-CUT = ("mixtral", "glm4_moe", "qwen3_moe", "hy_v3", "solar_open", "exaone_moe", "ernie4_5_moe", "dots1")
-SHORT = [("mixtral", "pp2"), ("glm4_moe", "tp2")]
+CUT = ["mixtral", "glm4_moe", "qwen3_moe", "hy_v3", "solar_open", "exaone_moe", "ernie4_5_moe", "dots1"]
+CUT += ["flex_olmo", "olmoe", "minimax_m2"]  # norms over all heads
+CUT += ["qwen3_5_text"]  # attention beside layers that stay whole
+NAMED = ("gemma3_text", "llama4_text", "gpt_neox", "falcon", "bloom")
+OWN_HEAD_ONLY = ("phi", "gptj")  # a tied head has no bias
+SHORT = [("mixtral", "pp2"), ("glm4_moe", "tp2"), ("gemma3_text", "tp2"), ("falcon-alibi", "pp2")]
 REST = [(family, "pp2") for family in sorted(MIXTURES)]
 REST += [(family, layout) for family in KINDS for layout in ("pp1", "pp4", "dp2")]
 REST += [(family, layout) for family in CUT for layout in ("tp2", "tp2xpp2")]
+REST += [(family, "pp2") for family in OTHERS]
+REST += [(family, layout) for family in NAMED for layout in ("pp1", "pp4", "dp2")]
+REST += [(family, layout) for family in filter(has_sharding_plan, OTHERS) for layout in ("tp2", "tp2xpp2")]
 NUM_SAMPLES = 22
 GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")
 
@@ -53,17 +61,18 @@ GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     """case(family, layout, *overrides): its model is made on first use, the records once."""
-    root = tmp_path_factory.mktemp("mixtures")
+    root = tmp_path_factory.mktemp("generic")
     records = save_records(root / "train.jsonl", NUM_SAMPLES)
     save_records(root / "eval.jsonl", 11, seed=1)
     save_tokenizer(root / "tokenizer")
 
-    def case(family: str, layout: str, *overrides: str) -> Case:
-        if not (root / family).exists():
-            save_family(root / family, family)
+    def case(family: str, layout: str, *overrides: str, tied: bool = False) -> Case:
+        folder = root / f"{family}-{tied}"
+        if not folder.exists():
+            save_family(folder, family, tied=tied)
         num_stages, world_size, size = LAYOUTS[layout]
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"tensor_parallel_size={size}", *overrides)
-        return Case(root / family, records, root, num_stages, world_size, 1, given)
+        return Case(folder, records, root, num_stages, world_size, 1, given)
 
     return case
 
@@ -83,6 +92,14 @@ def test_gradients_equal_hugging_face(
     workers: Callable[[int], WorkerGroup], material, family: str, layout: str
 ) -> None:
     case = material(family, layout, *GRADIENTS, CHECKPOINTED)
+    compare(merge(workers(case.world_size).run(train_case, case)), train_oracle(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in OTHERS if family not in OWN_HEAD_ONLY])
+def test_gradients_of_a_tied_head_equal_hugging_face(workers, material, family: str) -> None:
+    layout = "tp2" if has_sharding_plan(family) else "pp2"
+    case = material(family, layout, *GRADIENTS, CHECKPOINTED, tied=True)
     compare(merge(workers(case.world_size).run(train_case, case)), train_oracle(case))
 
 
