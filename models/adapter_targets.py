@@ -72,7 +72,7 @@ def _list_routers(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if name.rpartition(".")[0] in blocks
         and getattr(getattr(child, "weight", None), "ndim", 0) == 2
-        and type(child).__module__.startswith("transformers.models.")
+        and type(child).__module__.startswith(("transformers.models.", "models."))
     ]
 
 

@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, str] = {
     "gpt2": "models.gpt2",
     "gpt_oss": "models.gpt_oss",
     "llama": "models.llama",
+    "llama4_text": "models.llama4_text",
     "mistral": "models.mistral",
     "mpt": "models.mpt",
     "olmo2": "models.olmo2",

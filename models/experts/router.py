@@ -46,7 +46,8 @@ SCORES = {
     ),
     **dict.fromkeys(
         (
-            "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "solar_open",
+            "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "llama4_text",
+            "minimax_m2", "solar_open",
         ),
         Scores.sigmoid,
     ),

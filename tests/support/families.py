@@ -40,6 +40,17 @@ _ROPE_LONG = {
 # model_type -> fields of its config beside the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 56,
+        "num_local_experts": 8,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": _WINDOW,
+        "floor_scale": 8,  # positions at which attention is scaled
+        "attn_scale": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "mistral": {"sliding_window": _WINDOW, "head_dim": 16},
     "qwen2": {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 2},
     "qwen3": {
@@ -298,17 +309,6 @@ OTHERS: dict[str, dict[str, Any]] = {
             "sliding_attention": _ROPE,
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
         },
-    },
-    "llama4_text": {
-        "head_dim": 16,
-        "intermediate_size_mlp": 56,
-        "num_local_experts": 4,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layers": [1, 1, 0, 1],
-        "attention_chunk_size": _WINDOW,
-        "floor_scale": 8,  # positions at which attention is scaled
-        "attn_scale": 0.4,
-        "rope_parameters": _ROPE,
     },
     "gpt_neox": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},

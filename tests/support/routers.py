@@ -23,6 +23,7 @@ SIGMOID = (  # the other families have softmax
     "glm4_moe",
     "glm4_moe_lite",
     "hy_v3",
+    "llama4_text",
     "minimax_m2",
     "solar_open",
 )
@@ -49,7 +50,10 @@ class Routed:
         """One document."""
         if not torch.is_grad_enabled():
             return
-        logits, _, indices = outputs
+        if len(outputs) == 3:
+            logits, _, indices = outputs
+        else:  # of a Llama 4: scores of all experts, 0 but for the chosen
+            logits, indices = outputs[1], outputs[0].argmax(dim=1, keepdim=True)
         scores = logits.sigmoid() if self.is_sigmoid else logits.exp()
         scores = scores / scores.sum(1, keepdim=True)
         for expert in range(NUM_EXPERTS):

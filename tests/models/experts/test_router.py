@@ -32,7 +32,12 @@ FAST = ("deepseek_v3", "mixtral")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in FAST else pytest.mark.full) for family in sorted(SCORES)]
+    "family",
+    [
+        pytest.param(family, marks=() if family in FAST else pytest.mark.full)
+        for family in sorted(SCORES)
+        if family != "llama4_text"
+    ],  # its tokens choose one expert
 )
 def test_a_router_scores_as_the_table_says(family: str) -> None:
     """The weights of two chosen experts are to each other as their scores, whatever they are divided by."""
