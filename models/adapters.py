@@ -193,13 +193,13 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     """Puts adapters with random matrices on the targets of a layer's module; on meta where that is."""
     from peft import inject_adapter_in_model
 
-    from models.experts.lora import use_grouped_products
+    from models.experts.lora import show_to_peft, use_grouped_products
 
     targets = list_targets(module, layer, config)
     exact = copy.deepcopy(config)
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
     weight = next(module.parameters())
-    with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"):
+    with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), show_to_peft(module):
         warnings.simplefilter(
             "ignore", RuntimeWarning
         )  # of patterns of ranks that are another layer's, or a parameter's

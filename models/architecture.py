@@ -128,14 +128,16 @@ def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: t
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Raises UserError for samples longer than a table of learned positions."""
-    if (
-        getattr(_load_architecture(config), "LEARNED_POSITIONS", False)
-        and max_seq_length > config.max_position_embeddings
-    ):
+    """Raises UserError for samples longer than a table of positions."""
+    family = _load_architecture(config)
+    if hasattr(family, "count_positions"):
+        known = family.count_positions(config)
+    else:
+        known = config.max_position_embeddings if getattr(family, "LEARNED_POSITIONS", False) else None
+    if known is not None and max_seq_length > known:
         raise UserError(
-            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has learned "
-            f"{config.max_position_embeddings} positions; give at most max_seq_length={config.max_position_embeddings}"
+            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has a table of {known} positions; "
+            f"give at most max_seq_length={known}"
         )
 
 

@@ -91,6 +91,8 @@ class Router(Llama4Router):
 
 @use_experts_implementation(is_transposed=True)
 class Experts(Llama4TextExperts):
+    is_transposed_to_peft = False
+
     def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return compute_experts(self, hidden_states, indices, weights)
 

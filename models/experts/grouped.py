@@ -76,6 +76,13 @@ def is_stack(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed")
 
 
+def is_transposed_to_peft(experts: Any) -> bool:
+    """Whether peft knows that [experts, in, out] is that. Of a Llama 4's, which do not say so, it takes outputs for
+    inputs, so that its A and B are the other way round.
+    """
+    return getattr(experts, "is_transposed_to_peft", experts.is_transposed)
+
+
 def compute_experts(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:

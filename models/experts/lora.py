@@ -10,6 +10,8 @@ S rows, sorted by expert; E experts; r the rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from models.experts.grouped import GROUPED, is_stack
+from models.experts.grouped import GROUPED, is_stack, is_transposed_to_peft
 
 _ROW_BYTES = 16  # what torch's grouped product wants the rows of its matrices to be multiples of (2.13)
 
@@ -38,8 +40,11 @@ class GroupedLora(ParamWrapper):
         """A [E, r, in] and the scaled B [E, r, out], of the next rank that a card's grouped product takes: zeros in
         both change nothing."""
         (name,) = self.active_adapters
+        experts: Any = self.get_base_layer()
         first, second = self._factors(name)
         second = second.transpose(1, 2) * self.scaling[name]
+        if experts.is_transposed != is_transposed_to_peft(experts):
+            first, second = second, first
         missing = -first.shape[1] % (_ROW_BYTES // self.get_param().dtype.itemsize)
         if missing:
             first, second = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (first, second))
@@ -58,7 +63,7 @@ class GroupedLora(ParamWrapper):
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds B A to the weight, expert by expert: peft makes it for all at once, in fp32."""
-        weight, transposed = self.get_param().data, getattr(self.get_base_layer(), "is_transposed", False)
+        weight, transposed = self.get_param().data, is_transposed_to_peft(self.get_base_layer())
         for name in check_adapters_to_merge(self, adapter_names):
             for expert, (first, second) in enumerate(zip(*self._factors(name), strict=True)):
                 change = (second @ first) * self.scaling[name]  # [out, in]
@@ -72,6 +77,20 @@ class GroupedLora(ParamWrapper):
             first.view(self.num_experts, -1, first.shape[-1]),
             second.view(second.shape[0], -1, self.num_experts).permute(2, 0, 1),
         )
+
+
+@contextmanager
+def show_to_peft(module: nn.Module) -> Iterator[None]:
+    """While peft wraps stacked experts they look as those of transformers' model do, so that adapters fit both."""
+    stacks: list[Any] = [part for part in module.modules() if is_stack(part)]
+    marks = [experts.is_transposed for experts in stacks]
+    for experts in stacks:
+        experts.is_transposed = is_transposed_to_peft(experts)
+    try:
+        yield
+    finally:
+        for experts, mark in zip(stacks, marks, strict=True):
+            experts.is_transposed = mark
 
 
 def use_grouped_products(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from models.generic.parts import (
     TrunkHead,
     hand_scaled_to_loss,
 )
-from models.generic.shrink import build_small, shrink
+from models.generic.shrink import build_small, restore_dropout, shrink
 from models.generic.trunk import Trunk, find_name, has_weights
 from models.layer import Layer
 
@@ -84,7 +84,7 @@ def read_anatomy(config: PretrainedConfig) -> Anatomy:
     """What a small model of the same config does with its parts. Raises UserError where layers are not all there is."""
     key = config.to_json_string(use_diff=False)
     if key not in _known:
-        _known[key] = _watch(shrink(config))
+        _known[key] = _watch(restore_dropout(shrink(config), config))
     return _known[key]
 
 

@@ -13,14 +13,16 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from errors import UserError
-from models.generic.assembly import assemble
+from models.generic.assembly import assemble, read_anatomy
 from models.generic.packing import compare_with_documents_alone
 from models.generic.padding import compare_with_rows_alone
 from models.generic.proof import BOUND, compare_with_transformers, run_layers
 from models.generic.shrink import build_small, shrink
+from models.generic.trunk import Trunk
 from models.layer import Layer
 from models.packed_attention import FLASH, VARLEN
 from models.parallel.plan import read_published_plan
@@ -32,16 +34,34 @@ _packs: dict[str, str | None] = {}  # a config -> how documents of a packed row 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
     """Raises UserError for a family whose layers in a pipeline are not the model, with the reason."""
-    key = config.to_json_string(use_diff=False)
-    if key not in _proven:
-        _proven[key] = find_fault(config)
-    if _proven[key] is not None:
+    if (fault := _recall_fault(config)) is not None:
         raise UserError(
             f"model_type '{config.model_type}' has no file in models/, "
-            f"and a pipeline of its layers is not the model: {_proven[key]}. "
+            f"and a pipeline of its layers is not the model: {fault}. "
             "docs/add_a_model.md says how to write the file"
         )
     return assemble(config)
+
+
+def _recall_fault(config: PretrainedConfig) -> str | None:
+    key = config.to_json_string(use_diff=False)
+    if key not in _proven:
+        _proven[key] = find_fault(config)
+    return _proven[key]
+
+
+def count_positions(config: PretrainedConfig) -> int | None:
+    """How many tokens a table of positions, in front of the layers or in one, has room for; None where there is none,
+    or `build_layers` refuses the model."""
+    if _recall_fault(config) is not None:
+        return None
+    trunk = Trunk(config)
+    tables = [part for name in read_anatomy(config).before if isinstance(part := trunk.parts[name], nn.Embedding)]
+    counts = [table.num_embeddings - getattr(table, "offset", 0) for table in tables]  # an OPT's begins with two others
+    length = getattr(config, "max_position_embeddings", None)
+    return min(
+        [*counts, *(length for _, buffer in trunk.layers[0].named_buffers() if length in buffer.shape)], default=None
+    )
 
 
 def is_published(config: PretrainedConfig) -> bool:

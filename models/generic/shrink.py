@@ -81,6 +81,15 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     raise UserError(f"no small model of this config can be run ({reasons[0]})")
 
 
+def restore_dropout(small: PretrainedConfig, config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a small config that drops as much as `config`; where that leaves out layers, all of them."""
+    restored = copy.deepcopy(small)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(restored, name, 1.0 if value and "layer" in name else value)
+    return restored
+
+
 def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig:
     """keep: names of fields that are left as they are."""
     fields = cut_layers(config, choose_layers(config))

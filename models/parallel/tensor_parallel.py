@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from errors import UserError
 from models.architecture import get_tensor_parallel_plan
 from models.decoder import Embedding, LMHead, PipelineDecoderLayer
-from models.experts.grouped import is_stack
+from models.experts.grouped import is_stack, is_transposed_to_peft
 from models.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.parallel.layers import (
     InputGradAllReduce,
@@ -222,7 +222,7 @@ def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
         if shard_spec is None:
             if hasattr(base, "sums_gradients"):
                 first.sums_gradients = second.sums_gradients = True
-        elif not _cuts_inputs(base, shard_spec):
+        elif not _cuts_first(base, shard_spec):
             second.shard_specs = {"weight": ShardSpec(0, shard_spec.sizes)}
             first.sums_gradients = True
         else:
@@ -233,10 +233,11 @@ def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
                 first.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
 
 
-def _cuts_inputs(base: Any, shard_spec: ShardSpec) -> bool:
-    """base: a projection, or experts, [experts, out, in] or [experts, in, out] where transposed."""
+def _cuts_first(base: Any, shard_spec: ShardSpec) -> bool:
+    """Whether A is cut, and not B. base: a projection, or experts, [experts, out, in] or [experts, in, out] where
+    transposed."""
     if is_stack(base):
-        return shard_spec.dim == (1 if base.is_transposed else 2)
+        return shard_spec.dim == (1 if is_transposed_to_peft(base) else 2)
     return isinstance(base, (RowParallelLinear, RowParallelConv1D))
 
 

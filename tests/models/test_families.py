@@ -143,7 +143,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 def test_samples_longer_than_a_table_of_positions_are_refused() -> None:
     config = build_family("gpt2").config
     check_length(config, 256)
-    with pytest.raises(UserError, match="max_seq_length=300.*learned 256 positions"):
+    with pytest.raises(UserError, match="max_seq_length=300.*a table of 256 positions"):
         check_length(config, 300)
 
 

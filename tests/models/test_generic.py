@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.families import build_family, build_family_config
 from support.model_folders import assert_same_bits, convert, export
 from test_decoder import BOUND, Chain, difference, positions, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from errors import UserError
-from models.architecture import ARCHITECTURES, build_layers
+from models.architecture import ARCHITECTURES, build_layers, check_length
 from models.generic.family import find_fault
 from models.generic.shrink import shrink
 from models.weights.sources import open_weights
@@ -51,6 +52,35 @@ def test_what_a_model_does_around_its_layers_is_read_from_it(model_type: str, fi
     config = shrink(AutoConfig.for_model(model_type, **fields))
     assert all(getattr(config, name) == value for name, value in fields.items() if name not in ("ffn_dim",))
     assert find_fault(config) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [
+        ("opt", 256),  # its table begins with two rows for something else
+        pytest.param("gpt_neo", 256, marks=pytest.mark.full),
+        pytest.param("gptj", 256, marks=pytest.mark.full),  # a table of angles in each layer
+        pytest.param("bloom", None, marks=pytest.mark.full),
+        pytest.param("gpt_neox", None, marks=pytest.mark.full),
+    ],
+)
+def test_samples_longer_than_a_table_of_positions_are_refused(family: str, known: int | None) -> None:
+    config = build_family_config(family)
+    check_length(config, known or 10**6)
+    if known is not None:
+        with pytest.raises(
+            UserError, match=f"max_seq_length={known + 1}, but this '{family}' has a table of {known} pos"
+        ):
+            check_length(config, known + 1)
+
+
+def test_dropout_of_a_trunk_is_for_training_alone() -> None:
+    model = build_family("starcoder2", embedding_dropout=0.5)
+    chain = Chain(model.eval()).eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        assert difference(chain(tokens(), positions()), expected) < BOUND
+        assert difference(chain.train()(tokens(), positions()), expected) > 0.1
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Routed:
 def watch(model: nn.Module, family: str) -> list[Routed]:
     watched = []
     for name, module in model.named_modules():
-        if name.endswith(("mlp.gate", "mlp.router")):
+        if name.endswith(("mlp.gate", "mlp.router", "feed_forward.router")):
             of_block = dict(model.get_submodule(name.rpartition(".")[0]).state_dict(keep_vars=True))
             bias = next((tensor for key, tensor in of_block.items() if key.endswith(BIAS)), None)
             watched.append(Routed(family in SIGMOID, bias, torch.zeros(NUM_EXPERTS)))
