@@ -52,6 +52,7 @@ class Trunk:
         built_from._attn_implementation = "eager"  # `config` chooses the kernel; its package may be missing here
         with torch.device("meta"):
             self.model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](built_from)
+        _take_defaults(config, built_from)
         self.name, self.list_name = _find_layers(self.model)
         self.module: Any = self.model.get_submodule(self.name)
         self.module.config = config
@@ -242,6 +243,13 @@ class Trunk:
             return self._answer(_MASK_KINDS[getattr(function, "func", function).__name__])(**given)
 
         return {name: answer(functions[name]) for name in set(types)}
+
+
+def _take_defaults(config: PretrainedConfig, built_from: PretrainedConfig) -> None:
+    """What a model fills in of its config while it is built, and its layers read (falcon's num_ln_in_parallel_attn)."""
+    for name, value in vars(built_from).items():
+        if not name.startswith("_") and value is not None and getattr(config, name, None) is None:
+            setattr(config, name, value)
 
 
 class _Outputs(MoeModelOutputWithPast):

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/training")]
 import torch  # noqa: E402
 from support.adapters import make_adapter, to_peft_weights  # noqa: E402
 from support.cases import Case, build_engine, merge, relative_difference, train_case, train_oracle, worst_difference  # noqa: E402
-from support.families import FAMILIES, MIXTURES, has_sharding_plan, save_family  # noqa: E402
+from support.families import FAMILIES, MIXTURES, OTHERS, has_sharding_plan, save_family  # noqa: E402
 from support.router_runs import train_router_oracle  # noqa: E402
 from support.tiny import VOCAB_SIZE, save_records, save_tokenizer  # noqa: E402
 from support.workers import WorkerGroup  # noqa: E402
@@ -54,7 +54,8 @@ COLUMNS = (
     "gradients, router losses",
 )
 AUX, Z = 0.5, 0.02
-OF_EACH_KIND = ("mixtral", "glm4_moe")  # mixtures without a file that run at every layout, the others at pp2
+# Families without a file that run at every layout, the others at pp2, and at tp2 where they are dense
+OF_EACH_KIND = ("mixtral", "glm4_moe", "gemma3_text", "gpt_neox", "falcon", "bloom")
 
 
 def list_rows(family: str, layouts: Sequence[str]) -> list[tuple[bool, str]]:
@@ -62,6 +63,8 @@ def list_rows(family: str, layouts: Sequence[str]) -> list[tuple[bool, str]]:
     if family in MIXTURES:
         return [(False, layout) for layout in layouts if layout == "pp2" or family in OF_EACH_KIND]
     shown = [name for name in layouts if LAYOUTS[name][2] == 1 or has_sharding_plan(family)]
+    if family in OTHERS:
+        return [(False, layout) for layout in shown if layout in ("pp2", "tp2") or family in OF_EACH_KIND]
     return [(tied, layout) for tied in (False, True) for layout in shown]
 
 
@@ -203,7 +206,7 @@ def count_packed_rows(case: Case) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the table goes, beside the terminal")
-    every_family = sorted(FAMILIES) + sorted(MIXTURES)
+    every_family = sorted(FAMILIES) + sorted(MIXTURES) + sorted(OTHERS)
     parser.add_argument("--families", nargs="+", default=every_family, choices=every_family)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     arguments = parser.parse_args()
