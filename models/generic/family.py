@@ -58,10 +58,9 @@ def count_positions(config: PretrainedConfig) -> int | None:
     trunk = Trunk(config)
     tables = [part for name in read_anatomy(config).before if isinstance(part := trunk.parts[name], nn.Embedding)]
     counts = [table.num_embeddings - getattr(table, "offset", 0) for table in tables]  # an OPT's begins with two others
-    length = getattr(config, "max_position_embeddings", None)
-    return min(
-        [*counts, *(length for _, buffer in trunk.layers[0].named_buffers() if length in buffer.shape)], default=None
-    )
+    length: int = getattr(config, "max_position_embeddings", 0)
+    counts += [length for _, buffer in trunk.layers[0].named_buffers() if length in buffer.shape]
+    return min(counts, default=None)
 
 
 def is_published(config: PretrainedConfig) -> bool:
