@@ -365,6 +365,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 32,
         "enable_bias": False,
         "do_layer_norm_before": False,
+        "activation_function": "gelu",  # an input of a ReLU next to zero is on either side of it by rounding
         "_remove_final_layer_norm": False,
     },
     "gptj": {"rotary_dim": 4},
