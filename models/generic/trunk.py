@@ -248,7 +248,7 @@ class Trunk:
 def _take_defaults(config: PretrainedConfig, built_from: PretrainedConfig) -> None:
     """What a model fills in of its config while it is built, and its layers read (falcon's num_ln_in_parallel_attn)."""
     for name, value in vars(built_from).items():
-        if not name.startswith("_") and value is not None and getattr(config, name, None) is None:
+        if not name.startswith("_") and value is not None and vars(config).get(name) is None:
             setattr(config, name, value)
 
 
