@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from errors import UserError
 from models.architecture import build_layers
 from models.experts.grouped import is_stack
 from models.generic.shrink import shrink
-from models.layer import Layer
+from models.layer import Fused, Layer, Style
 from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
 from models.parallel.tensor_parallel import shard_layers
@@ -74,12 +75,31 @@ def test_a_family_has_a_plan_for_all_of_its_blocks_or_is_refused() -> None:
 
 
 def test_a_published_plan_that_is_not_supported_is_refused_by_name() -> None:
-    config = shrink(AutoConfig.for_model("glm4"))
+    config = shrink(AutoConfig.for_model("glm4_moe_lite"))
     with pytest.raises(
         UserError,
-        match="a 'glm4' cannot be sharded: the plan .* has mlp.down_proj: rowwise_split_input, which is not supported",
+        match="a 'glm4_moe_lite' cannot be sharded: the plan .* has self_attn.kv_a_proj_with_mqa: mla_kv_a_proj, which",
     ):
         shard_layers(config, build_layers(config), 2)
+
+
+def list_styles(family: str) -> dict[str, Any]:
+    """Of the last decoder layer, and of the first under "0."."""
+    config = build_family_config(family)
+    layers = [layer for layer in shard_layers(config, build_layers(config), 2) if "layers." in layer.hf_prefix]
+    return dict(layers[-1].styles) | {f"0.{name}": style for name, style in layers[0].styles.items()}
+
+
+def test_what_a_published_plan_gathers_is_cut_by_itself_or_left_whole() -> None:
+    olmo3, glm4, qwen = map(list_styles, ("olmo3", "glm4", "qwen3_5_text"))
+    assert olmo3["self_attn.q_proj"] is Style.COLUMN and olmo3["self_attn.q_norm"] is Style.NORM
+    assert glm4["mlp.gate_up_proj"] == Fused((80, 80)) and glm4["mlp.down_proj"] is Style.ROW
+    assert qwen["self_attn.q_norm"] is Style.SUMMED and "0.mlp.up_proj" in qwen
+    assert not any("attn" in name for name in qwen if name.startswith("0."))
+
+
+def test_norms_of_each_head_with_weights_of_their_own_are_cut_by_heads() -> None:
+    assert list_styles("cohere")["self_attn.q_norm.weight"] is Style.HEADS
 
 
 @pytest.mark.parametrize(
