@@ -36,6 +36,7 @@ PARTS = {
     "deepseek_v3": {"RMSNorm": 17, "SwiGLU": 4},  # its rotation can be interleaved
     "gpt2": {},
     "gpt_oss": {},  # the weight is applied before the cast back; a rotation and a gate of its own
+    "llama4_text": {},  # the weight is applied behind the cast, too, but in other words
     "mpt": {},
 }
 

@@ -89,7 +89,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "unknown model_type": (
         "hf",
         lambda d: edit_json(d / "config.json", model_type="flan"),
-        ("config.json", "'flan'", "known: ", "llama, mistral"),
+        ("config.json", "'flan'", "known: ", "llama, "),
     ),
     "no model_type": ("hf", lambda d: (d / "config.json").write_text("{}"), ("config.json", "model_type")),
     "custom code": (
