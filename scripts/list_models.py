@@ -52,11 +52,13 @@ def main() -> None:
 
 def list_families() -> list[str]:
     """Each model_type once: causal language models, and those that wrap one beside images."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    # Names: the mapping of classes also has those that unwrapping a model has registered in this process.
+    published = {CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     wrapping = {config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "text_config" in config.sub_configs}
-    known = {*MODEL_FOR_CAUSAL_LM_MAPPING, *wrapping}
-    return sorted(name for name, config in CONFIG_MAPPING.items() if config in known)
+    return sorted(name for name, config in CONFIG_MAPPING.items() if config in published | wrapping)
 
 
 def report_progress(model_type: str, trial: Trial) -> None:
