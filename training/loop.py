@@ -22,6 +22,7 @@ from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate, is_nonfinite, train_step
+from training.inputs.cadence import is_due, steps_between
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
@@ -65,6 +66,8 @@ class TrainingLoop:
         self._interrupts = Interrupts(
             folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters), group=group
         )
+        self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(train_loader))
+        self._save_every = steps_between(config.save_steps, config.save_epochs, len(train_loader))
         self._totals = SharedTotals(train_loader, budget.last_step, group)
         self.signum = 0  # of the signal that ended the run early
         self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
@@ -113,18 +116,16 @@ class TrainingLoop:
         self._account(loss, totals, request.nonfinite)
         if profiled:
             self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
-        last = self.state.step == self.budget.last_step or request.ends
-        if self._due(self.config.logging_steps) or last:
+        step = self.state.step
+        last = step == self.budget.last_step or request.ends
+        if step % self.config.logging_steps == 0 or last:
             self._report_interval()
-        if self.eval_loader is not None and (self._due(self.config.eval_steps) or last) and not request.signum:
+        if self.eval_loader is not None and (is_due(step, self._eval_every) or last) and not request.signum:
             self._off_the_clock(self._evaluate)
-        if self._due(self.config.save_steps) or last or request.save:
+        if is_due(step, self._save_every) or last or request.save:
             self._off_the_clock(self._save)
             self._interrupts.saved()
         return last
-
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.state.step % every == 0
 
     def _train_step(self, micro_batches: Any, totals: StepTotals) -> torch.Tensor:
         loss, self._learning_rate = train_step(

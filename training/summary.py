@@ -17,6 +17,7 @@ from models.weights.source import WeightSource
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.config.schema import CheckpointMode, RunConfig
+from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import StepBudget
 from training.observability.metrics import Record, describe_evaluation
@@ -49,7 +50,7 @@ def show_start(
     if text := warn_of_length(setup.source.config, config.max_seq_length):
         facts["warning"] = text
     if budget.evaluation is not None:
-        when = f"every {config.eval_steps} steps and at the end" if config.eval_steps else "at the end"
+        when = describe_cadence(config.eval_steps, config.eval_epochs)
         facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, budget.evaluation.rows)}; {when}"
     facts |= describe_layout(setup, hosts)
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples

@@ -102,6 +102,7 @@ _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
 _OWN_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
 _OVERWRITE = _is("overwrite_output_dir", "true")
+_ONE_CADENCE = "each says how often"
 _NEEDS_A_MODEL = "it needs a model that has learned something"
 
 INCOMPATIBLE = (
@@ -225,6 +226,8 @@ INCOMPATIBLE = (
         "give one of them",
     ),
     Pair(_given("resume", "resume"), _OVERWRITE, "one continues a run, the other starts it again", "give one of them"),
+    Pair(_given("eval_steps", "eval_steps"), _given("eval_epochs", "eval_epochs"), _ONE_CADENCE, "give one of them"),
+    Pair(_given("save_steps", "save_steps"), _given("save_epochs", "save_epochs"), _ONE_CADENCE, "give one of them"),
     Pair(
         _KEEP_BEST,
         _is("keep_last", "null"),

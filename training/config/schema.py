@@ -248,8 +248,10 @@ class RunConfig:
     profile_step: int | None = MISSING
     profile_trace: int | None = MISSING
     eval_steps: int | None = MISSING
+    eval_epochs: float | None = MISSING
     eval_on_start: bool = MISSING
     save_steps: int | None = MISSING
+    save_epochs: float | None = MISSING
     save_minutes: float | None = MISSING
     async_save: bool = MISSING
     keep_last: int | None = MISSING

@@ -70,7 +70,7 @@ def _check_ranges(config: RunConfig) -> None:
                     else ""
                 )
             )
-    for key in ("save_minutes", "grace_seconds", "stuck_minutes"):
+    for key in ("save_minutes", "grace_seconds", "stuck_minutes", "eval_epochs", "save_epochs"):
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")
     for key in ("warmup_ratio", "min_lr_ratio"):

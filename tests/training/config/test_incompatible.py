@@ -91,6 +91,8 @@ EXAMPLES = {
         "overwrite_output_dir=true",
     ),
     "resume does not go together with overwrite_output_dir=true: ": ("resume=latest", "overwrite_output_dir=true"),
+    "eval_steps does not go together with eval_epochs: ": ("eval_steps=2", "eval_epochs=1"),
+    "save_steps does not go together with save_epochs: ": ("save_steps=2", "save_epochs=1"),
     "keep_best does not go together with keep_last=null: ": ("keep_best=1", "eval_file=a.jsonl"),
     "keep_best does not go together with eval_file=null: ": ("keep_best=1", "keep_last=1"),
 }
