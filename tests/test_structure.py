@@ -26,6 +26,7 @@ WINGS = (
     ("inputs", "planner"),
     ("setup", "observability"),
     ("build",),
+    ("evaluations",),
     ("loop", "evaluate", "export", "summary"),
     ("run",),
 )

@@ -72,13 +72,11 @@ def build_loaders(
     budget: StepBudget,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-) -> tuple[Any, Any | None]:
-    """The training and evaluation loaders of this rank's stage. All ranks call it: what a loader needs of the reference
-    model is computed by the engine, where it is not there yet.
+) -> tuple[Any, dict[str, Any]]:
+    """The training loader and, by name, the evaluation loaders of this rank's stage. All ranks call it: what a loader
+    needs of the reference model is computed by the engine, where it is not there yet.
     """
-    reference = _prepare_reference(
-        config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks, key="train_file"
-    )
+    reference = _prepare_reference(config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks)
     return loaders.build_loaders(
         config,
         setup.layout,
@@ -91,26 +89,24 @@ def build_loaders(
     )
 
 
-def build_eval_loader(
+def build_eval_loaders(
     config: RunConfig,
     setup: RunSetup,
     engine: Engine,
     *,
     datasets: Datasets,
-    size: EvalSize,
+    sizes: Mapping[str, EvalSize],
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-) -> Any:
-    """The loader of an evaluation alone; see `build_loaders`."""
-    reference = _prepare_reference(
-        config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks, key="eval_file"
-    )
-    return loaders.build_eval_loader(
+) -> dict[str, Any]:
+    """The loaders of an evaluation alone; see `build_loaders`."""
+    reference = _prepare_reference(config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks)
+    return loaders.build_eval_loaders(
         config,
         setup.layout,
         engine.module,
         datasets=datasets,
-        size=size,
+        sizes=sizes,
         tokenizer=tokenizer,
         ranks=ranks,
         reference=reference,
@@ -125,10 +121,10 @@ def _prepare_reference(
     datasets: Datasets,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    key: str,
 ) -> dict[str, Path]:
     if setup.reference is None:
         return {}
+    key = next(iter(datasets))  # rows are scored one by one, so what is particular to a file does not count
     options = loaders.build_options(config, setup.layout, engine.module, tokenizer=tokenizer, ranks=ranks, key=key)
     return prepare_reference(
         engine, config, datasets, options=options, reference=setup.reference, own=setup.source, ranks=ranks

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from filesystem import write_atomically
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import step_of
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
-from training.engine.engine import Engine
-from training.engine.steps import evaluate
-from training.inputs.step_budget import EvalSize
-from training.objectives.registry import get_objective
-from training.observability.metrics import Record, Reporter, describe_evaluation
+from training.evaluations import Evaluations
+from training.observability.metrics import Reporter, describe_evaluation
 
 
 def evaluate_checkpoint(
     config: RunConfig,
-    engine: Engine,
-    loader: Any,
-    size: EvalSize,
+    evaluations: Evaluations,
     *,
     source: Path,
     resume_from: Path | None,
@@ -36,10 +30,7 @@ def evaluate_checkpoint(
     source, resume_from: where the weights come from; the training checkpoint that it is, if it is one.
     reporters: get them too, as of the checkpoint's step; none on all ranks but the main one.
     """
-    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
-    result: Record = {"eval_loss": evaluate(engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)}
-    result |= metrics.finish_evaluation() if metrics is not None else {}
-    result["eval_tokens"] = size.targets
+    result = evaluations.run()
     ranks.say(f"{source} on {config.eval_file}: {describe_evaluation(result)}")
     if ranks.is_main:
         described = {"model": str(source), "eval_file": config.eval_file, **result}

@@ -62,10 +62,12 @@ def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None
         write_carried(source, folder)
 
 
-def export(setup: RunSetup, folder: RunFolder) -> None:
-    """What was trained, for others to load: a Hugging Face model, or a peft folder."""
+def export(setup: RunSetup, folder: RunFolder, step: int) -> None:
+    """What was trained, as the checkpoint of this step has it, for others to load: a Hugging Face model, or a peft
+    folder."""
+    step_dir = folder.checkpoints / f"global_step{step}"
     if setup.adapter is not None:
-        export_adapter(folder.checkpoints, setup.layers, folder.export)
+        export_adapter(step_dir, setup.layers, folder.export)
         return
     with progress("exporting", unit="B") as bar:
-        export_hugging_face(open_weights(str(folder.checkpoints)), folder.export, overwrite=True, progress=bar.reach)
+        export_hugging_face(open_weights(str(step_dir)), folder.export, overwrite=True, progress=bar.reach)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,19 +12,24 @@ import torch
 import console
 from data.step_totals import StepTotals
 from errors import UserError
+from training.checkpoint.best import update_best
+from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
+from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, OptimizerName, Precision, RunConfig
 from training.distributed.interrupts import Interrupts
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
-from training.engine.steps import evaluate, is_nonfinite, train_step
+from training.engine.steps import is_nonfinite, train_step
+from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
+from training.observability.interval import Interval
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe
 from training.observability.step_trace import StepTrace
@@ -46,21 +50,20 @@ class TrainingLoop:
         folder: RunFolder,
         *,
         train_loader: Any,
-        eval_loader: Any | None,
+        eval_loaders: Mapping[str, Any],
         reporters: list[Reporter],
         telemetry: Telemetry,
         pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """state: where the run starts. reporters: empty on all ranks but the main one.
-        pause_watchdog: what waiting for the disk is done within."""
-        self.engine, self.train_loader, self.eval_loader = engine, train_loader, eval_loader
+        """state: where the run starts. eval_loaders: by the names of their files. reporters: empty on all ranks
+        but the main one. pause_watchdog: what waiting for the disk is done within."""
+        self.engine, self.train_loader = engine, train_loader
         self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
         self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
-        self.last_eval: Record | None = None
+        self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
+        self._criterion = Criterion.of(config)
         self._pause_watchdog = pause_watchdog
-        self._writer = CheckpointWriter(
-            engine, folder.checkpoints, config.keep_last, config.keep_best, config.async_save
-        )
+        self._writer = CheckpointWriter(engine, folder.checkpoints, Retention.of(config), config.async_save)
         self._probe = NonfiniteProbe(engine.module, engine.device)
         group = make_host_group()
         self._interrupts = Interrupts(
@@ -70,10 +73,12 @@ class TrainingLoop:
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(train_loader))
         self._totals = SharedTotals(train_loader, budget.last_step, group)
         self.signum = 0  # of the signal that ended the run early
-        self._interval = _Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
+        self.ended_by = "the last step"
+        self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
         self._mean_over = objective.mean_over
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
+        self._evaluations = Evaluations(engine, eval_loaders, budget.evaluations, self._metrics)
 
     def run(self) -> TrainerState:
         """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the
@@ -83,7 +88,7 @@ class TrainingLoop:
         no room to save.
         """
         self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
-        if self.config.eval_on_start and self.eval_loader is not None and self.state.step == 0:
+        if self.config.eval_on_start and self._evaluations and self.state.step == 0:
             self._evaluate()
         micro_batches = self.train_loader.iterate(self.state.step, self.budget.last_step)
         self._interval.start()
@@ -120,12 +125,36 @@ class TrainingLoop:
         last = step == self.budget.last_step or request.ends
         if step % self.config.logging_steps == 0 or last:
             self._report_interval()
-        if self.eval_loader is not None and (is_due(step, self._eval_every) or last) and not request.signum:
+        if self._evaluations and (is_due(step, self._eval_every) or last) and not request.signum:
             self._off_the_clock(self._evaluate)
-        if is_due(step, self._save_every) or last or request.save:
+            if not last and self._has_lost_patience():
+                self._report_interval()
+                last = True
+        if request.ends:
+            self.ended_by = f"signal {request.signum}" if request.signum else "STOP"
+        elif step < self.budget.total_steps and step == self.budget.last_step:
+            self.ended_by = "stop_after_steps"
+        if is_due(step, self._save_every) or last or request.save or self._is_best_to_keep():
             self._off_the_clock(self._save)
             self._interrupts.saved()
         return last
+
+    def _has_lost_patience(self) -> bool:
+        best, patience = self.state.best, self.config.early_stopping_patience
+        if best is None or patience is None or best.evaluations_since < patience:
+            return False
+        self.ended_by = "early stopping"
+        if self.reporters:
+            by = f" by more than {threshold:g}" if (threshold := self.config.early_stopping_threshold) else ""
+            console.say(
+                f"early stopping: {best.metric} has not improved{by} in {best.evaluations_since} evaluations; the best "
+                f"is {best.value:.4f} at step {best.step}"
+            )
+        return True
+
+    def _is_best_to_keep(self) -> bool:
+        best = self.state.best
+        return self.config.load_best_model_at_end and best is not None and best.step == self.state.step
 
     def _train_step(self, micro_batches: Any, totals: StepTotals) -> torch.Tensor:
         loss, self._learning_rate = train_step(
@@ -148,7 +177,8 @@ class TrainingLoop:
             self._interval.num_skipped += 1
         elif self.reporters:
             self._interval.grad_norm = self.engine.gradient_norm()
-        self.state = replace(self.state, step=step + 1, num_tokens=self.state.num_tokens + totals.num_tokens)
+        num_tokens = self.state.num_tokens + totals.num_tokens
+        self.state = replace(self.state, step=step + 1, num_tokens=num_tokens, evaluation={})
         for reporter in self.reporters:
             reporter.advance(step + 1)
 
@@ -213,18 +243,17 @@ class TrainingLoop:
         return counted | ({"loss_scale": scaler["cur_scale"]} if scaler else {})
 
     def _evaluate(self) -> None:
-        loader, size = self.eval_loader, self.budget.evaluation
-        assert loader is not None and size is not None
-        loss = evaluate(self.engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)
-        metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
-        self.last_eval = {"step": self.state.step, "eval_loss": loss, **metrics, "eval_tokens": size.targets}
+        found, step = self._evaluations.run(), self.state.step
+        self.last_eval = {"step": step, **found}
         self._report(self.last_eval)
+        check_metric(self._criterion.metric, found, is_main=bool(self.reporters))
+        if step > 0:  # what the run has started from is no checkpoint of it
+            best = update_best(self.state.best, self._criterion, found, step, self.config.early_stopping_threshold)
+            self.state = replace(self.state, evaluation=found, best=best)
 
     def _save(self) -> None:
-        last = self.last_eval
-        eval_loss = last["eval_loss"] if last is not None and last["step"] == self.state.step else None
         with self._pause_watchdog():
-            self._writer.save(replace(self.state, eval_loss=eval_loss))
+            self._writer.save(self.state)
 
     def _report(self, record: Record) -> None:
         for reporter in self.reporters:
@@ -235,47 +264,3 @@ class TrainingLoop:
         self._interval.pause()
         work()
         self._interval.resume()
-
-
-class _Interval:
-    """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the
-    step.
-
-    num_skipped: of them, or in fp16 beside their losses, those that left the weights as they were. grad_norm: of the
-    last step that did not; None while there is none.
-    """
-
-    def __init__(self, zero: torch.Tensor) -> None:
-        self._zero = zero
-        self.start()
-
-    def start(self) -> None:
-        self._loss_sum = self._zero.clone()  # of tokens, or of pairs
-        self._num_terms = self._num_tokens = self._num_steps = self.num_skipped = 0
-        self.grad_norm: torch.Tensor | None = None
-        self._seconds, self._since = 0.0, time.perf_counter()
-
-    def add(self, loss: torch.Tensor, num_terms: int, num_tokens: int) -> None:
-        self._loss_sum += loss.detach().double().squeeze() * num_terms
-        self._num_terms += num_terms
-        self._num_tokens += num_tokens
-        self._num_steps += 1
-
-    @property
-    def is_empty(self) -> bool:
-        return self._num_steps == 0
-
-    def pause(self) -> None:
-        self._seconds += time.perf_counter() - self._since
-
-    def resume(self) -> None:
-        self._since = time.perf_counter()
-
-    def finish(self) -> tuple[float, float, float]:
-        """(mean loss a target token or a pair, tokens a second, seconds a step) since the last call; begins a new
-        interval."""
-        loss = self._loss_sum.item() / self._num_terms
-        self.pause()
-        result = (loss, self._num_tokens / self._seconds, self._seconds / self._num_steps)
-        self.start()
-        return result

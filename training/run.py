@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from training.build import build_engine, build_eval_loader, build_loaders
+from training.build import build_engine, build_eval_loaders, build_loaders
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, load_checkpoint
 from training.config.schema import Init, RunConfig, to_typed
@@ -20,12 +20,13 @@ from training.distributed.interrupts import exit_code
 from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
+from training.evaluations import Evaluations
 from training.export import export, prepare_folder
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
-from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluation
+from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import TrainingLoop
-from training.objectives.registry import check_objective
+from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
@@ -94,7 +95,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())
         engine = build_engine(config, setup, ranks)
-        train_loader, eval_loader = build_loaders(
+        train_loader, eval_loaders = build_loaders(
             config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks
         )
         watchdog.limit_collectives()
@@ -112,13 +113,13 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
-            engine, config, budget, start, folder, train_loader=train_loader, eval_loader=eval_loader,
+            engine, config, budget, start, folder, train_loader=train_loader, eval_loaders=eval_loaders,
             reporters=reporters, telemetry=telemetry, pause_watchdog=watchdog.paused,
         )  # fmt: skip
         watchdog.limit_collectives()  # those of the loop's group too
         with watchdog.watching(engine.module):
             loop.run()
-        conclude(setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
+        conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
     folder.release()
     return loop.signum
 
@@ -129,22 +130,21 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
     with Watchdog(ranks, config.stuck_minutes):
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
-        size = process.broadcast_from_main(
-            lambda: measure_evaluation(config, setup.layout, datasets["eval_file"]), ranks
-        )
+        sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)
         hosts = process.gather_hosts()
         reporters: list[Reporter] = []
         if ranks.is_main:
             folder.path.mkdir(parents=True, exist_ok=True)
-            show_evaluation(config, setup, rows=size.rows, datasets=datasets, hosts=hosts)
+            show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         engine = build_engine(config, setup, ranks, trains=False)
-        loader = build_eval_loader(
-            config, setup, engine, datasets=datasets, size=size, tokenizer=tokenizer, ranks=ranks
+        loaders = build_eval_loaders(
+            config, setup, engine, datasets=datasets, sizes=sizes, tokenizer=tokenizer, ranks=ranks
         )
+        metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluate_checkpoint(
-            config, engine, loader, size, source=setup.source.path, resume_from=setup.resume_from, folder=folder,
-            ranks=ranks, reporters=reporters,
+            config, Evaluations(engine, loaders, sizes, metrics), source=setup.source.path,
+            resume_from=setup.resume_from, folder=folder, ranks=ranks, reporters=reporters,
         )  # fmt: skip
     return 0
 
@@ -180,7 +180,14 @@ def agree_on_steps(
 
 
 def conclude(
-    setup: RunSetup, folder: RunFolder, ranks: Ranks, loop: TrainingLoop, *, telemetry: Telemetry, totals: RunTotals
+    config: RunConfig,
+    setup: RunSetup,
+    folder: RunFolder,
+    ranks: Ranks,
+    loop: TrainingLoop,
+    *,
+    telemetry: Telemetry,
+    totals: RunTotals,
 ) -> None:
     """Exports what a finished run has made, and shows how the run ended."""
     for reporter in loop.reporters:
@@ -190,7 +197,10 @@ def conclude(
     if not ranks.is_main:
         return
     state = loop.state
+    best = state.best if config.load_best_model_at_end else None
     if not loop.signum:
-        export(setup, folder)
-        folder.write_completed({"step": state.step, "num_tokens": state.num_tokens, **(loop.last_eval or {})})
-    show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, signum=loop.signum)
+        export(setup, folder, state.step if best is None else best.step)
+        chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
+        evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
+        folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})
+    show_end(totals, setup, folder, step=state.step, last_eval=loop.last_eval, best=best, signum=loop.signum)

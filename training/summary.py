@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from models.adapter_targets import describe_targets
 from models.architecture import warn_of_length
 from models.experts.sizes import count_experts
 from models.weights.source import WeightSource
+from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.config.schema import CheckpointMode, RunConfig
+from training.config.sources import list_evaluations
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
-from training.inputs.step_budget import StepBudget
+from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
 from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
@@ -49,9 +51,9 @@ def show_start(
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
     if text := warn_of_length(setup.source.config, config.max_seq_length):
         facts["warning"] = text
-    if budget.evaluation is not None:
+    if budget.evaluations:
         when = describe_cadence(config.eval_steps, config.eval_epochs)
-        facts["evaluation"] = f"{_describe_data(config, 'eval_file', datasets, budget.evaluation.rows)}; {when}"
+        facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
     facts |= describe_layout(setup, hosts)
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     unit = "epoch" if epochs == 1 else "epochs"
@@ -66,13 +68,18 @@ def show_start(
 
 
 def show_evaluation(
-    config: RunConfig, setup: RunSetup, *, rows: int, datasets: dict[str, Path], hosts: Sequence[str]
+    config: RunConfig,
+    setup: RunSetup,
+    *,
+    sizes: Mapping[str, EvalSize],
+    datasets: dict[str, Path],
+    hosts: Sequence[str],
 ) -> None:
     """Of a run that only evaluates."""
     facts = {
         "model": _describe_model(setup),
         **describe_wrapper(setup.source),
-        "data": _describe_data(config, "eval_file", datasets, rows),
+        "data": _describe_evaluations(config, datasets, sizes),
         **describe_layout(setup, hosts),
         "precision": f"{config.precision.value}; attention {setup.source.config._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
@@ -124,6 +131,14 @@ def _describe_data(config: RunConfig, key: str, datasets: dict[str, Path], num_r
     return f"{named}: {summary.num_samples:,} samples, {render_count(summary.num_tokens)} tokens{rows}"
 
 
+def _describe_evaluations(config: RunConfig, datasets: dict[str, Path], sizes: Mapping[str, EvalSize]) -> str:
+    return "; ".join(
+        f"{name}: {text}" if name else text
+        for name, key in list_evaluations(config.eval_file).items()
+        for text in [_describe_data(config, key, datasets, sizes[name].rows)]
+    )
+
+
 def _describe_recomputation(config: RunConfig) -> str:
     interval, mode = config.activation_checkpoint_interval, config.activation_checkpoint_mode
     if interval == 0:
@@ -171,12 +186,22 @@ class RunTotals:
 
 
 def show_end(
-    totals: RunTotals, setup: RunSetup, folder: RunFolder, *, step: int, last_eval: Record | None, signum: int
+    totals: RunTotals,
+    setup: RunSetup,
+    folder: RunFolder,
+    *,
+    step: int,
+    last_eval: Record | None,
+    best: Best | None,
+    signum: int,
 ) -> None:
-    """signum: of the signal that has ended the run, and then there is no export; else 0."""
+    """best: what is exported in place of the last step. signum: of the signal that has ended the run, and then there is
+    no export; else 0."""
     facts = totals.describe()
     if last_eval is not None:
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"
+    if best is not None:
+        facts["best"] = f"{best.metric} {best.value:.4f} at step {best.step}" + ("" if signum else ", exported")
     facts["checkpoint"] = str(folder.checkpoints / f"global_step{step}")
     if signum:
         show_panel(f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest", facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,17 @@ import torch
 from support.configs import build_config
 
 from data.step_totals import StepTotals
+from errors import UserError
 from models.documents import DocumentBounds
-from training import loop
+from training import evaluations, loop
+from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.distributed.interrupts import Interrupt
 from training.distributed.topology import Layout, Topology
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.loop import TrainingLoop
+from training.observability import interval
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
 TARGETS = [10, 30, 20, 5, 5]
@@ -87,8 +91,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         evaluates: bool = False,
         engine: Engine | None = None,
         asked: dict[int, Interrupt] | None = None,
+        eval_losses: list[float] | None = None,
+        best: Best | None = None,
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
+        losses = iter(eval_losses or itertools.repeat(7.0))
         monkeypatch.setattr(
             loop,
             "CheckpointWriter",
@@ -98,7 +105,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 check_room=lambda num_moments: None,
             ),
         )
-        monkeypatch.setattr(loop, "evaluate", lambda *_, **__: 7.0)
+        monkeypatch.setattr(evaluations, "evaluate", lambda *_, **__: next(losses))
         monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(of_step=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
@@ -126,9 +133,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             num_samples=40,
             total_steps=5,
             seed=42,
+            best=best,
         )
-        eval_loader = Loader() if evaluates else None
-        budget = StepBudget(40, 5, last, evaluation=EvalSize(rows=3, targets=12, terms=12))
+        eval_loaders = {"": Loader()} if evaluates else {}
+        budget = StepBudget(40, 5, last, evaluations={"": EvalSize(rows=3, targets=12, terms=12)})
         telemetry = SimpleNamespace(
             start_step=lambda profiled: None,
             finish_step=nothing,
@@ -136,7 +144,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             describe=lambda measured, tokens_per_second: {},
         )
         final = TrainingLoop(
-            engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loader=eval_loader,
+            engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loaders=eval_loaders,
             reporters=[Reporter(events)], telemetry=telemetry,
         ).run()  # fmt: skip
         return events, engine, final
@@ -195,7 +203,7 @@ def test_each_step_is_run_with_what_the_host_knows_of_its_documents(run) -> None
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))  # a second passes between two looks
+    monkeypatch.setattr(interval.time, "perf_counter", lambda: float(next(clock)))  # a second passes between two looks
     events, _, _ = run("logging_steps=5", "save_steps=1")
     (line,) = (event for event in events if isinstance(event, dict))
     assert line["step_time"] == 1.0  # start to the first save, and from the end of each save to the next look
@@ -275,3 +283,59 @@ def test_a_step_that_overflowed_its_loss_scale_has_a_loss_and_no_norm(run) -> No
     assert [line["grad_norm"] for line in lines] == [None, 0.25, 0.25]
     assert [line["skipped_steps"] for line in lines] == [2, 1, 0]  # since the last line
     assert [line["loss_scale"] for line in lines] == [2.0**14, 2.0**13, 2.0**13]
+
+
+def words(events: list[Any]) -> list[str]:
+    """What was saved and evaluated, in order."""
+    return [e if isinstance(e, str) else f"eval {e['step']}" for e in events if isinstance(e, str) or "eval_loss" in e]
+
+
+STOPPING = ("logging_steps=5", "eval_file=e", "eval_steps=1", "early_stopping_patience=2")
+
+
+def test_a_run_ends_where_evaluations_have_stopped_to_improve(run) -> None:
+    events, _, final = run(*STOPPING, evaluates=True, eval_losses=[3.0, 2.0, 2.5, 2.0, 1.0])
+    assert words(events) == ["eval 1", "eval 2", "eval 3", "eval 4", "save 4"] and final.step == 4
+    assert [event["step"] for event in events if isinstance(event, dict) and "loss" in event] == [4]
+    assert (final.best.step, final.best.value, final.best.evaluations_since) == (2, 2.0, 2)
+
+
+def test_an_improvement_counts_above_its_threshold_alone(run) -> None:
+    given = (*STOPPING, "early_stopping_threshold=0.5")
+    _, _, final = run(*given, evaluates=True, eval_losses=[3.0, 2.8, 2.6, 1.0, 0.5])
+    assert final.step == 3 and final.best.step == 3  # the best all the same
+
+
+def test_patience_goes_on_where_it_was(run) -> None:
+    """A resumed run starts with what was saved."""
+    best = Best("eval_loss", False, 2.0, step=2, evaluations_since=1)
+    _, _, final = run(*STOPPING, start=3, best=best, evaluates=True, eval_losses=[2.0, 1.0])
+    assert final.step == 4
+    _, _, final = run(*STOPPING, start=3, best=best, evaluates=True, eval_losses=[1.5, 1.0])
+    assert final.step == 5 and final.best.value == 1.0
+
+
+def test_the_best_step_is_saved_though_no_save_is_due(run) -> None:
+    given = ("logging_steps=5", "eval_file=e", "eval_steps=1", "eval_on_start=true")
+    losses = [0.5, 3.0, 2.0, float("nan"), 2.5, 1.5]  # the first one, before the first step, is no checkpoint's
+    events, _, final = run(*given, "load_best_model_at_end=true", evaluates=True, eval_losses=losses)
+    assert [word for word in words(events) if "save" in word] == ["save 1", "save 2", "save 5"] and final.best.step == 5
+    events, _, _ = run(*given, evaluates=True, eval_losses=losses)
+    assert [word for word in words(events) if "save" in word] == ["save 5"]
+    events, _, final = run(
+        *given, "load_best_model_at_end=true", "greater_is_better=true", evaluates=True, eval_losses=losses
+    )
+    assert [word for word in words(events) if "save" in word] == ["save 1", "save 5"] and final.best.step == 1
+
+
+def test_a_metric_that_is_not_reported_ends_the_run_at_the_first_evaluation(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "raise_together", raise_alone)
+    with pytest.raises(UserError, match="'eval_accuracy' is not reported by this run's evaluations; give one of eval_"):
+        run("eval_file=e", "eval_steps=2", "metric_for_best_model=accuracy", evaluates=True)
+
+
+def raise_alone(error: UserError | None) -> None:
+    if error is not None:
+        raise error

@@ -1,44 +1,63 @@
-"""Which checkpoints stay: the last few, and the best few by evaluation loss."""
+"""Which checkpoints stay: the last few, the best few by evaluation, and the one that the run will end with."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import UserError
 from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, read_state, step_of
+from training.config.criterion import Criterion
+from training.config.schema import RunConfig
 
 
-def choose_prunable(eval_losses: dict[int, float | None], keep_last: int | None, keep_best: int | None) -> list[int]:
-    """The steps to delete, of those that are saved with their losses. The newest always stays.
+@dataclass(frozen=True)
+class Retention:
+    """keep_last: None keeps all. keep_best: that many more may stay for their evaluation, the earlier of two equal
+    ones. keeps_best_step: the one that the newest checkpoint calls the best stays, whatever else is said."""
 
-    keep_last: None keeps all. keep_best: that many more may stay for their loss, the earlier of two equal ones.
-    """
-    if keep_last is None:
-        return []
-    newest_first = sorted(eval_losses, reverse=True)
-    evaluated = [step for step, loss in eval_losses.items() if loss is not None and not math.isnan(loss)]
-    best = sorted(evaluated, key=lambda step: (eval_losses[step], step))[: keep_best or 0]
-    return sorted(set(newest_first[max(keep_last, 1) :]) - set(best))
+    keep_last: int | None = None
+    keep_best: int | None = None
+    criterion: Criterion = field(default_factory=Criterion)
+    keeps_best_step: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Retention:
+        return cls(config.keep_last, config.keep_best, Criterion.of(config), config.load_best_model_at_end)
+
+    def choose_prunable(self, metrics: dict[int, float | None], kept: Set[int] = frozenset()) -> list[int]:
+        """The steps to delete, of those that are saved with their metrics. The newest, and `kept`, always stay."""
+        if self.keep_last is None:
+            return []
+        newest_first = sorted(metrics, reverse=True)
+        known = {step: value for step, value in metrics.items() if value is not None and not math.isnan(value)}
+        best = sorted(known, key=lambda step: (self.criterion.sort_key(known[step]), step))[: self.keep_best or 0]
+        return sorted(set(newest_first[max(self.keep_last, 1) :]) - set(best) - kept)
 
 
-def prune_checkpoints(newest: Path, keep_last: int | None, keep_best: int | None) -> None:
+KEEP_ALL = Retention()
+
+
+def prune_checkpoints(newest: Path, retention: Retention) -> None:
     """Deletes checkpoints beside `newest`, which has just become whole.
 
     What is not whole counts for nothing and stays for a person to look at, and so do steps after `newest`: the run went
     back before them, and they may be why.
     """
-    losses: dict[int, float | None] = {}
+    metrics: dict[int, float | None] = {}
     for step_dir in list_checkpoints(newest.parent):
         if step_of(step_dir) <= step_of(newest) and find_wrong_size(step_dir) is None:
             try:
-                losses[step_of(step_dir)] = read_state(step_dir).eval_loss
+                metrics[step_of(step_dir)] = read_state(step_dir).evaluation.get(retention.criterion.metric)
             except UserError:  # not ours to delete
                 continue
-    for step in choose_prunable(losses, keep_last, keep_best):
+    best = read_state(newest).best if retention.keeps_best_step else None
+    for step in retention.choose_prunable(metrics, set() if best is None else {best.step}):
         _delete(newest.with_name(f"global_step{step}"))
 
 

@@ -21,14 +21,16 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from errors import UserError
 from training.checkpoint import optimizer_state
+from training.checkpoint.best import Best
 from training.engine.engine import Engine
 
 STATE_NAME = "trainer_state.json"
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 1  # raise it when an older project could not read what this one writes
+FORMAT = 2  # raise it when an older project could not read what this one writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class TrainerState:
     data: dict[str, str] = field(
         default_factory=dict
     )  # what is trained on and how: `describe_data` and `describe_loss`
-    eval_loss: float | None = None  # of this step; None where it was not evaluated
+    evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
+    best: Best | None = None  # of the evaluations so far
     format: int = FORMAT
 
 
@@ -73,13 +76,24 @@ def read_state(step_dir: Path) -> TrainerState:
                 f"{file} was written by a newer version of this project (format {content['format']}, this one reads "
                 f"{FORMAT}); update the project"
             )
-        return TrainerState(**content)
+        return TrainerState(**_modernize(content))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(
             f"{file} cannot be read ({error}); the checkpoint is damaged, resume from another one"
         ) from None
+
+
+def _modernize(content: dict[str, Any]) -> dict[str, Any]:
+    """Fields of format 1 as those of today."""
+    known = dict(content)
+    eval_loss = known.pop("eval_loss", None)
+    if eval_loss is not None:
+        known["evaluation"] = {"eval_loss": eval_loss}
+    if known.get("best") is not None:
+        known["best"] = Best(**known["best"])
+    return known | {"format": FORMAT}
 
 
 def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None:

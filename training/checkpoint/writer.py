@@ -36,7 +36,7 @@ from models.weights.torch_writer import save_torch
 from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage
 from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
-from training.checkpoint.retention import prune_checkpoints
+from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
 from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
 from training.distributed.process import synchronize
@@ -93,11 +93,10 @@ class CheckpointWriter:
         self,
         engine: Engine,
         checkpoints: Path,
-        keep_last: int | None = None,
-        keep_best: int | None = None,
+        retention: Retention = KEEP_ALL,
         asynchronous: bool = False,
     ) -> None:
-        self._engine, self._checkpoints, self._keep = engine, checkpoints, (keep_last, keep_best)
+        self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
         self._asynchronous = asynchronous
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
@@ -212,7 +211,7 @@ class CheckpointWriter:
                     state,
                     {name: record for part, _ in gathered for name, record in part.items()},
                 )
-                prune_checkpoints(self._checkpoints / f"global_step{state.step}", *self._keep)
+                prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
             except Exception as mistake:
                 errors = [_explain(mistake, folder)]
         self._error = errors[0] if errors else None

@@ -188,5 +188,6 @@ def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _open_groups() -> set[str]:
-    """The groups whose keys the schema does not list, and Hydra's own."""
-    return {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict} | {"hydra"}
+    """The groups whose keys the schema does not list, names of evaluation files, and Hydra's own."""
+    groups = {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict}
+    return groups | {"eval_file", "hydra"}

@@ -101,6 +101,7 @@ _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
 _OWN_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
+_EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
 _OVERWRITE = _is("overwrite_output_dir", "true")
 _ONE_CADENCE = "each says how often"
 _NEEDS_A_MODEL = "it needs a model that has learned something"
@@ -237,8 +238,28 @@ INCOMPATIBLE = (
     Pair(
         _KEEP_BEST,
         _is("eval_file", "null"),
-        "there is no eval_loss to choose by",
+        "there is no evaluation to choose by",
         "give eval_file too, or keep_best=null",
+    ),
+    Pair(
+        _is("load_best_model_at_end", "true"),
+        _is("eval_file", "null"),
+        "there is no evaluation to choose by",
+        "give eval_file too, or load_best_model_at_end=false",
+    ),
+    Pair(
+        _EARLY_STOPPING,
+        _is("eval_file", "null"),
+        "there is no evaluation that could improve",
+        "give eval_file too, or early_stopping_patience=null",
+    ),
+    Pair(
+        _EARLY_STOPPING,
+        Feature(
+            "neither eval_steps nor eval_epochs", lambda run: not (run.config.eval_steps or run.config.eval_epochs)
+        ),
+        "the run is evaluated at its end alone",
+        "give one of them",
     ),
 )
 

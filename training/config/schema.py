@@ -256,6 +256,11 @@ class RunConfig:
     async_save: bool = MISSING
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING
+    metric_for_best_model: str = MISSING
+    greater_is_better: bool | None = MISSING
+    load_best_model_at_end: bool = MISSING
+    early_stopping_patience: int | None = MISSING
+    early_stopping_threshold: float = MISSING
     grace_seconds: float = MISSING
     stuck_minutes: float | None = MISSING
 

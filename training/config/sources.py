@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from data.options import MixtureUnit
 from data.sources.mixture import Mixture, ShareKind
 from data.sources.records import name_component_source
 from errors import UserError
+from training.config.schema import RunConfig
 
 SHARES = tuple(kind.value for kind in ShareKind)
 EXAMPLE = "[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
@@ -48,6 +50,36 @@ def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
         raise UserError(f"{key}: every entry has {kind} 0, so nothing is left to train on; give one of them more")
     shares = tuple(float(source[kind]) for source in taken)
     return TrainFiles([source["path"] for source in taken], Mixture(shares, ShareKind(kind), unit))
+
+
+def list_evaluations(eval_file: Any) -> dict[str, str]:
+    """The evaluation files that the value of `eval_file` names: name -> key, such as "math" -> "eval_file.math".
+
+    The name of one that stands alone is empty. Raises UserError for a name that no metric can have.
+    """
+    if eval_file is None:
+        return {}
+    if not isinstance(eval_file, dict) or TARGET in eval_file:
+        return {"": "eval_file"}
+    for name in eval_file:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("path", *SHARES):
+            raise UserError(
+                f"eval_file: '{name}' cannot name an evaluation file; give a path, or names of letters and digits with "
+                "a path each, such as {math: a.jsonl, code: b.jsonl}"
+            )
+    return {name: f"eval_file.{name}" for name in eval_file}
+
+
+def list_file_keys(config: RunConfig) -> list[str]:
+    """The keys that name the files of this run: `train_file`, and those of the evaluation files."""
+    of_training = [] if config.train_file is None else ["train_file"]
+    return [*of_training, *list_evaluations(config.eval_file).values()]
+
+
+def read_files(config: RunConfig, key: str) -> Any:
+    """The value of `train_file`, of `eval_file`, or of a named one such as `eval_file.math`."""
+    whole, _, name = key.partition(".")
+    return getattr(config, whole)[name] if name else getattr(config, whole)
 
 
 def _check_source(entry: Any, where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.schema import RunConfig
+from training.config.sources import list_evaluations, read_files
 
 # Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
 # tests/training/parity/test_parity.py guards the newer ones). Those before 0.19.8 have no `_train_schedule` to override
@@ -34,13 +35,14 @@ def check_deepspeed_version(installed: str | None = None) -> None:
 def check_config(config: RunConfig, has_accelerator: bool) -> None:
     """Raises UserError for a value out of range, or two keys that contradict each other."""
     _check_ranges(config)
-    for key in ("train_file", "eval_file"):
-        files = getattr(config, key)
+    for key in ("train_file", *list_evaluations(config.eval_file).values()):
+        files = read_files(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
-        if (key == "train_file" and not files and not config.evaluate_only) or (
-            not is_function and not isinstance(files, (str, list, type(None)))
-        ):
+        may_be_missing = key == "train_file" and config.evaluate_only
+        if (not files and not may_be_missing) or (files and not is_function and not isinstance(files, (str, list))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
+    if config.eval_file == {}:
+        raise UserError("eval_file={}: name at least one file, or give null")
     if config.plan not in (False, True, "search"):
         raise UserError(f"plan={config.plan}: one of false, true, search")
     check_together(Run(config, has_accelerator))
@@ -59,6 +61,7 @@ def _check_ranges(config: RunConfig) -> None:
         "stop_after_steps",
         "keep_last",
         "keep_best",
+        "early_stopping_patience",
     ):
         value = getattr(config, key)
         if value is not None and value < 1:
@@ -76,7 +79,14 @@ def _check_ranges(config: RunConfig) -> None:
     for key in ("warmup_ratio", "min_lr_ratio"):
         if not 0 <= getattr(config, key) <= 1:
             raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
-    for key in ("learning_rate", "weight_decay", "max_grad_norm", "num_workers", "activation_checkpoint_interval"):
+    for key in (
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "num_workers",
+        "activation_checkpoint_interval",
+        "early_stopping_threshold",
+    ):
         if not 0 <= getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")
     for key, value in dataclasses.asdict(config.moe).items():

@@ -20,7 +20,7 @@ from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 from models.weights.source import WeightSource
 from training.config.schema import DataConfig, RunConfig
-from training.config.sources import TrainFiles, parse_files
+from training.config.sources import TrainFiles, list_file_keys, parse_files, read_files
 from training.inputs.custom import build_user_encoder
 from training.objectives.registry import get_objective
 
@@ -44,17 +44,14 @@ def tokenize(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None
 ) -> dict[str, Path]:
     """Key of the files -> folder of the tokenized samples, which the first process that asks for it makes."""
-    return {
-        key: prepare_file(config, key, tokenizer, log)
-        for key in ("train_file", "eval_file")
-        if getattr(config, key) is not None
-    }
+    return {key: prepare_file(config, key, tokenizer, log) for key in list_file_keys(config)}
 
 
 def prepare_file(
     config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None
 ) -> Path:
-    """The tokenized folder of `train_file` or `eval_file`, with the index of its rows; the first to ask makes it.
+    """The tokenized folder of `train_file` or an evaluation file, with the index of its rows; the first to ask makes
+    it.
 
     log: None on a rank that prints nothing. Raises UserError for whatever is wrong with the files or a record.
     """
@@ -106,7 +103,7 @@ def build_encoder(data: DataConfig) -> Encoder:
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
-    """How the samples of `train_file` or `eval_file` become rows."""
+    """How the samples of `train_file` or an evaluation file become rows."""
     data = config.data
     return RowPlan(
         max_seq_length=config.max_seq_length,
@@ -117,9 +114,9 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
 
 
 def list_entries(config: RunConfig, key: str) -> list[str]:
-    """The files, globs and hub names of `train_file` or `eval_file`."""
+    """The files, globs and hub names of `train_file` or an evaluation file."""
     return _parse_files(config, key).entries
 
 
 def _parse_files(config: RunConfig, key: str) -> TrainFiles:
-    return parse_files(getattr(config, key), key, config.data.mixture_by)
+    return parse_files(read_files(config, key), key, config.data.mixture_by)

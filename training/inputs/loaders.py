@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data import loader as loaders
 from data.order import GlobalOrder
 from training.config.schema import RunConfig
+from training.config.sources import list_evaluations
 from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
@@ -32,7 +33,7 @@ def build_options(
     ranks: Ranks,
     key: str = "train_file",
 ) -> loaders.LoaderOptions:
-    """What this rank's stage reads of `train_file` or `eval_file`."""
+    """What this rank's stage reads of `train_file` or an evaluation file."""
     return loaders.LoaderOptions(
         reads_inputs=module.has_first_layer,
         reads_labels=module.has_loss,
@@ -59,8 +60,9 @@ def build_loaders(
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
-) -> tuple[Any, Any]:
-    """The training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
+) -> tuple[Any, dict[str, Any]]:
+    """The training loader of this rank's stage, and the evaluation loaders by the names of their files; placeholders
+    on a stage that reads nothing.
 
     datasets: key of the files -> tokenized folder. reference: key of the files -> the reference's log-probabilities.
     """
@@ -70,32 +72,34 @@ def build_loaders(
     train_loader = loaders.build_train_loader(
         datasets["train_file"], options, order, layout.gradient_accumulation_steps
     )
-    if budget.evaluation is None:
-        return train_loader, None
-    return train_loader, build_eval_loader(
+    return train_loader, build_eval_loaders(
         config,
         layout,
         module,
         datasets=datasets,
-        size=budget.evaluation,
+        sizes=budget.evaluations,
         tokenizer=tokenizer,
         ranks=ranks,
         reference=reference,
     )
 
 
-def build_eval_loader(
+def build_eval_loaders(
     config: RunConfig,
     layout: Layout,
     module: StageModule,
     *,
     datasets: Mapping[str, Path],
-    size: EvalSize,
+    sizes: Mapping[str, EvalSize],
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
-) -> Any:
-    """The evaluation loader alone; see `build_loaders`."""
-    options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks, key="eval_file")
-    options = dataclasses.replace(options, reference_file=reference.get("eval_file"))
-    return loaders.build_eval_loader(datasets["eval_file"], options, size.rows)
+) -> dict[str, Any]:
+    """The evaluation loaders alone; see `build_loaders`. sizes: by the same names."""
+    built = {}
+    for name, key in list_evaluations(config.eval_file).items():
+        if name in sizes:
+            options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks, key=key)
+            options = dataclasses.replace(options, reference_file=reference.get(key))
+            built[name] = loaders.build_eval_loader(datasets[key], options, sizes[name].rows)
+    return built

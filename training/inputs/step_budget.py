@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,14 @@ from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
 from models.documents import DocumentBounds
+from training.checkpoint.best import Best
+from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState, read_state
+from training.config.criterion import Criterion
 from training.config.schema import RunConfig
+from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
 from training.inputs.datasets import build_row_plan, describe_data
 from training.objectives.registry import describe_objective, get_objective
@@ -26,8 +31,8 @@ from training.objectives.registry import describe_objective, get_objective
 
 @dataclasses.dataclass(frozen=True)
 class EvalSize:
-    """Of `eval_file`. rows: as `micro_batch_size` counts them. terms: what eval_loss is a mean over. documents: of its
-    micro-batches; None where a user-defined collator sets positions."""
+    """Of an evaluation file. rows: as `micro_batch_size` counts them. terms: what its loss is a mean over.
+    documents: of its micro-batches; None where a user-defined collator sets positions."""
 
     rows: int
     targets: int
@@ -40,13 +45,13 @@ class StepBudget:
     """Rank 0 computes it from the data; the others receive it.
 
     total_steps: the length of the learning rate's schedule. last_step: where this run ends, which `stop_after_steps`
-        may bring forward.
+        may bring forward. evaluations: by the names of the evaluation files.
     """
 
     num_samples: int
     total_steps: int
     last_step: int
-    evaluation: EvalSize | None = None
+    evaluations: Mapping[str, EvalSize] = dataclasses.field(default_factory=dict)
 
 
 def compute_step_budget(
@@ -80,8 +85,7 @@ def compute_step_budget(
     if config.stop_after_steps is not None:
         last_step = min(total_steps, start.step + config.stop_after_steps)
     _check_steps_left(config, start, last_step, resume_from)
-    evaluation = measure_evaluation(config, layout, datasets["eval_file"]) if "eval_file" in datasets else None
-    return StepBudget(num_samples, total_steps, last_step, evaluation), start
+    return StepBudget(num_samples, total_steps, last_step, measure_evaluations(config, layout, datasets)), start
 
 
 def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> TrainerState:
@@ -89,7 +93,28 @@ def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> Traine
     saved = read_state(resume_from)
     for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
         console.say(f"resume: {difference}")
-    return dataclasses.replace(start, step=saved.step, num_tokens=saved.num_tokens)
+    return dataclasses.replace(
+        start,
+        step=saved.step,
+        num_tokens=saved.num_tokens,
+        evaluation=saved.evaluation,
+        best=_recall_best(saved, config),
+    )
+
+
+def _recall_best(saved: TrainerState, config: RunConfig) -> Best | None:
+    """What the run that it continues has found; None where evaluations are compared by something else now, or where
+    the best checkpoint, with which this run is to end, is not here."""
+    best = saved.best
+    if best is None or best.criterion != Criterion.of(config):
+        return None
+    step_dir = RunFolder(config.output_dir).checkpoints / f"global_step{best.step}"
+    if config.load_best_model_at_end and find_wrong_size(step_dir) is not None:
+        console.say(
+            f"resume: the best checkpoint, {step_dir}, is not whole or not there; it is looked for from here on"
+        )
+        return None
+    return best
 
 
 def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, resume_from: Path | None) -> None:
@@ -106,9 +131,14 @@ def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, re
             raise UserError(f"{key}={step}: the run has {start.total_steps} steps; give one of them, or null")
 
 
-def measure_evaluation(config: RunConfig, layout: Layout, path: Path) -> EvalSize:
-    """path: of the tokenized `eval_file`."""
-    plan, objective = build_row_plan(config, "eval_file"), get_objective(config)
+def measure_evaluations(config: RunConfig, layout: Layout, datasets: Mapping[str, Path]) -> dict[str, EvalSize]:
+    """By the names of the evaluation files."""
+    keys = list_evaluations(config.eval_file)
+    return {name: _measure_evaluation(config, layout, key, datasets[key]) for name, key in keys.items()}
+
+
+def _measure_evaluation(config: RunConfig, layout: Layout, key: str, path: Path) -> EvalSize:
+    plan, objective = build_row_plan(config, key), get_objective(config)
     rows, targets = count_rows(path, plan), load_summary(path).num_targets
     documents = None
     if config.data.collator is None:

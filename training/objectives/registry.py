@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
+from training.config.criterion import Criterion
 from training.config.schema import RunConfig
+from training.config.sources import list_evaluations
 from training.objectives.dpo import DPO
 from training.objectives.objective import Objective
 from training.objectives.pretrain import Pretraining
@@ -33,6 +35,23 @@ def check_objective(config: RunConfig) -> None:
             f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={kind.task}"
         )
     objective.check(config)
+    check_metric_name(config)
+
+
+def check_metric_name(config: RunConfig) -> None:
+    """Raises UserError for a `metric_for_best_model` that no evaluation of this run reports, as far as names tell; the
+    first evaluation knows the rest."""
+    metric = Criterion.of(config).metric
+    names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
+    losses = list(dict.fromkeys(["eval_loss", *(f"{name}loss" for name in names)]))
+    has_others = type(get_objective(config)).build_metrics is not Objective.build_metrics
+    may_be_other = has_others and any(metric.startswith(name) for name in names)
+    if config.eval_file is not None and metric not in losses and not may_be_other:
+        others = f", and what task={get_objective(config).name} reports of each file" if has_others else ""
+        raise UserError(
+            f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
+            f"{', '.join(losses)}{others}"
+        )
 
 
 def is_trained_on(objective: Objective, kind: DataKind) -> bool:

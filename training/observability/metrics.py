@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,7 +125,18 @@ def _describe_routers(record: Record) -> list[str]:
 
 
 def describe_evaluation(record: Record) -> str:
-    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward."""
+    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward; then those of each
+    named file."""
+    names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
+    of_files = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
+    return "; ".join([_describe_file(record), *of_files])
+
+
+def _take_file(record: Record, prefix: str) -> Record:
+    return {f"eval_{key.removeprefix(prefix)}": value for key, value in record.items() if key.startswith(prefix)}
+
+
+def _describe_file(record: Record) -> str:
     loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
         return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"

@@ -221,10 +221,10 @@ def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig
     name_for_peft(adapter.config, config).save_pretrained(str(folder))
 
 
-def export_adapter(checkpoints: Path, layers: Sequence[Layer], output_dir: Path) -> None:
-    """A standard peft folder of the adapter that the newest checkpoint holds, with the tokenizer and the processor
-    beside it."""
-    tensors = read_trained_adapter(checkpoints / (checkpoints / "latest").read_text().strip(), layers)
+def export_adapter(step_dir: Path, layers: Sequence[Layer], output_dir: Path) -> None:
+    """A standard peft folder of the adapter that a checkpoint holds, with the tokenizer and the processor beside
+    it."""
+    checkpoints, tensors = step_dir.parent, read_trained_adapter(step_dir, layers)
     fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})

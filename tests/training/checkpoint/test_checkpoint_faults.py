@@ -23,6 +23,7 @@ from test_checkpoint import STATE
 
 from errors import UserError
 from training.checkpoint.resume import find_damage, find_resume
+from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of
 from training.checkpoint.writer import CheckpointWriter, ShareFile
@@ -67,7 +68,7 @@ def saving(checkpoints: Path, rank: int = 0, world_size: int = 1) -> Iterator[Ca
         "training.checkpoint.writer.plan_whole_share",
         lambda *_: [ShareFile(name, {"x@0": state}) for name in files_of(rank)],
     ):
-        writer = CheckpointWriter(object(), checkpoints, keep_last=2, asynchronous=True)
+        writer = CheckpointWriter(object(), checkpoints, Retention(keep_last=2), asynchronous=True)
         if rank == 0:
             remove_leftovers(checkpoints)
         dist.barrier()

@@ -11,9 +11,11 @@ import pytest
 from test_checkpoint import STATE
 
 from training.checkpoint import retention
+from training.checkpoint.best import Best
 from training.checkpoint.manifest import HashedFile, write_manifest
-from training.checkpoint.retention import choose_prunable, prune_checkpoints
+from training.checkpoint.retention import Retention, prune_checkpoints
 from training.checkpoint.state import list_checkpoints, remove_leftovers
+from training.config.criterion import Criterion
 
 LOSSES = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: math.nan, 7: 2.5}
 
@@ -33,19 +35,26 @@ LOSSES = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: math.nan, 7: 2.5}
     ],
 )
 def test_the_last_and_the_best_stay(keep_last: int | None, keep_best: int | None, deleted: list[int]) -> None:
-    assert choose_prunable(LOSSES, keep_last, keep_best) == deleted
+    assert Retention(keep_last, keep_best).choose_prunable(LOSSES) == deleted
 
 
 def test_the_newest_stays_whatever_is_asked() -> None:
-    assert choose_prunable({1: None, 2: None}, 0, 0) == [1]
-    assert choose_prunable({2: 9.0}, 0, None) == []
+    assert Retention(0, 0).choose_prunable({1: None, 2: None}) == [1]
+    assert Retention(0, None).choose_prunable({2: 9.0}) == []
 
 
-def save(checkpoints: Path, step: int, eval_loss: float | None = None) -> Path:
+def test_more_may_be_better_and_one_may_be_kept_by_name() -> None:
+    by_accuracy = Retention(1, 1, Criterion("eval_rewards_accuracy", greater_is_better=True))
+    assert by_accuracy.choose_prunable(LOSSES) == [2, 3, 4, 5, 6]
+    assert Retention(1).choose_prunable(LOSSES, kept={3}) == [1, 2, 4, 5, 6]
+
+
+def save(checkpoints: Path, step: int, eval_loss: float | None = None, best: Best | None = None) -> Path:
+    evaluation = {} if eval_loss is None else {"eval_loss": eval_loss}
     step_dir = checkpoints / f"global_step{step}"
     step_dir.mkdir()
     with HashedFile(step_dir / "trainer_state.json") as stream:
-        stream.write(json.dumps(asdict(replace(STATE, step=step, eval_loss=eval_loss))).encode())
+        stream.write(json.dumps(asdict(replace(STATE, step=step, evaluation=evaluation, best=best))).encode())
         write_manifest(step_dir, {"trainer_state.json": stream.finish()})
     return step_dir
 
@@ -57,22 +66,31 @@ def names(checkpoints: Path) -> list[str]:
 def test_deletion_by_loss(tmp_path: Path) -> None:
     for step, loss in ((2, 1.0), (4, 2.0), (6, 0.5), (8, 3.0)):
         newest = save(tmp_path, step, loss)
-    prune_checkpoints(newest, keep_last=1, keep_best=1)
+    prune_checkpoints(newest, Retention(keep_last=1, keep_best=1))
     assert names(tmp_path) == ["8", "6"] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_step_that_the_newest_calls_the_best_stays(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        newest = save(tmp_path, step, 1.0 / step, best=Best("eval_loss", False, 0.5, step=2))
+    prune_checkpoints(newest, Retention(keep_last=1, keeps_best_step=True))
+    assert names(tmp_path) == ["6", "2"]
+    prune_checkpoints(newest, Retention(keep_last=1))
+    assert names(tmp_path) == ["6"]
 
 
 def test_what_is_broken_counts_for_nothing(tmp_path: Path) -> None:
     whole, broken, newest = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 6)
     (broken / "trainer_state.json").unlink()
-    prune_checkpoints(newest, keep_last=2, keep_best=None)
+    prune_checkpoints(newest, Retention(keep_last=2))
     assert names(tmp_path) == ["6", "4", "2"]  # the one of step 2 is the second whole one
-    prune_checkpoints(newest, keep_last=1, keep_best=None)
+    prune_checkpoints(newest, Retention(keep_last=1))
     assert names(tmp_path) == ["6", "4"] and not whole.exists()
 
 
 def test_steps_after_the_newest_are_another_way_that_the_run_went(tmp_path: Path) -> None:
     _, newest, _ = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 6)
-    prune_checkpoints(newest, keep_last=1, keep_best=None)
+    prune_checkpoints(newest, Retention(keep_last=1))
     assert names(tmp_path) == ["6", "4"]
 
 
@@ -80,7 +98,7 @@ def test_a_deletion_that_dies_leaves_no_half_checkpoint(tmp_path: Path, monkeypa
     _, newest = save(tmp_path, 2), save(tmp_path, 4)
     with monkeypatch.context() as patch:
         patch.setattr(retention.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file is gone
-        prune_checkpoints(newest, keep_last=1, keep_best=None)
+        prune_checkpoints(newest, Retention(keep_last=1))
     assert names(tmp_path) == ["4"]
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [newest]

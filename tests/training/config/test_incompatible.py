@@ -95,6 +95,15 @@ EXAMPLES = {
     "save_steps does not go together with save_epochs: ": ("save_steps=2", "save_epochs=1"),
     "keep_best does not go together with keep_last=null: ": ("keep_best=1", "eval_file=a.jsonl"),
     "keep_best does not go together with eval_file=null: ": ("keep_best=1", "keep_last=1"),
+    "load_best_model_at_end=true does not go together with eval_file=null: ": ("load_best_model_at_end=true",),
+    "early_stopping_patience does not go together with eval_file=null: ": (
+        "early_stopping_patience=1",
+        "eval_steps=1",
+    ),
+    "early_stopping_patience does not go together with neither eval_steps nor eval_epochs: ": (
+        "early_stopping_patience=1",
+        "eval_file=a.jsonl",
+    ),
 }
 
 

@@ -63,7 +63,15 @@ def test_the_defaults_pass() -> None:
         ("train_file=null", "train_file=None: give a path"),
         ("train_file=[]", "train_file=[]: give a path"),
         ("train_file=3", "train_file=3: give a path"),
-        ("eval_file={a:1}", "eval_file={'a': 1}: give a path"),
+        ("eval_file=3", "eval_file=3: give a path"),
+        ("eval_file={a:1}", "eval_file.a=1: give a path"),
+        ("eval_file={}", "eval_file={}: name at least one file, or give null"),
+        ("eval_file={a.b:x}", "eval_file: 'a.b' cannot name an evaluation file; give a path, or names of letters"),
+        ("eval_file={path:x}", "eval_file: 'path' cannot name an evaluation file"),
+        ("eval_epochs=0", "eval_epochs=0.0: more than 0"),
+        ("save_epochs=-1", "save_epochs=-1.0: more than 0"),
+        ("early_stopping_patience=0", "early_stopping_patience=0: at least 1"),
+        ("early_stopping_threshold=-1", "early_stopping_threshold=-1.0: 0 or more"),
     ],
 )
 def test_a_value_out_of_range(override: str, message: str) -> None:

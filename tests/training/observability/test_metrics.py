@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import console
-from training.observability.metrics import MetricsFile, ProgressBar, perplexity
+from training.observability.metrics import MetricsFile, ProgressBar, describe_evaluation, perplexity
 
 RECORD = {
     "step": 3, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 1e-3, "num_tokens": 3000,
@@ -128,3 +128,12 @@ def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytes
 def test_perplexity_of_a_loss_that_ran_away() -> None:
     assert perplexity(math.log(7)) == pytest.approx(7)
     assert math.isfinite(perplexity(1e6))
+
+
+def test_an_evaluation_of_named_files_shows_each() -> None:
+    record = {"step": 4, "eval_loss": 1.0, "eval_a_loss": 2.0, "eval_a_tokens": 3, "eval_a_b_loss": 0.5}
+    shown = describe_evaluation({**record, "eval_a_b_tokens": 6, "eval_tokens": 9})
+    assert shown == (
+        "eval_loss 1.0000  perplexity 2.72; a: eval_loss 2.0000  perplexity 7.39; a_b: eval_loss 0.5000  "
+        "perplexity 1.65"
+    )

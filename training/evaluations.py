@@ -1,0 +1,64 @@
+"""The evaluation of a run: each of its evaluation files through the pipeline, and one record of what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from errors import UserError
+from training.distributed.ranks import raise_together
+from training.engine.engine import Engine
+from training.engine.steps import evaluate
+from training.inputs.step_budget import EvalSize
+from training.objectives.objective import Metrics
+from training.observability.metrics import Record
+
+
+def check_metric(metric: str, found: Record, is_main: bool) -> None:
+    """Raises UserError, together on all ranks, for a metric that the evaluation has not found. All ranks call it."""
+    error = None
+    if metric not in found and is_main:
+        error = UserError(
+            f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
+            f"{', '.join(key for key in found if not key.endswith('_tokens'))}"
+        )
+    if metric not in found:
+        raise_together(error)
+
+
+class Evaluations:
+    """All ranks have the same, and run them together."""
+
+    def __init__(
+        self, engine: Engine, loaders: Mapping[str, Any], sizes: Mapping[str, EvalSize], metrics: Metrics | None
+    ) -> None:
+        """loaders, sizes: by the names of the evaluation files; the name of one that stands alone is empty. metrics:
+        what the objective reports beside the loss."""
+        self._engine, self._loaders, self._sizes, self._metrics = engine, loaders, sizes, metrics
+
+    def __bool__(self) -> bool:
+        return bool(self._loaders)
+
+    def run(self) -> Record:
+        """`eval_loss`, the objective's metrics and `eval_tokens`, the same on every rank.
+
+        Of several files each has its own (`eval_NAME_loss`, ...), and `eval_loss` is the mean over the targets, or the
+        pairs, of all of them, as if they were one.
+        """
+        found = {name: self._evaluate(name) for name in self._loaders}
+        if list(found) == [""]:
+            return found[""]
+        terms = {name: self._sizes[name].terms for name in found}
+        loss = sum(record["eval_loss"] * terms[name] for name, record in found.items()) / sum(terms.values())
+        of_files = {
+            f"eval_{name}_{key.removeprefix('eval_')}": value
+            for name, record in found.items()
+            for key, value in record.items()
+        }
+        return {"eval_loss": loss, **of_files, "eval_tokens": sum(size.targets for size in self._sizes.values())}
+
+    def _evaluate(self, name: str) -> Record:
+        loader, size = self._loaders[name], self._sizes[name]
+        loss = evaluate(self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)
+        metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
+        return {"eval_loss": loss, **metrics, "eval_tokens": size.targets}
