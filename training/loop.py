@@ -19,13 +19,14 @@ from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
 from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, OptimizerName, Precision, RunConfig
-from training.distributed.interrupts import Interrupts
+from training.distributed.interrupts import Interrupt, Interrupts
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import is_nonfinite, train_step
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
+from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
@@ -90,7 +91,9 @@ class TrainingLoop:
         self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
         if self.config.eval_on_start and self._evaluations and self.state.step == 0:
             self._evaluate()
-        micro_batches = self.train_loader.iterate(self.state.step, self.budget.last_step)
+        micro_batches = iterate_trained(
+            self.train_loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals
+        )
         self._interval.start()
         self._interrupts.start()
         try:
@@ -106,6 +109,22 @@ class TrainingLoop:
 
     def _step_and_after(self, micro_batches: Any) -> bool:
         """One step, and what is due after it. Returns whether the run ends here."""
+        is_passed_over = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
+        request = self._pass_over() if is_passed_over else self._take_step(micro_batches)
+        self.signum = request.signum
+        return self._finish_step(request)
+
+    def _pass_over(self) -> Interrupt:
+        """A step of `skip_data_intervals`."""
+        number = self.state.step + 1
+        self.state = replace(self.state, step=number, evaluation={})
+        if self.reporters:
+            console.say(f"step {number}: its data are passed over (skip_data_intervals)")
+        for reporter in self.reporters:
+            reporter.advance(number)
+        return self._interrupts.agree(False)
+
+    def _take_step(self, micro_batches: Any) -> Interrupt:
         number = self.state.step + 1
         profiled, traced = number == self.config.profile_step, number == self.config.profile_trace
         totals = self._totals.of_step(self.state.step)
@@ -117,10 +136,13 @@ class TrainingLoop:
         spans = self._telemetry.finish_step()
         if traced:
             self._off_the_clock(self._trace.finish)
-        self.signum = request.signum
         self._account(loss, totals, request.nonfinite)
         if profiled:
             self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
+        return request
+
+    def _finish_step(self, request: Interrupt) -> bool:
+        """What is due after a step. Returns whether the run ends here."""
         step = self.state.step
         last = step == self.budget.last_step or request.ends
         if step % self.config.logging_steps == 0 or last:

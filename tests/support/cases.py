@@ -170,6 +170,8 @@ def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, 
     order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
     losses, norms = [], []
     for step in range(case.steps):
+        if any(first <= step + 1 <= last for first, last in config.skip_data_intervals):
+            continue
         batch = _collate(dataset, order.sample_ids(step), pad)
         optimizer.zero_grad()
         loss = model(**batch).loss

@@ -91,8 +91,9 @@ def export_of(output_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def eval_dataset(root: Path) -> TokenizedDataset:
-    return next(d for d in map(_open, (root / "cache").iterdir()) if d is not None and len(d) == 11)
+    return next(data for data in list_tokenized(root) if len(data) == 11)
 
 
-def _open(folder: Path) -> TokenizedDataset | None:
-    return TokenizedDataset(folder, True, True) if folder.is_dir() else None
+def list_tokenized(root: Path) -> list[TokenizedDataset]:
+    """What the runs of a file have tokenized so far."""
+    return [TokenizedDataset(folder, True, True) for folder in (root / "cache").iterdir() if folder.is_dir()]

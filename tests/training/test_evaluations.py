@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import BOUND, mean_loss
-from support.runs import read_metrics
+from support.runs import list_tokenized, read_metrics
 from support.tiny import save_records
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +25,7 @@ def files(root: Path) -> str:
 
 
 def find_tokens(root: Path, num_samples: int) -> TokenizedDataset:
-    folders = [folder for folder in (root / "cache").iterdir() if folder.is_dir()]
-    return next(data for data in (TokenizedDataset(f, True, True) for f in folders) if len(data) == num_samples)
+    return next(data for data in list_tokenized(root) if len(data) == num_samples)
 
 
 def saved_steps(out: Path) -> list[int]:

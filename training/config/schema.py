@@ -243,6 +243,7 @@ class RunConfig:
     num_train_epochs: float = MISSING
     max_steps: int | None = MISSING
     stop_after_steps: int | None = MISSING
+    skip_data_intervals: list[list[int]] = MISSING
 
     logging_steps: int = MISSING
     profile_step: int | None = MISSING

@@ -99,6 +99,15 @@ def _check_ranges(config: RunConfig) -> None:
         )
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
+    for interval in config.skip_data_intervals:
+        if len(interval) != 2 or not 1 <= interval[0] <= interval[1]:
+            raise UserError(
+                f"skip_data_intervals: {interval} is not a first and a last step; give steps from 1, such as "
+                "[[100,120]]"
+            )
+        for key in ("profile_step", "profile_trace"):
+            if getattr(config, key) is not None and interval[0] <= getattr(config, key) <= interval[1]:
+                raise UserError(f"{key}={getattr(config, key)} is in skip_data_intervals; give a step that is trained")
     betas, eps = config.optimizer.betas, config.optimizer.eps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")

@@ -70,6 +70,16 @@ def test_the_defaults_pass() -> None:
         ("eval_file={path:x}", "eval_file: 'path' cannot name an evaluation file"),
         ("eval_epochs=0", "eval_epochs=0.0: more than 0"),
         ("save_epochs=-1", "save_epochs=-1.0: more than 0"),
+        (
+            "skip_data_intervals=[[0,2]]",
+            "skip_data_intervals: [0, 2] is not a first and a last step; give steps from 1",
+        ),
+        ("skip_data_intervals=[[1,2],[4,3]]", "skip_data_intervals: [4, 3] is not a first and a last step"),
+        ("skip_data_intervals=[[1,2,3]]", "skip_data_intervals: [1, 2, 3] is not a first and a last step"),
+        (
+            "skip_data_intervals=[[2,4]] profile_step=3",
+            "profile_step=3 is in skip_data_intervals; give a step that is trained",
+        ),
         ("early_stopping_patience=0", "early_stopping_patience=0: at least 1"),
         ("early_stopping_threshold=-1", "early_stopping_threshold=-1.0: 0 or more"),
     ],
