@@ -26,7 +26,7 @@ WINGS = (
     ("inputs", "planner"),
     ("setup", "observability"),
     ("build",),
-    ("evaluations",),
+    ("evaluations", "callbacks"),
     ("loop", "evaluate", "export", "summary"),
     ("run",),
 )

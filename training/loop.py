@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ import torch
 import console
 from data.step_totals import StepTotals
 from errors import UserError
-from training.checkpoint.best import update_best
+from training.callbacks import Callbacks, RunView
+from training.checkpoint.best import describe_patience, update_best
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -32,11 +35,9 @@ from training.inputs.step_totals import SharedTotals
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Record, Reporter
-from training.observability.nonfinite_probe import NonfiniteProbe
+from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonfinite
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
-
-_NAMED_SAMPLES = 64  # of a global batch that is not finite
 
 
 class TrainingLoop:
@@ -54,10 +55,12 @@ class TrainingLoop:
         eval_loaders: Mapping[str, Any],
         reporters: list[Reporter],
         telemetry: Telemetry,
+        callbacks: Sequence[tuple[str, Any]] = (),
         pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """state: where the run starts. eval_loaders: by the names of their files. reporters: empty on all ranks
-        but the main one. pause_watchdog: what waiting for the disk is done within."""
+        but the main one. callbacks: the user's, each with its name.
+        pause_watchdog: what waiting for the disk is done within."""
         self.engine, self.train_loader = engine, train_loader
         self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
         self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
@@ -74,7 +77,9 @@ class TrainingLoop:
         self._save_every = steps_between(config.save_steps, config.save_epochs, len(train_loader))
         self._totals = SharedTotals(train_loader, budget.last_step, group)
         self.signum = 0  # of the signal that ended the run early
-        self.ended_by = "the last step"
+        self.ended_by = ""
+        view = RunView(folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module)
+        self._callbacks = Callbacks(callbacks, view, wait_for_save=self._wait_for_save, group=group)
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
         self._mean_over = objective.mean_over
@@ -97,22 +102,24 @@ class TrainingLoop:
         self._interval.start()
         self._interrupts.start()
         try:
-            ended = self.state.step >= self.budget.last_step
-            while not ended:
-                ended = self._step_and_after(micro_batches)
+            self.ended_by = self._find_end(Interrupt())  # a run that died before its export has only that left to do
+            while not self.ended_by:
+                self._step_and_after(micro_batches)
             # Launchers repeat their signals, and the next one would end a rank that no longer listens.
-            with self._pause_watchdog():
-                self._writer.wait()
+            self._wait_for_save()
+            self._callbacks.finish_save()
+            self._callbacks.see(ended_by=self.ended_by)
+            self._callbacks.call("on_end")
         finally:
             self._interrupts.close()
         return self.state
 
-    def _step_and_after(self, micro_batches: Any) -> bool:
-        """One step, and what is due after it. Returns whether the run ends here."""
+    def _step_and_after(self, micro_batches: Any) -> None:
+        """One step, and what is due after it."""
         is_passed_over = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
         request = self._pass_over() if is_passed_over else self._take_step(micro_batches)
         self.signum = request.signum
-        return self._finish_step(request)
+        self._finish_step(request)
 
     def _pass_over(self) -> Interrupt:
         """A step of `skip_data_intervals`."""
@@ -141,38 +148,54 @@ class TrainingLoop:
             self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
         return request
 
-    def _finish_step(self, request: Interrupt) -> bool:
-        """What is due after a step. Returns whether the run ends here."""
+    def _finish_step(self, request: Interrupt) -> None:
+        """What is due after a step, which may end the run."""
         step = self.state.step
-        last = step == self.budget.last_step or request.ends
-        if step % self.config.logging_steps == 0 or last:
+        self.ended_by = self._find_end(request)
+        if step % self.config.logging_steps == 0 or self.ended_by:
             self._report_interval()
-        if self._evaluations and (is_due(step, self._eval_every) or last) and not request.signum:
+        asks_to_save = False
+        if self._callbacks:
+            self._callbacks.see(step=step, num_tokens=self.state.num_tokens)
+            self._off_the_clock(partial(self._callbacks.look_at_save, self._writer.is_writing))
+            self._off_the_clock(partial(self._callbacks.call, "on_step"))
+            asks_to_save = self._heed_callbacks()
+        if self._evaluations and (is_due(step, self._eval_every) or self.ended_by) and not request.signum:
             self._off_the_clock(self._evaluate)
-            if not last and self._has_lost_patience():
-                self._report_interval()
-                last = True
-        if request.ends:
-            self.ended_by = f"signal {request.signum}" if request.signum else "STOP"
-        elif step < self.budget.total_steps and step == self.budget.last_step:
-            self.ended_by = "stop_after_steps"
-        if is_due(step, self._save_every) or last or request.save or self._is_best_to_keep():
+            asks_to_save |= self._heed_callbacks()
+        if self.ended_by:
+            self._report_interval()  # where an evaluation or a callback has ended the run
+        is_asked = request.save or asks_to_save or self._is_best_to_keep()
+        if is_due(step, self._save_every) or self.ended_by or is_asked:
             self._off_the_clock(self._save)
             self._interrupts.saved()
-        return last
 
-    def _has_lost_patience(self) -> bool:
+    def _find_end(self, request: Interrupt) -> str:
+        """Why the run ends with this step; empty where it goes on."""
+        if request.ends:
+            return signal.Signals(request.signum).name if request.signum else "STOP"
+        if self.state.step < self.budget.last_step:
+            return ""
+        return "the last step" if self.budget.last_step == self.budget.total_steps else "stop_after_steps"
+
+    def _heed_callbacks(self) -> bool:
+        """Whether one of them has asked for a save; the run ends with this step where one has asked for that."""
+        asks_to_stop, asks_to_save = self._callbacks.take_requests()
+        if asks_to_stop:
+            self.ended_by = self.ended_by or "a callback"
+        return asks_to_save
+
+    def _stop_early(self) -> None:
         best, patience = self.state.best, self.config.early_stopping_patience
-        if best is None or patience is None or best.evaluations_since < patience:
-            return False
+        if self.ended_by or best is None or patience is None or best.evaluations_since < patience:
+            return
         self.ended_by = "early stopping"
         if self.reporters:
-            by = f" by more than {threshold:g}" if (threshold := self.config.early_stopping_threshold) else ""
-            console.say(
-                f"early stopping: {best.metric} has not improved{by} in {best.evaluations_since} evaluations; the best "
-                f"is {best.value:.4f} at step {best.step}"
-            )
-        return True
+            console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
+
+    def _wait_for_save(self) -> None:
+        with self._pause_watchdog():
+            self._writer.wait()
 
     def _is_best_to_keep(self) -> bool:
         best = self.state.best
@@ -207,7 +230,8 @@ class TrainingLoop:
     def _report_nonfinite(self, step: int, loss: torch.Tensor) -> None:
         error, place = None, self._probe.find_first()
         if self.reporters:
-            text = self._describe_nonfinite(step, loss, place)
+            ids, norm = self.train_loader.sample_ids(step).tolist(), float(self.engine.gradient_norm())
+            text = describe_nonfinite(step + 1, loss.item(), norm, samples=ids, place=place)
             if self.config.on_nonfinite is OnNonfinite.skip:
                 console.say(f"skipped {text}")
             else:
@@ -216,20 +240,8 @@ class TrainingLoop:
                     "learning_rate, and continue with resume=latest; on_nonfinite=skip skips such steps"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
-            with self._pause_watchdog():
-                self._writer.wait()
+            self._wait_for_save()
             raise_together(error)
-
-    def _describe_nonfinite(self, step: int, loss: torch.Tensor, place: str) -> str:
-        ids = self.train_loader.sample_ids(step).tolist()
-        named = ", ".join(map(str, ids[:_NAMED_SAMPLES]))
-        if len(ids) > _NAMED_SAMPLES:
-            named += f" and {len(ids) - _NAMED_SAMPLES} more"
-        norm = float(self.engine.gradient_norm())
-        return (
-            f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}; samples {named} of train_file "
-            f"(counted from 0); first seen {place}"
-        )
 
     def _report_interval(self) -> None:
         measured = self._telemetry.gather()  # of all ranks, by all ranks
@@ -272,12 +284,18 @@ class TrainingLoop:
         if step > 0:  # what the run has started from is no checkpoint of it
             best = update_best(self.state.best, self._criterion, found, step, self.config.early_stopping_threshold)
             self.state = replace(self.state, evaluation=found, best=best)
+            self._stop_early()
+        self._callbacks.call("on_evaluate", self.last_eval)
 
     def _save(self) -> None:
+        self._callbacks.finish_save()  # of the one before
         with self._pause_watchdog():
             self._writer.save(self.state)
+        self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 
     def _report(self, record: Record) -> None:
+        if self.reporters:
+            self._callbacks.see(record=record)
         for reporter in self.reporters:
             reporter.report(record)
 

@@ -114,7 +114,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
             engine, config, budget, start, folder, train_loader=train_loader, eval_loaders=eval_loaders,
-            reporters=reporters, telemetry=telemetry, pause_watchdog=watchdog.paused,
+            reporters=reporters, telemetry=telemetry, callbacks=setup.callbacks, pause_watchdog=watchdog.paused,
         )  # fmt: skip
         watchdog.limit_collectives()  # those of the loop's group too
         with watchdog.watching(engine.module):

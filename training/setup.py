@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from errors import UserError
 from models.adapters import Adapter
@@ -32,7 +33,7 @@ from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
 from training.engine.optimizer import check_optimizer
-from training.inputs.custom import build_collator
+from training.inputs.custom import build_callbacks, build_collator
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
@@ -63,6 +64,7 @@ class RunSetup:
 
     costs: of the layers, for the plan; None on a rank that makes none. resumable: what `resume_from` is chosen from.
     reference: of an objective that needs one: what the run has started from, or will. routers: None for a dense model.
+    callbacks: the user's, each with its name.
     """
 
     source: WeightSource
@@ -75,6 +77,7 @@ class RunSetup:
     resumable: Resumable | None = None
     reference: WeightSource | None = None
     routers: RouterOptions | None = None
+    callbacks: Sequence[tuple[str, Any]] = ()
 
 
 def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
@@ -105,7 +108,10 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if not config.evaluate_only:
         check_optimizer(config)
     reference = open_reference(config, source, setup.layers, resume_from)
-    return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
+    callbacks = build_callbacks(config)
+    return dataclasses.replace(
+        setup, resume_from=resume_from, resumable=resumable, reference=reference, callbacks=callbacks
+    )
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bool = False) -> RunSetup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from data.step_totals import StepTotals
 from errors import UserError
 from models.documents import DocumentBounds
 from training import evaluations, loop
+from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -93,6 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         asked: dict[int, Interrupt] | None = None,
         eval_losses: list[float] | None = None,
         best: Best | None = None,
+        callbacks: Sequence[tuple[str, Any]] = (),
     ) -> tuple[list[Any], Engine, TrainerState]:
         events: list[Any] = []
         losses = iter(eval_losses or itertools.repeat(7.0))
@@ -103,6 +106,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 save=lambda state: events.append(f"save {state.step}"),
                 wait=lambda: None,
                 check_room=lambda num_moments: None,
+                is_writing=False,
             ),
         )
         monkeypatch.setattr(evaluations, "evaluate", lambda *_, **__: next(losses))
@@ -115,6 +119,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             agree=lambda nonfinite: (asked or {}).get(len(engine.rates), Interrupt(nonfinite=nonfinite)),
         )
         monkeypatch.setattr(loop, "make_host_group", lambda: None)
+        monkeypatch.setattr(Callbacks, "_agree", lambda self, *flags: list(flags))  # one rank
         monkeypatch.setattr(loop, "Interrupts", lambda *_, **__: interrupts)
         monkeypatch.setattr(
             loop, "NonfiniteProbe", lambda *_: SimpleNamespace(reset=nothing, find_first=lambda: "in stage 0")
@@ -145,7 +150,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         final = TrainingLoop(
             engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loaders=eval_loaders,
-            reporters=[Reporter(events)], telemetry=telemetry,
+            reporters=[Reporter(events)], telemetry=telemetry, callbacks=callbacks,
         ).run()  # fmt: skip
         return events, engine, final
 
@@ -339,3 +344,14 @@ def test_a_metric_that_is_not_reported_ends_the_run_at_the_first_evaluation(
 def raise_alone(error: UserError | None) -> None:
     if error is not None:
         raise error
+
+
+def test_an_evaluation_that_asks_to_stop_ends_the_run_there(run) -> None:
+    class Enough:
+        def on_evaluate(self, view: RunView, metrics: dict[str, Any]) -> None:
+            if metrics["eval_loss"] < 2:
+                view.stop()
+
+    given = ("logging_steps=5", "eval_file=e", "eval_steps=1")
+    events, _, final = run(*given, evaluates=True, eval_losses=[3.0, 1.0], callbacks=[("my.Enough", Enough())])
+    assert words(events) == ["eval 1", "eval 2", "save 2"] and final.step == 2

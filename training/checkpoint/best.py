@@ -39,3 +39,11 @@ def update_best(
     if criterion.is_better(value, best.value):
         return replace(best, value=value, step=step, evaluations_since=since)
     return replace(best, evaluations_since=since)
+
+
+def describe_patience(best: Best, threshold: float) -> str:
+    by = f" by more than {threshold:g}" if threshold else ""
+    return (
+        f"{best.metric} has not improved{by} in {best.evaluations_since} evaluations; the best is {best.value:.4f} at "
+        f"step {best.step}"
+    )

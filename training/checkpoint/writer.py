@@ -146,6 +146,11 @@ class CheckpointWriter:
         if not (self._asynchronous and fits):
             self.wait()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes what was saved last."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Returns when nothing is being written. Raises UserError when the disk did not take it."""
         thread, self._thread = self._thread, None

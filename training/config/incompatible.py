@@ -220,6 +220,7 @@ INCOMPATIBLE = (
     Pair(_FROM_SCRATCH, _DPO, _NEEDS_A_MODEL, "give one of them"),
     Pair(_FROM_SCRATCH, _EVALUATION, _NEEDS_A_MODEL, "give one of them"),
     Pair(_EVALUATION, _is("eval_file", "null"), "there is nothing to evaluate", "give eval_file"),
+    Pair(_EVALUATION, _given("callbacks", "callbacks"), "they are called while a run trains", "give one of them"),
     Pair(
         _EVALUATION,
         _OVERWRITE,

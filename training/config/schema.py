@@ -245,6 +245,7 @@ class RunConfig:
     stop_after_steps: int | None = MISSING
     skip_data_intervals: list[list[int]] = MISSING
 
+    callbacks: list[Any] = MISSING
     logging_steps: int = MISSING
     profile_step: int | None = MISSING
     profile_trace: int | None = MISSING

@@ -1,17 +1,19 @@
-"""User-defined components of the data: what `_target_` names in `data.encoder` and `data.collator`.
+"""User-defined components: what `_target_` names in `data.encoder`, `data.collator` and `callbacks`.
 
-docs/add_your_data.md shows how to write one.
+docs/add_your_data.md and docs/configure.md show how to write one.
 """
 
 from __future__ import annotations
 
 from dataclasses import is_dataclass
+from typing import Any
 
 from data.collator import Checked, Collator, PadRight
 from data.components import TARGET, build_checked_component
 from data.encoders.sample import Encoder
-from training.config.schema import DataConfig
+from training.config.schema import DataConfig, RunConfig
 
+CALLBACK_METHODS = ("on_step", "on_evaluate", "on_save", "on_end")
 COLLATOR_METHODS = ("collate_inputs", "collate_labels")
 
 
@@ -32,3 +34,19 @@ def build_collator(data: DataConfig) -> Collator:
         build_checked_component(data.collator, "data.collator", example="my_data.MyCollator", fits=fits, need=need),
         f"data.collator {data.collator[TARGET]}",
     )
+
+
+def build_callbacks(config: RunConfig) -> list[tuple[str, Any]]:
+    """Those of `callbacks`, each with its name for messages. Raises UserError for what is not a callback."""
+    need = f"a class with methods of {', '.join(CALLBACK_METHODS)}, and no other on_..."
+    built = []
+    for number, spec in enumerate(config.callbacks, start=1):
+        key, example = f"callbacks, entry {number}", "my_callbacks.MyCallback"
+        callback = build_checked_component(spec, key, example=example, fits=_is_callback, need=need)
+        built.append((spec[TARGET], callback))
+    return built
+
+
+def _is_callback(built: Any) -> bool:
+    named = {name for name in dir(built) if name.startswith("on_") and callable(getattr(built, name))}
+    return bool(named) and named <= set(CALLBACK_METHODS)

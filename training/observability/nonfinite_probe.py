@@ -7,6 +7,7 @@ only at a step that went wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from training.pipeline.module import StageModule
+
+_NAMED_SAMPLES = 64  # of a global batch that is not finite
 
 
 class NonfiniteProbe:
@@ -67,3 +70,14 @@ class NonfiniteProbe:
 
     def _see_gradient(self, sums: torch.Tensor, gradient: torch.Tensor) -> None:
         sums[1] += gradient.sum(dtype=torch.float32)
+
+
+def describe_nonfinite(step: int, loss: float, norm: float, *, samples: Sequence[int], place: str) -> str:
+    """step: from 1. samples: of its global batch. place: where it was first seen."""
+    named = ", ".join(map(str, samples[:_NAMED_SAMPLES]))
+    if len(samples) > _NAMED_SAMPLES:
+        named += f" and {len(samples) - _NAMED_SAMPLES} more"
+    return (
+        f"step {step}: loss {loss:g}, gradient norm {norm:g}; samples {named} of train_file (counted from 0); first "
+        f"seen {place}"
+    )

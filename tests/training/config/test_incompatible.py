@@ -85,6 +85,11 @@ EXAMPLES = {
         for other in ("adapter=lora", "data=preference", "evaluate_only=true")
     },
     "evaluate_only=true does not go together with eval_file=null: ": ("evaluate_only=true",),
+    "evaluate_only=true does not go together with callbacks: ": (
+        "evaluate_only=true",
+        "eval_file=a.jsonl",
+        "callbacks=[{_target_: my.Callback}]",
+    ),
     "evaluate_only=true does not go together with overwrite_output_dir=true: ": (
         "evaluate_only=true",
         "eval_file=a.jsonl",

@@ -1,0 +1,154 @@
+"""User-defined code that a run calls while it goes on: `callbacks: [{_target_: my.module.Class, ...}]`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from training.distributed.ranks import raise_together
+
+
+@dataclass
+class RunView:
+    """What a callback sees of its run, to read and not to change, and what it may ask for.
+
+    model: this rank's pipeline stage, not the whole model. step: optimizer steps done. num_tokens: seen so far, without
+    padding. record: the last line of metrics.jsonl, on the main rank; empty on the others. ended_by: why the run ends;
+    empty before `on_end`.
+    """
+
+    output_dir: Path
+    rank: int
+    world_size: int
+    last_step: int
+    model: torch.nn.Module
+    step: int = 0
+    num_tokens: int = 0
+    record: Mapping[str, Any] = field(default_factory=dict)
+    ended_by: str = ""
+    asks_to_stop: bool = False
+    asks_to_save: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def stop(self) -> None:
+        """The run is evaluated, saved and exported at this step's end, and has finished. One rank is enough to ask."""
+        self.asks_to_stop = True
+
+    def save(self) -> None:
+        """A checkpoint is saved at this step's end. One rank is enough to ask."""
+        self.asks_to_save = True
+
+
+class Callback(Protocol):
+    """Called on every rank, at the same places, in the order of the config; a class has those of the methods that it
+    needs.
+
+    A rank waits for the others after each call, so one that takes its time holds up all of them. Collectives are
+    allowed where every rank reaches them. What a method asks for from `on_save` on counts at the end of the next step.
+    """
+
+    def on_step(self, run: RunView) -> None:
+        """After each step, one that is passed over included."""
+        ...
+
+    def on_evaluate(self, run: RunView, metrics: Mapping[str, Any]) -> None:
+        """After an evaluation, with what it has found; the same on all ranks."""
+        ...
+
+    def on_save(self, run: RunView, checkpoint: Path) -> None:
+        """When a checkpoint is whole: with `async_save` some steps after it was asked for. `run.step` is that of
+        now."""
+        ...
+
+    def on_end(self, run: RunView) -> None:
+        """When the run ends, whatever has ended it but an error: all is saved, `hf/` not yet exported."""
+        ...
+
+
+class Callbacks:
+    """Those of a run, on this rank. All ranks call each method together."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[tuple[str, Any]],
+        run: RunView,
+        *,
+        wait_for_save: Callable[[], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """callbacks: each with its name for messages. wait_for_save: returns when the last save is whole; all ranks
+        call it. group: of all ranks, for what is in the host's memory."""
+        self._callbacks, self._run, self._wait_for_save, self._group = callbacks, run, wait_for_save, group
+        self._unannounced: Path | None = None  # a checkpoint that is being saved
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def see(self, **changed: Any) -> None:
+        """Fields of the view that have changed."""
+        for name, value in changed.items():
+            setattr(self._run, name, value)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls the method of each that has it. Raises UserError, on the first rank that has failed, and ends the
+        others."""
+        if not self._callbacks:
+            return
+        error = None
+        for name, callback in self._callbacks:
+            try:
+                getattr(callback, method, _do_nothing)(self._run, *arguments)
+            except Exception as mistake:
+                traceback.print_exception(mistake, file=sys.stdout)  # which is the rank's log
+                error = UserError(
+                    f"callbacks: {name}.{method} has failed at step {self._run.step} ({type(mistake).__name__}: "
+                    f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. What is "
+                    "saved is whole: repair it, and continue with resume=latest"
+                )
+                break
+        failed, *asked = self._agree(error is not None, self._run.asks_to_stop, self._run.asks_to_save)
+        self._run.asks_to_stop, self._run.asks_to_save = asked
+        if failed:
+            self._wait_for_save()
+            raise_together(error)
+
+    def take_requests(self) -> tuple[bool, bool]:
+        """Whether any rank has asked to stop, and whether to save, since the last call."""
+        asked = self._run.asks_to_stop, self._run.asks_to_save
+        self._run.asks_to_stop = self._run.asks_to_save = False
+        return asked
+
+    def expect_save(self, checkpoint: Path) -> None:
+        """This one is being saved; `on_save` follows when it is whole."""
+        self._unannounced = checkpoint
+
+    def look_at_save(self, is_writing: bool) -> None:
+        """Calls `on_save` where no rank writes any more. is_writing: whether this one does."""
+        if self._callbacks and self._unannounced is not None and not self._agree(is_writing)[0]:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Waits until the checkpoint that is being saved is whole, and calls `on_save`."""
+        checkpoint, self._unannounced = self._unannounced, None
+        if self._callbacks and checkpoint is not None:
+            self._wait_for_save()
+            self.call("on_save", checkpoint)
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        numbers = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(number) for number in numbers.tolist()]
+
+
+def _do_nothing(*arguments: Any) -> None: ...
