@@ -4,14 +4,25 @@
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 --cpus-per-task=12 scripts/slurm.sh -cn llama_65b_pp8 train_file=data.jsonl
 #
 # Submitted from the project's folder, which all hosts must see, with its .venv. Preempted or timed out, it saves and leaves
-# (--signal below); submitted again with resume=latest it continues.
+# (--signal below); submitted again with resume=latest it continues. A job that Slurm puts back in the queue continues by
+# itself, from its newest checkpoint; where the run had finished, it ends at once with code 0.
 #SBATCH --job-name=pipeline
 #SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f .venv/bin/activate ] && . .venv/bin/activate
+
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then # the same command, a second time: it must not begin anew
+    words=()
+    for word in "$@"; do
+        case "$word" in resume=* | overwrite_output_dir=*) ;; *) words+=("$word") ;; esac
+    done
+    set -- "${words[@]}" resume=auto
+fi
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR

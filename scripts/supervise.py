@@ -4,7 +4,8 @@ fails.
     python scripts/supervise.py --output_dir outputs/llama_7b_pp4 --max_restarts 3 -- \\
         deepspeed trainer_base_ds_mp.py -cn llama_7b_pp4 train_file=data.jsonl
 
-Whether a run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
+Started again itself, such as by a scheduler, it continues what is there, and ends when that has finished. Whether a
+run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
 command gets a process group of its own; whatever is left of it when its launcher has ended is killed before the next
 start, and so is all of it when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT go on to
 its ranks: they save and leave, and nothing is started again. Exit code: 0 when the run has finished, 128 + N after
@@ -37,13 +38,23 @@ class Supervisor:
         self._output_dir, self._stuck_seconds = output_dir, stuck_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = b""
+        self._record_before = self._read_record()
         self.signum = 0
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._forward)
 
     @property
     def finished(self) -> bool:
-        return (self._output_dir / "completed.json").is_file()
+        """Whether a run has ended, or has found itself ended, since; the record of an earlier one says nothing about
+        this one."""
+        return self._read_record() not in (None, self._record_before)
+
+    def _read_record(self) -> int | None:
+        """When it was written, in ns; None where there is none."""
+        try:
+            return (self._output_dir / "completed.json").stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def run(self, command: Sequence[str]) -> int:
         """Starts the command and waits for its end, and for that of all its processes; its exit code."""
@@ -127,11 +138,18 @@ def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
     return [*kept, "resume=latest"] if (output_dir / "checkpoints" / "latest").is_file() else list(command)
 
 
+def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
+    """The first start: the command, which continues what is there already (the whole job may have been started again)
+    unless it says itself what is to become of it."""
+    if any(word.startswith("resume=") or word == "overwrite_output_dir=true" for word in command):
+        return list(command)
+    return build_restart(command, output_dir)
+
+
 def supervise(command: Sequence[str], output_dir: Path, max_restarts: int, stuck_minutes: float | None = None) -> int:
     """The exit code of this script."""
     supervisor = Supervisor(output_dir, None if stuck_minutes is None else 60 * stuck_minutes)
-    (output_dir / "completed.json").unlink(missing_ok=True)  # of an earlier run: it says nothing about this one
-    attempt = list(command)
+    attempt = build_start(command, output_dir)
     for restarts in range(max_restarts + 1):
         code = supervisor.run(attempt)
         if supervisor.finished:

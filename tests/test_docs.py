@@ -210,7 +210,7 @@ def read_launcher(command: Sequence[str]) -> list[str]:
 def list_files(words: Sequence[str]) -> Iterator[str]:
     """What a command reads."""
     for key, value in (word.split("=", 1) for word in words if re.match(r"\w+=", word)):
-        if key in FILE_KEYS and value not in ("latest", "null") and not value.startswith(("[", "{", "hf:")):
+        if key in FILE_KEYS and value not in ("latest", "auto", "null") and not value.startswith(("[", "{", "hf:")):
             yield value
     for before, word in pairwise(words):
         if before in FILE_OPTIONS:

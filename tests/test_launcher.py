@@ -134,6 +134,7 @@ def test_a_whole_run_through_deepspeed(start: Callable[[list[str], Path], str], 
         "num_tokens": lines[2]["num_tokens"],
         "eval_loss": lines[3]["eval_loss"],
         "eval_tokens": lines[3]["eval_tokens"],
+        "ended_by": "the last step",
     }
     config = OmegaConf.load(out / "config.yaml")
     assert (config.num_stages, config.max_steps, config.precision) == (2, 3, "fp32")
@@ -299,3 +300,18 @@ def test_a_rank_that_is_killed_ends_the_run(root: Path, tmp_path: Path) -> None:
     assert ended.code != 0 and ended.left_alive == []
     assert not (out / "completed.json").exists() and not (out / "hf").exists()
     assert len(read_metrics(out)) >= 1
+
+
+@pytest.mark.full
+def test_a_job_that_is_started_again_after_its_end_does_not_fail(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = arguments(root, out, "eval_file=null", "resume=auto")
+    assert run_torchrun(given, tmp_path).code == 0
+    before = {file: file.read_bytes() for file in (out / "checkpoints").rglob("*") if file.is_file()}
+    ended = run_torchrun(given, tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    assert f"resume: {out} has finished: step 3 of 3, exported; nothing is left to do." in ended.output
+    ended = run_supervised(out, arguments(root, out, "eval_file=null"), tmp_path)
+    assert (ended.code, ended.left_alive, ended.errors()) == (0, [], []), ended.output
+    assert "has finished: step 3 of 3" in ended.output and "start 2 of" not in ended.output
+    assert {file: file.read_bytes() for file in (out / "checkpoints").rglob("*") if file.is_file()} == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
 """
 
 
-def list_calls(folder: Path, script: str, *programs: str, **variables: str) -> list[str]:
+def list_calls(folder: Path, script: str, *programs: str, words: Sequence[str] = (), **variables: str) -> list[str]:
     """DS_ACCELERATOR, program and arguments of each call."""
     for program in programs:
         (folder / program).write_text(STUB)
         (folder / program).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls"), **variables}
-    subprocess.run(["bash", str(ROOT / "scripts" / script)], env=environment, check=True, capture_output=True)
+    subprocess.run(["bash", str(ROOT / "scripts" / script), *words], env=environment, check=True, capture_output=True)
     return (folder / "calls").read_text().splitlines()
 
 
@@ -42,6 +43,23 @@ def test_the_demo_takes_the_cards_of_a_machine_that_has_two(
     calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", CARDS=cards, **variables)
     assert len(calls) == 5 and {call.partition(" ")[0] for call in calls} == {accelerator}
     assert calls[2].startswith(f"{accelerator} deepspeed --quiet --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2")
+
+
+@pytest.mark.parametrize(
+    ("restarts", "given", "taken"),
+    [
+        ("", "-cn x seed=1", "-cn x seed=1"),
+        ("0", "-cn x overwrite_output_dir=true", "-cn x overwrite_output_dir=true"),
+        ("2", "-cn x overwrite_output_dir=true seed=1", "-cn x seed=1 resume=auto"),
+        ("1", "-cn x resume=elsewhere", "-cn x resume=auto"),
+    ],
+)
+def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, taken: str, tmp_path: Path) -> None:
+    (call,) = list_calls(
+        tmp_path, "slurm.sh", "srun", "scontrol", words=given.split(), SLURM_JOB_NODELIST="node-1",
+        SLURM_SUBMIT_DIR=str(tmp_path), SLURM_RESTART_COUNT=restarts,
+    )[1:]  # fmt: skip
+    assert call.endswith(f"trainer_base_ds_mp.py {taken}")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.supervise import build_restart
+from scripts.supervise import build_restart, build_start
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "supervise.py"
 
@@ -43,6 +43,8 @@ if word == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     (out / "waiting").touch()
     time.sleep(300)
+if word == "confirm":  # as a run that finds that it has finished before
+    (out / "completed.json").touch()
 if word == "finish":
     (out / "completed.json").write_text("{}")
     sys.exit(1)  # as launchers do
@@ -117,6 +119,14 @@ def test_a_signal_is_passed_on_and_nothing_started_again(tmp_path: Path) -> None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 143
     assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_supervisor_that_is_started_again_continues_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").touch()
+    assert run(tmp_path, "confirm", arguments=("x=1",)) == (0, "", [["x=1", "resume=latest"]])
+    for given in ("resume=elsewhere", "overwrite_output_dir=true"):
+        assert build_start(["run", given], tmp_path) == ["run", given]
 
 
 def test_resume_is_never_said_twice(tmp_path: Path) -> None:

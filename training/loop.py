@@ -15,7 +15,7 @@ import console
 from data.step_totals import StepTotals
 from errors import UserError
 from training.callbacks import Callbacks, RunView
-from training.checkpoint.best import describe_patience, update_best
+from training.checkpoint.best import describe_patience, has_lost_patience, update_best
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
@@ -103,6 +103,7 @@ class TrainingLoop:
         self._interrupts.start()
         try:
             self.ended_by = self._find_end(Interrupt())  # a run that died before its export has only that left to do
+            self._stop_early()
             while not self.ended_by:
                 self._step_and_after(micro_batches)
             # Launchers repeat their signals, and the next one would end a rank that no longer listens.
@@ -186,8 +187,8 @@ class TrainingLoop:
         return asks_to_save
 
     def _stop_early(self) -> None:
-        best, patience = self.state.best, self.config.early_stopping_patience
-        if self.ended_by or best is None or patience is None or best.evaluations_since < patience:
+        best = self.state.best
+        if self.ended_by or best is None or not has_lost_patience(best, self.config.early_stopping_patience):
             return
         self.ended_by = "early stopping"
         if self.reporters:

@@ -89,6 +89,12 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         datasets = tokenize(config, tokenizer)  # finds it done
         setup = agree_on_setup(config, setup, ranks)
         budget, start = agree_on_steps(config, setup, datasets, ranks)
+        if budget.finished:
+            ranks.say(f"resume: {budget.finished}")
+            if ranks.is_main:
+                folder.confirm_completed()
+            folder.release()
+            return 0
         hosts = process.gather_hosts()
         prediction = predict_run(config, setup, machine, ranks.say) if ranks.is_main else None
         if prediction is not None:
@@ -104,6 +110,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         totals = RunTotals(start)
         reporters: list[Reporter] = []
         if prediction is not None:
+            folder.reopen()
             prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start has deleted nothing
             reporters = [
                 totals,

@@ -22,7 +22,7 @@ from models.parallel.tensor_parallel import shard_layers
 from models.weights.random_weights import RandomWeights
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights, parse_config
-from training.checkpoint.resume import Resumable, choose_whole, find_resume
+from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
 from training.config.precision import DTYPES
@@ -94,8 +94,9 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     if config.compile:
         check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
-    folder.check_usable(config.resume is not None or config.evaluate_only, config.overwrite_output_dir)
-    resumable = find_resume(config.resume, folder.checkpoints, config.trust_checkpoint) if config.resume else None
+    resume = choose_resume(config.resume, folder.checkpoints)
+    folder.check_usable(resume is not None or config.evaluate_only, config.overwrite_output_dir)
+    resumable = find_resume(resume, folder.checkpoints, config.trust_checkpoint) if resume else None
     resume_from = resumable.candidates[0] if resumable else None
     source = open_source(config, resume_from)
     if config.overwrite_output_dir:

@@ -78,6 +78,12 @@ def test_the_best_is_known_after_a_resume_at_another_layout(run: Callable[..., P
     parts = run("parts", 1, 2, *KEYS, *BEST, f"eval_file={files}", "micro_batch_size=1", "resume=latest")
     assert json.loads((parts / "completed.json").read_text())["step"] == last
     assert saved_steps(parts) == [best, last]
+    before = read_metrics(parts)
+    run("parts", 2, 2, *KEYS, *BEST, f"eval_file={files}", "resume=latest")
+    assert read_metrics(parts) == before, "it had finished"
+    (parts / "completed.json").unlink()
+    run("parts", 2, 2, *KEYS, *BEST, f"eval_file={files}", "resume=latest")
+    assert json.loads((parts / "completed.json").read_text())["ended_by"] == "early stopping", "its export was left"
     exported, expected = (load_file(out / "hf" / "model.safetensors") for out in (parts, whole))
     for name, tensor in expected.items():
         assert ((exported[name] - tensor).abs().max() / tensor.abs().max()) < BOUND, name

@@ -97,7 +97,18 @@ def test_a_run_that_died_in_its_export_is_finished(run, finished, tmp_path: Path
     run("run", 2, 2, "resume=latest")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(output_dir).items())
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 4 and read_metrics(output_dir) == steps
-    with pytest.raises(WorkerError, match="is at step 4 of 4, there is nothing left; raise max_steps"):
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_trained_on(run, finished, tmp_path: Path) -> None:
+    output_dir = shutil.copytree(finished(2, 2), tmp_path / "run")
+    before = {file: file.read_bytes() for file in output_dir.rglob("*") if file.is_file()}
+    confirmed = (output_dir / "completed.json").stat().st_mtime_ns
+    run("run", 2, 2, "resume=auto")
+    assert {file: file.read_bytes() for file in output_dir.rglob("*") if file.is_file()} == before
+    assert (output_dir / "completed.json").stat().st_mtime_ns > confirmed, "which is what a supervisor waits for"
+    run("run", 2, 2, "resume=latest", "max_steps=5", "eval_file=null")
+    assert json.loads((output_dir / "completed.json").read_text())["step"] == 5
+    with pytest.raises(WorkerError, match="is at step 5 of 4, there is nothing left; raise max_steps"):
         run("run", 2, 2, "resume=latest")
 
 

@@ -41,6 +41,11 @@ def update_best(
     return replace(best, evaluations_since=since)
 
 
+def has_lost_patience(best: Best | None, patience: int | None) -> bool:
+    """Whether `early_stopping_patience` ends the run. None: it is not asked to."""
+    return best is not None and patience is not None and best.evaluations_since >= patience
+
+
 def describe_patience(best: Best, threshold: float) -> str:
     by = f" by more than {threshold:g}" if threshold else ""
     return (

@@ -28,6 +28,13 @@ class Resumable:
     damages: list[str]
 
 
+def choose_resume(resume: str | None, checkpoints: Path) -> str | None:
+    """`auto` is `latest` where a run has saved something, and a new run elsewhere; another value is what it is."""
+    if resume != "auto":
+        return resume
+    return "latest" if list_checkpoints(checkpoints) else None
+
+
 def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
     """`latest`, or a folder that holds it: that checkpoint, else those before it, newest first, else those after it. A
     path: that one.

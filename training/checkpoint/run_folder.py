@@ -52,7 +52,7 @@ class RunFolder:
                 )
 
     def take(self) -> None:
-        """Makes the folder this process's own until `release`, and no longer a completed run's. Main rank only.
+        """Makes the folder this process's own until `release`. Main rank only.
 
         The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run
         holds it.
@@ -64,7 +64,6 @@ class RunFolder:
             raise UserError(
                 f"output_dir={self.path} is in use by another run that has not ended; take another output_dir"
             ) from None
-        self.completed.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Deletes what an earlier run has left."""
@@ -75,6 +74,21 @@ class RunFolder:
     def release(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+    def has_completed(self, step: int) -> bool:
+        """Whether a run has ended here with this step, its export included."""
+        try:
+            return json.loads(self.completed.read_text())["step"] == step
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def confirm_completed(self) -> None:
+        """The completion record becomes today's, for whoever waits for one."""
+        os.utime(self.completed)
+
+    def reopen(self) -> None:
+        """It is no longer a completed run's: this one begins to train."""
+        self.completed.unlink(missing_ok=True)
 
     def write_completed(self, record: dict[str, Any]) -> None:
         """The completion record: whoever supervises the run reads this, not the launcher's exit code."""

@@ -16,7 +16,7 @@ from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
 from models.documents import DocumentBounds
-from training.checkpoint.best import Best
+from training.checkpoint.best import Best, has_lost_patience
 from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.resume import check_resumable
 from training.checkpoint.run_folder import RunFolder
@@ -46,12 +46,14 @@ class StepBudget:
 
     total_steps: the length of the learning rate's schedule. last_step: where this run ends, which `stop_after_steps`
         may bring forward. evaluations: by the names of the evaluation files.
+    finished: that the run which this one would continue has nothing left to do, in words; empty where it has.
     """
 
     num_samples: int
     total_steps: int
     last_step: int
     evaluations: Mapping[str, EvalSize] = dataclasses.field(default_factory=dict)
+    finished: str = ""
 
 
 def compute_step_budget(
@@ -84,8 +86,9 @@ def compute_step_budget(
     last_step = total_steps
     if config.stop_after_steps is not None:
         last_step = min(total_steps, start.step + config.stop_after_steps)
-    _check_steps_left(config, start, last_step, resume_from)
-    return StepBudget(num_samples, total_steps, last_step, measure_evaluations(config, layout, datasets)), start
+    _check_steps_left(config, start, resume_from)
+    evaluations, finished = measure_evaluations(config, layout, datasets), _find_finished(config, start)
+    return StepBudget(num_samples, total_steps, last_step, evaluations, finished), start
 
 
 def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> TrainerState:
@@ -117,10 +120,23 @@ def _recall_best(saved: TrainerState, config: RunConfig) -> Best | None:
     return best
 
 
-def _check_steps_left(config: RunConfig, start: TrainerState, last_step: int, resume_from: Path | None) -> None:
-    # A run that died between its last save and the end of its export has only that left to do.
-    unfinished = not RunFolder(config.output_dir).export.exists()
-    if start.step > last_step or (start.step == last_step and not unfinished):
+def _find_finished(config: RunConfig, start: TrainerState) -> str:
+    """What is said of a run that has come to its end before. One that died between its last save and the end of its
+    export has only that left to do."""
+    stopped_early = has_lost_patience(start.best, config.early_stopping_patience)
+    if not RunFolder(config.output_dir).has_completed(start.step):
+        return ""
+    if start.step < start.total_steps and not stopped_early:
+        return ""
+    more = "early_stopping_patience" if stopped_early else "max_steps or num_train_epochs"
+    return (
+        f"{config.output_dir} has finished: step {start.step} of {start.total_steps}, exported; nothing is left to do. "
+        f"To train on, raise {more}"
+    )
+
+
+def _check_steps_left(config: RunConfig, start: TrainerState, resume_from: Path | None) -> None:
+    if start.step > start.total_steps:
         raise UserError(
             f"resume: {resume_from} is at step {start.step} of {start.total_steps}, there is nothing left; "
             "raise max_steps"

@@ -11,7 +11,7 @@ import pytest
 from test_checkpoint import FILES, STATE, write_checkpoint
 
 from errors import UserError
-from training.checkpoint.resume import check_resumable, find_damage, find_resume
+from training.checkpoint.resume import check_resumable, choose_resume, find_damage, find_resume
 from training.checkpoint.state import remove_leftovers
 
 
@@ -179,3 +179,10 @@ def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> 
 def test_another_layout_and_a_longer_schedule_may_go_on() -> None:
     run = replace(STATE, step=0, num_tokens=0, total_steps=99, num_stages=1, dp_size=4, micro_batch_size=1)
     assert check_resumable(STATE, run, Path("/c/global_step2")) == []
+
+
+def test_auto_is_latest_where_there_is_one(tmp_path: Path) -> None:
+    assert choose_resume("auto", tmp_path / "not there") is None and choose_resume("auto", tmp_path) is None
+    assert choose_resume(None, tmp_path) is None and choose_resume("elsewhere", tmp_path) == "elsewhere"
+    (tmp_path / "global_step3").mkdir()
+    assert choose_resume("auto", tmp_path) == "latest"
