@@ -79,6 +79,22 @@ def _given(key: str, words: str) -> Feature:
     return Feature(words, lambda run: bool(run.read(key)))
 
 
+def _set(key: str) -> Feature:
+    """A key that is null by default, and has a value, which may be 0."""
+    return Feature(key, lambda run: run.read(key) is not None, key)
+
+
+def _scheduled_otherwise(key: str, schedule: str) -> Pair:
+    """A key of `lr_scheduler_kwargs` beside a schedule that does not read it."""
+    another = Feature(
+        f"a schedule of the learning rate other than {schedule}",
+        lambda run: run.read("lr_scheduler_type").value != schedule,
+        "lr_scheduler_type",
+    )
+    instead = f"give lr_scheduler_type={schedule}, or leave it at null"
+    return Pair(_set(f"lr_scheduler_kwargs.{key}"), another, "that schedule does not read it", instead)
+
+
 _NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator)
 _TENSOR_PARALLEL = Feature(
     "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
@@ -204,6 +220,16 @@ INCOMPATIBLE = (
         "it smooths the sigmoid loss",
         "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid",
     ),
+    Pair(
+        _set("warmup_steps"),
+        _set("warmup_ratio"),
+        "each is the length of the warm-up",
+        "give one of them, and null for the other",
+    ),
+    _scheduled_otherwise("power", "polynomial"),
+    _scheduled_otherwise("num_cycles", "cosine_with_restarts"),
+    _scheduled_otherwise("decay_ratio", "wsd"),
+    _scheduled_otherwise("decay_type", "wsd"),
     Pair(
         _FROM_SCRATCH,
         Feature("model=from_checkpoint", lambda run: not run.config.model),

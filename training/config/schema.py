@@ -42,8 +42,17 @@ class Offload(Enum):
 
 class SchedulerType(Enum):
     cosine = "cosine"
+    cosine_with_restarts = "cosine_with_restarts"
     linear = "linear"
+    polynomial = "polynomial"
     constant = "constant"
+    wsd = "wsd"
+
+
+class DecayType(Enum):
+    linear = "linear"
+    cosine = "cosine"
+    sqrt = "sqrt"
 
 
 class CheckpointMode(Enum):
@@ -136,6 +145,14 @@ class MoEConfig:
     aux_loss_coef: float = MISSING
     z_loss_coef: float = MISSING
     update_router_bias: float = MISSING
+
+
+@dataclass
+class SchedulerConfig:
+    power: float | None = MISSING
+    num_cycles: int | None = MISSING
+    decay_ratio: float | None = MISSING
+    decay_type: DecayType | None = MISSING
 
 
 @dataclass
@@ -235,8 +252,10 @@ class RunConfig:
     loss: Any = MISSING
     learning_rate: float = MISSING
     lr_scheduler_type: SchedulerType = MISSING
+    lr_scheduler_kwargs: SchedulerConfig = field(default_factory=SchedulerConfig)
     min_lr_ratio: float = MISSING
-    warmup_ratio: float = MISSING
+    warmup_ratio: float | None = MISSING
+    warmup_steps: int | None = MISSING
     weight_decay: float = MISSING
     max_grad_norm: float = MISSING
     on_nonfinite: OnNonfinite = MISSING

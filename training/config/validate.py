@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from training.config.incompatible import Run, check_together
-from training.config.schema import RunConfig
+from training.config.schema import RunConfig, SchedulerConfig
 from training.config.sources import list_evaluations, read_files
 
 # Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
@@ -77,8 +77,11 @@ def _check_ranges(config: RunConfig) -> None:
         if getattr(config, key) is not None and not 0 < getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: more than 0")
     for key in ("warmup_ratio", "min_lr_ratio"):
-        if not 0 <= getattr(config, key) <= 1:
+        if getattr(config, key) is not None and not 0 <= getattr(config, key) <= 1:
             raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
+    if config.warmup_steps is not None and config.warmup_steps < 0:
+        raise UserError(f"warmup_steps={config.warmup_steps}: 0 or more")
+    _check_schedule(config.lr_scheduler_kwargs)
     for key in (
         "learning_rate",
         "weight_decay",
@@ -113,6 +116,16 @@ def _check_ranges(config: RunConfig) -> None:
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
     if not eps > 0:
         raise UserError(f"optimizer.eps={eps}: more than 0")
+
+
+def _check_schedule(options: SchedulerConfig) -> None:
+    """Raises UserError for a number of `lr_scheduler_kwargs` out of range."""
+    if options.power is not None and not 0 < options.power < math.inf:
+        raise UserError(f"lr_scheduler_kwargs.power={options.power}: more than 0")
+    if options.num_cycles is not None and options.num_cycles < 1:
+        raise UserError(f"lr_scheduler_kwargs.num_cycles={options.num_cycles}: at least 1")
+    if options.decay_ratio is not None and not 0 <= options.decay_ratio <= 1:
+        raise UserError(f"lr_scheduler_kwargs.decay_ratio={options.decay_ratio}: a share between 0 and 1")
 
 
 def check_model_fields(stated: dict[str, Any], config: PretrainedConfig, where: str) -> None:

@@ -72,6 +72,13 @@ EXAMPLES = {
         "dpo.label_smoothing=0.1",
         "dpo.loss_type=ipo",
     ),
+    "warmup_steps=10 does not go together with warmup_ratio=0: ": ("warmup_steps=10", "warmup_ratio=0"),
+    **{
+        f"lr_scheduler_kwargs.{key}={value} does not go together with lr_scheduler_type=cosine: ": (
+            f"lr_scheduler_kwargs.{key}={value}",
+        )
+        for key, value in {"power": "2.0", "num_cycles": "3", "decay_ratio": "0.2", "decay_type": "sqrt"}.items()
+    },
     "init=random does not go together with model=from_checkpoint: ": (SCRATCH, "tokenizer_name_or_path=t"),
     "init=random does not go together with tokenizer_name_or_path=null: ": (SCRATCH, "model={model_type: llama}"),
     **{
