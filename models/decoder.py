@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from models.context import Activations, MicroBatchContext
 from models.documents import TokenDocuments
 from models.layer import Layer
 from models.recurrent import DocumentBatches, isolate_documents
+
+if TYPE_CHECKING:
+    from models.neftune import EmbeddingNoise
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,25 @@ class Names:
 
 
 class Embedding(nn.Embedding):
-    """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side."""
+    """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
+
+    noise: added in training to what is looked up; None for none (`models/neftune.py`).
+    """
+
+    noise: EmbeddingNoise | None = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
 
     def forward(self, inputs: Activations) -> Activations:
-        return super().forward(inputs[0]), *inputs[1:]  # [B, T, D]
+        embeddings = self.look_up(inputs[0])  # [B, T, D]
+        if self.noise is not None and self.training:
+            embeddings = self.noise.add(embeddings)
+        return embeddings, *inputs[1:]
+
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the embedding of `transformers` gives; families scale it here."""
+        return super().forward(input_ids)
 
 
 class PipelineDecoderLayer(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from transformers import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RMSNorm, Gemma2RotaryEmbedding
 
-from models.context import Activations, MicroBatchContext
+from models.context import MicroBatchContext
 from models.decoder import Embedding, PipelineDecoderLayer, PipelineNorm, build_decoder
 from models.layer import Layer
 from models.parallel.plan import read_published_plan
@@ -23,10 +23,10 @@ tensor_parallel_plan = read_published_plan
 class ScaledEmbedding(Embedding):
     """Token embedding times sqrt(D), the factor rounded to the training dtype as Google's own code does."""
 
-    def forward(self, inputs: Activations) -> Activations:
-        hidden_states, position_ids, segment_ids = super().forward(inputs)
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden_states = super().look_up(input_ids)
         scale = torch.tensor(self.embedding_dim**0.5).to(hidden_states.dtype).item()
-        return hidden_states * scale, position_ids, segment_ids
+        return hidden_states * scale
 
 
 class DecoderLayer(PipelineDecoderLayer, Gemma2DecoderLayer):

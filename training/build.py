@@ -52,6 +52,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         parallel=parallel,
         topology=setup.layout.topology,
         routers=setup.routers,
+        neftune_noise_alpha=config.neftune_noise_alpha,
     )
     if fuses:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")

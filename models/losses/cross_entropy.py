@@ -15,6 +15,7 @@ computed twice, and what stays is one [N, V] in bf16, or none in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,12 @@ from transformers import PretrainedConfig
 from models.losses.logit_pieces import (
     LogitGradients,
     VocabularyShard,
+    average_vocabulary,
     choose_targets,
     compute_log_probabilities,
     differentiate,
     list_pieces,
+    predict,
     shard_vocabulary,
 )
 from models.parallel.shard import ALONE, TensorParallel
@@ -54,6 +57,9 @@ def causal_lm_loss(
     targets: tuple[torch.Tensor, ...],
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    num_correct: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Next-token cross entropy of one micro-batch.
 
@@ -63,23 +69,26 @@ def causal_lm_loss(
         place, which the loader has done: nothing here depends on what is beside a token.
     logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
     sharing: the head weight has these tokens alone.
+    label_smoothing: e of a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
+        (1512.00567), as that of torch's cross_entropy.
+    num_correct: int64 scalar, to which the number of targets with the largest logit is added; without gradients alone.
     Returns a scalar, fp32 at least. Logits are made only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
     target_ids, loss_denominator, *known = targets
     indices = find_targets(target_ids, *known)
     chosen, target_ids = _choose_rows(hidden_states, indices), _choose_rows(target_ids, indices)  # [N, D], [N]
-    if (
-        weight.dtype is torch.float16
-    ):  # its gradient needs the loss scale before it is rounded, and that is known in the backward pass only
+    needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
+    # A gradient in fp16 needs the loss scale before it is rounded, and that is known in the backward pass only
+    if weight.dtype is torch.float16 and needs_gradient:
         logits = F.linear(chosen, weight)
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
-        return F.cross_entropy(logits.float(), target_ids, reduction="sum") / loss_denominator.float()
-    needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(
-        chosen, weight, target_ids, loss_denominator, logit_softcap, needs_gradient, sharing
-    )
+        loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
+        return loss / loss_denominator.float()
+    assert num_correct is None or not needs_gradient
+    way = _Way(logit_softcap, label_smoothing, sharing, num_correct)
+    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, way, needs_gradient)
 
 
 def find_targets(target_ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,6 +105,16 @@ def _choose_rows(of_places: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
     return of_places.flatten(0, 1).index_select(0, indices)
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How the loss is computed; see `causal_lm_loss`."""
+
+    logit_softcap: float | None
+    label_smoothing: float
+    sharing: VocabularyShard | None
+    num_correct: torch.Tensor | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of cross entropies of `hidden @ weight.T` over the denominator; the gradient is made in the forward pass."""
 
@@ -106,17 +125,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         target_ids: torch.Tensor,
         denominator: torch.Tensor,
-        logit_softcap: float | None,
+        way: _Way,
         needs_gradient: bool,
-        sharing: VocabularyShard | None,
     ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        gradients = LogitGradients(hidden, weight, context.needs_input_grad[1], sharing) if needs_gradient else None
+        gradients = LogitGradients(hidden, weight, context.needs_input_grad[1], way.sharing) if needs_gradient else None
         loss = hidden.new_zeros((), dtype=dtype)
-        for piece in list_pieces(hidden, weight, sharing):
-            loss += _sum_piece(
-                piece, hidden, weight, target_ids, logit_softcap=logit_softcap, gradients=gradients, sharing=sharing
-            )
+        for piece in list_pieces(hidden, weight, way.sharing):
+            loss += _sum_piece(piece, hidden, weight, target_ids, way=way, gradients=gradients)
         context.gradients, context.denominator = gradients, denominator.to(dtype)
         return loss / context.denominator
 
@@ -125,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(context: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_hidden, of_weight = context.gradients.finish(of_loss / context.denominator)
         context.gradients = None  # the graph outlives its backward pass, since the engine keeps the loss
-        return of_hidden, of_weight, None, None, None, None, None
+        return of_hidden, of_weight, None, None, None, None
 
 
 def _sum_piece(
@@ -134,17 +150,21 @@ def _sum_piece(
     weight: torch.Tensor,
     target_ids: torch.Tensor,
     *,
-    logit_softcap: float | None,
+    way: _Way,
     gradients: LogitGradients | None,
-    sharing: VocabularyShard | None,
 ) -> torch.Tensor:
     """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is
     made here goes.
     """
-    log_probabilities, squashed = compute_log_probabilities(hidden[piece], weight, logit_softcap, sharing)
-    loss = -choose_targets(log_probabilities, target_ids[piece], sharing).sum()
+    wanted, sharing, smoothing = target_ids[piece], way.sharing, way.label_smoothing
+    log_probabilities, squashed = compute_log_probabilities(hidden[piece], weight, way.logit_softcap, sharing)
+    loss = -choose_targets(log_probabilities, wanted, sharing).sum()
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * average_vocabulary(log_probabilities, sharing).sum()
+    if way.num_correct is not None:
+        way.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
     if gradients is not None:
-        gradients.add(piece, differentiate(log_probabilities, squashed, target_ids[piece], sharing))
+        gradients.add(piece, differentiate(log_probabilities, squashed, wanted, sharing, smoothing))
     return loss
 
 

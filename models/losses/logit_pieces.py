@@ -25,11 +25,14 @@ ROWS = 128  # a piece has a multiple of so many targets: a matrix product on ten
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The tokens `start` to `stop` of the vocabulary, which this rank's head has; `widest`: the most of any rank."""
+    """The tokens `start` to `stop` of the vocabulary, which this rank's head has; `widest`: the most of any rank;
+    `size`: of the whole.
+    """
 
     start: int
     stop: int
     widest: int
+    size: int
     parallel: TensorParallel
 
     def locate(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +46,7 @@ def shard_vocabulary(config: PretrainedConfig, parallel: TensorParallel) -> Voca
     if parallel.size == 1:
         return None
     intervals = split_evenly(config.vocab_size, parallel.size)
-    return VocabularyShard(*intervals[parallel.rank], widest=intervals[0][1], parallel=parallel)
+    return VocabularyShard(*intervals[parallel.rank], widest=intervals[0][1], size=config.vocab_size, parallel=parallel)
 
 
 def compute_log_probabilities(
@@ -76,19 +79,41 @@ def choose_targets(
     )
 
 
+def average_vocabulary(log_probabilities: torch.Tensor, sharing: VocabularyShard | None) -> torch.Tensor:
+    """The mean of each row over the whole vocabulary, [n]."""
+    if sharing is None:
+        return log_probabilities.mean(dim=-1)
+    return sum_over_ranks(log_probabilities.sum(dim=-1), sharing.parallel) / sharing.size
+
+
+def predict(log_probabilities: torch.Tensor, sharing: VocabularyShard | None) -> torch.Tensor:
+    """The most probable token of each row, of equal ones the first, int64 [n]."""
+    highest, token_ids = log_probabilities.max(dim=-1)
+    if sharing is None:
+        return token_ids
+    of_all = highest.clone()
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=sharing.parallel.group)
+    token_ids = torch.where(highest == of_all, token_ids + sharing.start, sharing.size)
+    dist.all_reduce(token_ids, op=dist.ReduceOp.MIN, group=sharing.parallel.group)
+    return token_ids
+
+
 def differentiate(
     log_probabilities: torch.Tensor,
     squashed: torch.Tensor | None,
     target_ids: torch.Tensor,
     sharing: VocabularyShard | None,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The gradient of the targets' cross entropies by the logits, [n, V], in place of `log_probabilities`."""
     probabilities = log_probabilities.exp_()
     if sharing is None:
-        place, less = target_ids, probabilities.new_full((), -1).expand_as(target_ids)
+        place, less = target_ids, probabilities.new_full((), label_smoothing - 1).expand_as(target_ids)
     else:
         place, is_here = sharing.locate(target_ids)
-        less = -is_here.to(probabilities.dtype)
+        less = (label_smoothing - 1) * is_here.to(probabilities.dtype)
+    if label_smoothing:
+        probabilities.sub_(label_smoothing / (probabilities.shape[-1] if sharing is None else sharing.size))
     of_logits = probabilities.scatter_add_(1, place.unsqueeze(1), less.unsqueeze(1))
     if squashed is not None:
         of_logits.mul_(1 - squashed.to(of_logits.dtype).square())

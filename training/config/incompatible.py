@@ -213,6 +213,7 @@ INCOMPATIBLE = (
         "an answer cut in pieces cannot be preferred",
         "give data.length_policy=truncate or drop",
     ),
+    Pair(_positive("label_smoothing"), _OWN_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),

@@ -250,6 +250,8 @@ class RunConfig:
     seed: int = MISSING
 
     loss: Any = MISSING
+    label_smoothing: float = MISSING
+    neftune_noise_alpha: float = MISSING
     learning_rate: float = MISSING
     lr_scheduler_type: SchedulerType = MISSING
     lr_scheduler_kwargs: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -271,6 +273,7 @@ class RunConfig:
     eval_steps: int | None = MISSING
     eval_epochs: float | None = MISSING
     eval_on_start: bool = MISSING
+    eval_token_accuracy: bool = MISSING
     save_steps: int | None = MISSING
     save_epochs: float | None = MISSING
     save_minutes: float | None = MISSING

@@ -79,6 +79,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key in ("warmup_ratio", "min_lr_ratio"):
         if getattr(config, key) is not None and not 0 <= getattr(config, key) <= 1:
             raise UserError(f"{key}={getattr(config, key)}: a share between 0 and 1")
+    if not 0 <= config.label_smoothing < 1:
+        raise UserError(f"label_smoothing={config.label_smoothing}: from 0 to below 1, where no target would be left")
     if config.warmup_steps is not None and config.warmup_steps < 0:
         raise UserError(f"warmup_steps={config.warmup_steps}: 0 or more")
     _check_schedule(config.lr_scheduler_kwargs)
@@ -89,6 +91,7 @@ def _check_ranges(config: RunConfig) -> None:
         "num_workers",
         "activation_checkpoint_interval",
         "early_stopping_threshold",
+        "neftune_noise_alpha",
     ):
         if not 0 <= getattr(config, key) < math.inf:
             raise UserError(f"{key}={getattr(config, key)}: 0 or more")

@@ -39,6 +39,7 @@ def train_step(
     topology = engine.layout.topology
     seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(TENSOR)))) % 2**63
     engine.module.expect_documents(None if totals is None else bound_documents(totals))
+    engine.module.seed_noise(hash((config.seed, step)))
     routers = engine.module.routers
     if routers is not None:
         loss_scale = engine.read_loss_scaler().get("cur_scale", 1.0)

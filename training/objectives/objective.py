@@ -43,6 +43,7 @@ class Objective:
     mean_over: what the loss of a global batch is a mean over, and so the denominator that travels with the targets.
     needs_reference: a model that is not trained has to score each row before training; its log-probability travels
         with the targets as one more column (`reference_logprobs.py`).
+    smooths_labels: its loss reads `label_smoothing`.
     remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
         are made.
     """
@@ -54,6 +55,7 @@ class Objective:
     mean_over = MeanOver.targets
     needs_reference = False
     remakes_logits = False
+    smooths_labels = False
 
     def check(self, config: RunConfig) -> None:
         """Raises UserError for keys of its own that are out of range."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from training.objectives.objective import Objective
+from training.objectives.next_token import NextToken
 
 
-class Pretraining(Objective):
+class Pretraining(NextToken):
     name = "pretrain"

@@ -34,6 +34,12 @@ def check_objective(config: RunConfig) -> None:
         raise UserError(
             f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={kind.task}"
         )
+    if config.label_smoothing and not objective.smooths_labels:
+        fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.smooths_labels))
+        raise UserError(
+            f"label_smoothing={config.label_smoothing}: task={objective.name} does not read it, only {fitting} do; "
+            "give label_smoothing=0"
+        )
     objective.check(config)
     check_metric_name(config)
 
@@ -66,5 +72,6 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
     return (
         objective.describe(config)
         | {f"moe.{key}": f"{value:g}" for key, value in of_routers.items() if value}
+        | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
         | ({} if is_usual else {"task": objective.name})
     )

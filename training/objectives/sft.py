@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.objectives.objective import Objective
+from training.objectives.next_token import NextToken
 
 
-class SFT(Objective):
+class SFT(NextToken):
     name = "sft"

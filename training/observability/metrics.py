@@ -140,7 +140,8 @@ def _describe_file(record: Record) -> str:
     loss = f"eval_loss {record['eval_loss']:.4f}  "
     if "eval_rewards_accuracy" in record:
         return loss + f"accuracy {record['eval_rewards_accuracy']:.1%}  margin {record['eval_rewards_margin']:.4f}"
-    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}"
+    accuracy = f"  token accuracy {record['eval_token_accuracy']:.1%}" if "eval_token_accuracy" in record else ""
+    return loss + f"perplexity {perplexity(record['eval_loss']):.2f}{accuracy}"
 
 
 def perplexity(loss: float) -> float:

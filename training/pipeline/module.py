@@ -15,12 +15,13 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from console import progress
 from errors import UserError
 from models.adapters import Adapter, adapter_names
-from models.decoder import PipelineDecoderLayer
+from models.decoder import Embedding, PipelineDecoderLayer
 from models.documents import DocumentBounds
 from models.experts.router import RouterOptions
 from models.fused_kernels import fuse_kernels
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
+from models.neftune import EmbeddingNoise
 from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
 from models.parallel.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
@@ -88,13 +89,14 @@ class StageModule(PipelineModule):
         fuses: bool = False,
         parallel: TensorParallel = ALONE,
         routers: RouterOptions | None = None,
+        neftune_noise_alpha: float = 0.0,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
         share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. routers: None for a dense
-        model. Needs an initialised process group.
+        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -112,6 +114,7 @@ class StageModule(PipelineModule):
             fuses,
         )
         # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
+        self._noise = EmbeddingNoise(neftune_noise_alpha) if neftune_noise_alpha else None
         self._by_layer = compiles and self._recompute.is_selective
         self._by_group = ActivationCheckpointing(0) if self._by_layer else self._recompute
         super().__init__(
@@ -163,6 +166,10 @@ class StageModule(PipelineModule):
             mistake = error
         raise_together(mistake)
         self.routers = self._watch_routers()
+        if self._noise is not None and 0 in self._functions:
+            embedding = self._module_of(0)
+            assert isinstance(embedding, Embedding), type(embedding)
+            self._noise.attach(embedding)
         self.fused: set[str] = set()  # names of kernels
         if self._fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
@@ -198,6 +205,11 @@ class StageModule(PipelineModule):
         for layer in layers:
             layer.recompute = recompute
         compile_layers(layers, self.global_rank)
+
+    def seed_noise(self, seed: int) -> None:
+        """seed: of the noise on embeddings in the step to come; the same on all ranks."""
+        if self._noise is not None:
+            self._noise.start_step(seed)
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
         """Says what is known of the documents of the micro-batches to come; None where nothing is."""

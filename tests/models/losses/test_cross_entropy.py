@@ -7,12 +7,15 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses.cross_entropy import causal_lm_loss, find_targets
 from models.losses.logit_pieces import PIECE, list_pieces
+from models.losses.token_loss import TokenLoss
 from tests.support.logit_pieces import cut_pieces
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
@@ -80,6 +83,7 @@ def plain_loss(
     outputs: tuple[torch.Tensor, torch.Tensor],
     targets: tuple[torch.Tensor, torch.Tensor],
     logit_softcap: float | None = None,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The same, whole."""
     (hidden_states, weight), (target_ids, denominator) = outputs, targets
@@ -88,7 +92,8 @@ def plain_loss(
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-    return F.cross_entropy(logits, target_ids[has_target], reduction="sum") / denominator.to(logits.dtype)
+    loss = F.cross_entropy(logits, target_ids[has_target], reduction="sum", label_smoothing=label_smoothing)
+    return loss / denominator.to(logits.dtype)
 
 
 def loss_and_gradients(
@@ -107,16 +112,25 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("logit_softcap", [None, 3.0])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
 def test_pieces_are_the_whole(
-    batch, dtype: torch.dtype, piece: int, logit_softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    batch,
+    dtype: torch.dtype,
+    piece: int,
+    label_smoothing: float,
+    logit_softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the size of a piece: one target, some that do not divide the targets, all."""
     cut_pieces(monkeypatch, piece)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     found, expected = (
         loss_and_gradients(
-            partial(function, logit_softcap=logit_softcap), hidden_states, weight, shift_labels(batch[2])
+            partial(function, logit_softcap=logit_softcap, label_smoothing=label_smoothing),
+            hidden_states,
+            weight,
+            shift_labels(batch[2]),
         )
         for function in (causal_lm_loss, plain_loss)
     )
@@ -152,6 +166,42 @@ def test_fp16_makes_its_logits_at_once(batch) -> None:
     loss = causal_lm_loss((hidden_states, weight), (shift_labels(batch[2]), torch.tensor(2.0**20)))
     (gradient,) = torch.autograd.grad(loss * 2.0**20, [weight])
     assert gradient.count_nonzero() > 0.99 * gradient.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) -> None:
+    """`LabelSmoother`, which takes labels that are not shifted, and means over targets."""
+    hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
+    labels, smoother = batch[2], LabelSmoother(epsilon=0.3)
+    expected = smoother({"logits": F.linear(hidden_states, weight)}, labels, shift_labels=True)
+    targets = shift_labels(labels), torch.tensor(22.0)
+    loss = causal_lm_loss((hidden_states, weight), targets, label_smoothing=0.3)
+    assert loss.item() == pytest.approx(
+        expected.item(), rel=1e-6 if dtype is torch.float64 else 2e-3
+    )  # it sums in fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the plain loss, whatever was smoothed in training; of equal logits the first token counts."""
+    cut_pieces(monkeypatch, 3 * V)
+    hidden_states, weight, labels = (*(tensor.detach().to(dtype) for tensor in batch[:2]), batch[2])
+    weight[30] = weight[3]  # never the first
+    best = F.linear(hidden_states, weight)[:, :-1].argmax(-1)
+    labels[:, 1:][::2] = torch.where(labels[:, 1:][::2] == -100, -100, best[::2])
+    labels[3, 1:] = torch.where(best[3] == 3, 30, labels[3, 1:])
+    config = LlamaConfig(vocab_size=V)
+    loss, plain = TokenLoss(config, 0.3, counts_correct=True), TokenLoss(config)
+    targets = shift_labels(labels), torch.tensor(1.0)
+    with torch.no_grad():
+        losses = [each((hidden_states, weight), targets) for each in (loss, plain)]
+        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: counts for nothing
+    assert losses[0] == losses[1]
+    expected = int((best == labels[:, 1:]).sum())
+    assert 0 < expected < 22 and loss.take_totals().tolist() == [expected, 22]
+    assert loss.take_totals() is None and plain.take_totals() is None
+    loss((hidden_states, weight.requires_grad_()), targets)
+    assert loss.take_totals() is None  # of training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -66,6 +66,10 @@ EXAMPLES = {
         "data=preference",
         "data.length_policy=split",
     ),
+    "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
+        "label_smoothing=0.1",
+        "loss={_target_: my.Loss}",
+    ),
     "data=preference does not go together with loss={_target_: ...}: ": ("data=preference", "loss={_target_: my.Loss}"),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",

@@ -1,0 +1,57 @@
+"""What objectives of next-token cross entropy share: label smoothing in training, token accuracy in evaluation."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from models.losses.cross_entropy import Loss
+from models.losses.token_loss import TokenLoss
+from models.parallel.shard import TensorParallel
+from training.config.schema import RunConfig
+from training.objectives.objective import Metrics, Objective
+
+
+class NextToken(Objective):
+    """Cross entropy of target tokens, a mean over them; a run may bring a loss of its own in its place."""
+
+    smooths_labels = True
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        return {"label_smoothing": f"{config.label_smoothing:g}"} if config.label_smoothing else {}
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss | None:
+        if config.loss is not None:
+            return None
+        return TokenLoss(
+            model_config, config.label_smoothing, counts_correct=config.eval_token_accuracy, parallel=parallel
+        )
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
+        return TokenAccuracy(loss, device) if isinstance(loss, TokenLoss) and loss.counts_correct else None
+
+
+class TokenAccuracy:
+    """`eval_token_accuracy`: the share of the evaluation's target tokens that get the largest logit; of equal ones the
+    first counts."""
+
+    def __init__(self, loss: TokenLoss, device: torch.device) -> None:
+        self._loss, self._device = loss, device
+
+    def add_step(self, counts: bool) -> None:
+        """Nothing: steps are not counted."""
+
+    def finish_interval(self) -> dict[str, float]:
+        return {}
+
+    def finish_evaluation(self) -> dict[str, float]:
+        """Of all tokens since the last call. All ranks call it."""
+        totals = self._loss.take_totals()
+        if totals is None:
+            totals = torch.zeros(2, dtype=torch.int64, device=self._device)
+        dist.all_reduce(
+            totals
+        )  # ranks that share the vocabulary have counted the same, which leaves the share as it is
+        correct, num_targets = totals.tolist()
+        return {"eval_token_accuracy": correct / num_targets} if num_targets else {}
