@@ -24,7 +24,7 @@ SAID = {
 
 
 def list_messages(sources: Sources) -> list[Message]:
-    raised = sources.calls("UserError") + sources.calls("RawRecord", "problem")
+    raised = sources.calls("UserError") + sources.calls("ElasticError") + sources.calls("RawRecord", "problem")
     raised = [
         message for message in raised if not message.code.endswith(".problem")
     ]  # a RawRecord's, which is listed where it is made
