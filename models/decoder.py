@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from models.context import Activations, MicroBatchContext
 from models.documents import TokenDocuments
 from models.layer import Layer
 from models.recurrent import DocumentBatches, isolate_documents
-
-if TYPE_CHECKING:
-    from models.neftune import EmbeddingNoise
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,10 @@ class Names:
 class Embedding(nn.Embedding):
     """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
 
-    noise: added in training to what is looked up; None for none (`models/neftune.py`).
+    noise: makes of what is looked up in training what goes on, [B, T, D] (`models/neftune.py`); None for no change.
     """
 
-    noise: EmbeddingNoise | None = None
+    noise: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
@@ -49,7 +46,7 @@ class Embedding(nn.Embedding):
     def forward(self, inputs: Activations) -> Activations:
         embeddings = self.look_up(inputs[0])  # [B, T, D]
         if self.noise is not None and self.training:
-            embeddings = self.noise.add(embeddings)
+            embeddings = self.noise(embeddings)
         return embeddings, *inputs[1:]
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class EmbeddingNoise:
         self._keys = self._scales = torch.empty(0)
 
     def attach(self, embedding: Embedding) -> None:
-        embedding.noise = self
+        embedding.noise = self.add
         # In front of what a shard of the vocabulary makes of token ids
         embedding.register_forward_pre_hook(self._identify, prepend=True)
 
