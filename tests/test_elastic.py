@@ -77,7 +77,7 @@ def test_a_run_that_loses_a_rank_goes_on_without_it(tmp_path: Path, num_ranks: i
 
 def supervise(command: list[str], hosts_command: str, out: Path, while_running: object = None) -> Ended:
     script = [sys.executable, str(ROOT / "scripts" / "supervise.py"), "--output_dir", str(out)]
-    return run([*script, "--elastic", "--hosts_command", hosts_command, "--", *command], ROOT, while_running)
+    return run([*script, "--elastic", "--hosts_command", hosts_command, "--", *command], out.parent, while_running)
 
 
 def test_hosts_are_what_the_command_prints() -> None:
