@@ -46,7 +46,17 @@ def test_the_best_of_one_of_two_files_is_what_the_run_ends_with(
     out = run("best", num_stages, world_size, *KEYS, *BEST, f"eval_file={files}")
     lines = [line for line in read_metrics(out) if "eval_loss" in line]
     assert [list(line) for line in lines] == [
-        ["step", "eval_loss", "eval_math_loss", "eval_math_tokens", "eval_code_loss", "eval_code_tokens", "eval_tokens"]
+        [
+            "step",
+            "eval_loss",
+            "eval_math_loss",
+            "eval_math_token_accuracy",
+            "eval_math_tokens",
+            "eval_code_loss",
+            "eval_code_token_accuracy",
+            "eval_code_tokens",
+            "eval_tokens",
+        ]
     ] * len(lines)
     losses = {line["step"]: line["eval_code_loss"] for line in lines}
     assert list(losses) == list(range(2, max(losses) + 1, 2)), "every 0.4 epochs of 5 steps"
