@@ -159,7 +159,7 @@ KEYS = {
         ("data=dialogue",),
         "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft",
     ),
-    "no such task": (("task=ppo",), "task=ppo: must be one of dpo, pretrain, sft"),
+    "no such task": (("task=ppo",), "task=ppo: must be one of cpo, dpo, "),
     "preferences without pairs": (
         ("task=dpo",),
         "task=dpo and data=sft do not go together; give data=preference, or task=sft",
@@ -184,10 +184,13 @@ KEYS = {
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),
-        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it smooths the sigmoid loss; give "
-        "dpo.label",
+        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it is a share of flipped labels",
     ),
-    "no such loss": (("data=preference", "dpo.loss_type=hinge"), "dpo.loss_type=hinge: must be one of sigmoid, ipo"),
+    "no such loss": (("data=preference", "dpo.loss_type=slic"), "dpo.loss_type=slic: must be one of sigmoid, ipo"),
+    "a key of another objective": (
+        ("data=preference", "task=simpo", "dpo.beta=0.2"),
+        "dpo.beta=0.2: task=simpo does not read it; give task=dpo, or omit the key",
+    ),
     "a weight below zero": (
         ("train_file=[{path: a.jsonl, weight: -1}]",),
         "train_file: entry 1 has weight=-1; give a number of 0 or more",

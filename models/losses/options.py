@@ -11,3 +11,12 @@ class DPOLossType(Enum):
 
     sigmoid = "sigmoid"
     ipo = "ipo"
+    hinge = "hinge"
+    robust = "robust"
+
+
+class NLLReduction(Enum):
+    """Of the negative log-likelihood of an answer over its tokens; see `models/losses/cpo.py`."""
+
+    mean = "mean"
+    sum = "sum"

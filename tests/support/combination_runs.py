@@ -20,6 +20,7 @@ from support.adapters import make_adapter, to_peft_weights
 from support.cases import BOUND, Case, merge, train_case, worst_difference
 from support.combinations import RANKS, Row, list_keys
 from support.families import save_family
+from support.pair_runs import compute_pair
 from support.routers import add_router_losses, watch
 from support.tiny import save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -37,7 +38,8 @@ from training.inputs.datasets import build_row_plan
 
 STEPS = 2
 BATCH = ("global_batch_size=8", "max_seq_length=160")
-LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02}  # a pair's gradient is that of sums over tokens
+# A pair's gradient is in DPO that of sums over tokens
+LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05}
 EXPERTS = {  # adapters beside them
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -88,7 +90,7 @@ class Material:
             texts += inspect.getsource(textwrap.TextWrapper).split("\n\n")
             file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
             return file
-        return save_pairs(file, 40) if objective == "dpo" else save_records(file, 60)
+        return save_pairs(file, 40) if objective in ("dpo", "orpo") else save_records(file, 60)
 
     def tokenizer(self) -> Path:
         folder = self.root / "tokenizer"  # not beside a model: transformers adds tokens of its own to a qwen2's
@@ -200,23 +202,10 @@ def compute_documents(
 def compute_pairs(
     config: RunConfig, folder: Path, step: int, policy: nn.Module, reference: nn.Module
 ) -> Iterable[float]:
-    """The part of each pair in the loss of a step (2305.18290, equation 7), its gradient left in the parameters."""
+    """The part of each pair in the loss of a step, its gradient left in the parameters."""
     dataset = TokenizedDataset(folder, True, True)
     ids = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
     for pair in ids:
-        chosen, rejected = (score(policy, dataset, 2 * pair + answer) for answer in (0, 1))
-        with torch.no_grad():
-            margin = score(reference.eval(), dataset, 2 * pair) - score(reference, dataset, 2 * pair + 1)
-        loss = -F.logsigmoid(config.dpo.beta * (chosen - rejected - margin)) / len(ids)
+        loss = compute_pair(config, policy, reference.eval(), dataset, pair)[0] / len(ids)
         loss.backward()
         yield loss.item()
-
-
-def score(model: nn.Module, dataset: TokenizedDataset, sample: int) -> torch.Tensor:
-    """log p(answer | prompt)"""
-    input_ids, labels = (
-        torch.from_numpy(column(sample).astype("int64")) for column in (dataset.input_ids, dataset.labels)
-    )
-    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
-    answer = labels[1:] != -100
-    return log_probabilities[torch.arange(len(answer)), input_ids[1:]][answer].sum()

@@ -29,7 +29,10 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "pp2xdp2": ("num_stages=2",),
         "tp2xpp2": ("num_stages=2", "tensor_parallel_size=2"),
     },
-    "objective": {"sft": ("data=sft",), "pretrain": ("data=pretrain",), "dpo": ("data=preference",)},
+    "objective": {
+        "sft": ("data=sft",), "pretrain": ("data=pretrain",),
+        "dpo": ("data=preference",), "orpo": ("data=preference", "task=orpo"),
+    },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",), "fp16": ("precision=fp16",)},
     "recompute": {
         "none": ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from support.cases import Case
-from support.combination_runs import score
+from support.pair_runs import compute_pair
 from support.routers import list_documents, watch
 from torch import nn
 from torch.nn import functional as F
@@ -71,13 +71,8 @@ def compute_cross_entropy(
 def compute_preferences(
     config: RunConfig, folder: Path, step: int, model: nn.Module, reference: nn.Module
 ) -> torch.Tensor:
-    """2305.18290, equation 7."""
+    """Of the objective of the run."""
     dataset = TokenizedDataset(folder, True, True)
     pairs = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
-    terms = []
-    for pair in pairs:
-        chosen, rejected = (score(model, dataset, 2 * pair + answer) for answer in (0, 1))
-        with torch.no_grad():
-            margin = score(reference, dataset, 2 * pair) - score(reference, dataset, 2 * pair + 1)
-        terms.append(-F.logsigmoid(config.dpo.beta * (chosen - rejected - margin)))
+    terms = [compute_pair(config, model, reference, dataset, pair)[0] for pair in pairs]
     return torch.stack(terms).mean()

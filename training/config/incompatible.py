@@ -217,9 +217,9 @@ INCOMPATIBLE = (
     Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
     Pair(
         _positive("dpo.label_smoothing"),
-        _is("dpo.loss_type", "ipo"),
-        "it smooths the sigmoid loss",
-        "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid",
+        _is("dpo.loss_type", "ipo", "hinge"),
+        "it is a share of flipped labels, which sigmoid and robust have terms for",
+        "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid or robust",
     ),
     Pair(
         _set("warmup_steps"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
 from errors import UserError
-from models.losses.options import DPOLossType
+from models.losses.options import DPOLossType, NLLReduction
 
 Schema = TypeVar("Schema")
+CONF = Path(__file__).resolve().parents[2] / "conf"
 NOT_GIVEN = "(not given)"  # the value of a key without a default in a run that does not read it
 
 
@@ -138,6 +140,26 @@ class DPOConfig:
     beta: float = MISSING
     label_smoothing: float = MISSING
     loss_type: DPOLossType = MISSING
+    sft_coef: float = MISSING
+
+
+@dataclass
+class ORPOConfig:
+    beta: float = MISSING
+
+
+@dataclass
+class SimPOConfig:
+    beta: float = MISSING
+    gamma: float = MISSING
+    sft_coef: float = MISSING
+
+
+@dataclass
+class CPOConfig:
+    beta: float = MISSING
+    alpha: float = MISSING
+    nll_reduction: NLLReduction = MISSING
 
 
 @dataclass
@@ -234,6 +256,9 @@ class RunConfig:
 
     task: str | None = MISSING
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    orpo: ORPOConfig = field(default_factory=ORPOConfig)
+    simpo: SimPOConfig = field(default_factory=SimPOConfig)
+    cpo: CPOConfig = field(default_factory=CPOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
 
@@ -308,11 +333,23 @@ def register_schema() -> None:
 
 def load_hardware() -> list[HardwareConfig]:
     """All machines of `conf/hardware/`."""
-    files = sorted((Path(__file__).resolve().parents[2] / "conf" / "hardware").glob("*.yaml"))
+    files = sorted((CONF / "hardware").glob("*.yaml"))
     return [
         _to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.load(file)), HardwareConfig)
         for file in files
     ]
+
+
+def load_default_group(name: str, schema: type[Schema]) -> Schema:
+    """A group of keys as `conf/base.yaml` has it."""
+    return _to_object(OmegaConf.merge(OmegaConf.structured(schema), _load_base()[name]), schema)
+
+
+@cache
+def _load_base() -> DictConfig:
+    loaded = OmegaConf.load(CONF / "base.yaml")
+    assert isinstance(loaded, DictConfig)
+    return loaded
 
 
 def _to_object(node: Any, schema: type[Schema]) -> Schema:

@@ -6,6 +6,7 @@ loop and the evaluation ask it; none of them asks for its name.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.parallel.shard import TensorParallel
+from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 
 
@@ -36,7 +38,7 @@ class Metrics(Protocol):
 class Objective:
     """One objective; its defaults are those of next-token cross entropy.
 
-    name: what `task` calls it.
+    name: what `task` calls it, and the group of its own keys where it has any.
     data_kinds: kinds of data that it can be trained on beside those that name it as theirs (`data/encoders/kinds.py`).
     unit: what messages call its samples.
     rows_per_sample: rows of a micro-batch that a sample fills; they stay together.
@@ -63,6 +65,12 @@ class Objective:
     def describe(self, config: RunConfig) -> dict[str, str]:
         """What a run must keep to continue with the same loss: name -> value."""
         return {}
+
+    def describe_keys(self, config: RunConfig) -> dict[str, str]:
+        """All of its own keys, for `describe`."""
+        group = getattr(config, self.name)
+        values = {f"{self.name}.{each.name}": getattr(group, each.name) for each in fields(group)}
+        return {key: f"{value:g}" if isinstance(value, float) else write_value(value) for key, value in values.items()}
 
     def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss | None:
         """The loss of the last stage; None for next-token cross entropy, in place of which a run may bring its own.

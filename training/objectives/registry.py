@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from data.encoders.kinds import KINDS, DataKind, find_kind
 from errors import UserError
 from training.config.criterion import Criterion
-from training.config.schema import RunConfig
+from training.config.incompatible import write_value
+from training.config.schema import RunConfig, load_default_group
 from training.config.sources import list_evaluations
+from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
 from training.objectives.objective import Objective
+from training.objectives.orpo import ORPO
 from training.objectives.pretrain import Pretraining
 from training.objectives.sft import SFT
+from training.objectives.simpo import SimPO
 
-OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (SFT(), Pretraining(), DPO())}
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO())
+}
 
 
 def get_objective(config: RunConfig) -> Objective:
@@ -31,8 +39,9 @@ def check_objective(config: RunConfig) -> None:
     kind, objective = find_kind(config.data.name), get_objective(config)
     if not is_trained_on(objective, kind):
         fitting = " or data=".join(other.name for other in KINDS.values() if is_trained_on(objective, other))
+        tasks = " or task=".join(_list_tasks(kind))
         raise UserError(
-            f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={kind.task}"
+            f"task={objective.name} and data={kind.name} do not go together; give data={fitting}, or task={tasks}"
         )
     if config.label_smoothing and not objective.smooths_labels:
         fitting = ", ".join(sorted(other.name for other in OBJECTIVES.values() if other.smooths_labels))
@@ -40,6 +49,7 @@ def check_objective(config: RunConfig) -> None:
             f"label_smoothing={config.label_smoothing}: task={objective.name} does not read it, only {fitting} do; "
             "give label_smoothing=0"
         )
+    _check_other_keys(config, objective)
     objective.check(config)
     check_metric_name(config)
 
@@ -58,6 +68,29 @@ def check_metric_name(config: RunConfig) -> None:
             f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
             f"{', '.join(losses)}{others}"
         )
+
+
+def _list_tasks(kind: DataKind) -> list[str]:
+    """What can be trained on it, first what is unless a run asks for something else."""
+    return sorted(
+        (each.name for each in OBJECTIVES.values() if is_trained_on(each, kind)), key=lambda name: name != kind.task
+    )
+
+
+def _check_other_keys(config: RunConfig, objective: Objective) -> None:
+    """Raises UserError for a key of another objective that has been given a value: nothing would read it."""
+    for other in OBJECTIVES.values():
+        if other is objective or not hasattr(config, other.name):
+            continue
+        group = getattr(config, other.name)
+        default = load_default_group(other.name, type(group))
+        for each in fields(group):
+            value = getattr(group, each.name)
+            if value != getattr(default, each.name):
+                raise UserError(
+                    f"{other.name}.{each.name}={write_value(value)}: task={objective.name} does not read it; "
+                    f"give task={other.name}, or omit the key"
+                )
 
 
 def is_trained_on(objective: Objective, kind: DataKind) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
     BOUND,
@@ -20,24 +19,29 @@ from support.cases import (
     CLIPPED,
     LAYOUTS,
     Case,
-    build_engine,
-    hf_weights,
     merge,
     train_run,
     worst_difference,
 )
+from support.pair_runs import (
+    REWARDS,
+    check_equal,
+    evaluate_oracle,
+    load_model,
+    train_oracle,
+    train_pairs,
+)
 from support.tiny import save_llama, save_pairs, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 
 NUM_PAIRS = 21  # no multiple of any batch
 DPO = ("data=preference", "task=dpo", "dpo.beta=0.3")
 SMOOTHED, IPO = "dpo.label_smoothing=0.2", "dpo.loss_type=ipo"
+ROBUST, HINGE, WITH_SFT = "dpo.loss_type=robust", "dpo.loss_type=hinge", "dpo.sft_coef=0.5"
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
-REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
 
 @pytest.fixture(scope="module")
@@ -66,123 +70,15 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
     )
 
 
-def train_pairs(case: Case) -> dict[str, Any]:
-    """Losses, gradient norms, rewards and final weights of a run on this rank."""
-    from training.engine.steps import train_step
-    from training.objectives.dpo import Rewards
-
-    engine, loader, config, *_ = build_engine(case)
-    micro_batches = loader.iterate(0, case.steps)
-    rewards = Rewards(engine.module.loss_fn, engine.device)
-    result: dict[str, Any] = {"losses": [], "norms": [], "rewards": []}
-    for step in range(case.steps):
-        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        result["norms"].append(float(engine.gradient_norm()))
-        rewards.add_step(counts=True)
-        result["rewards"].append(rewards.finish_interval())
-    return result | {"weights": hf_weights(engine)}
-
-
-def find_dataset(case: Case) -> TokenizedDataset:
-    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
-
-
-def compute_log_probability(model: torch.nn.Module, dataset: TokenizedDataset, sample: int) -> tuple[torch.Tensor, int]:
-    """log p(answer | prompt), and the number of the answer's tokens."""
-    input_ids, labels = (
-        torch.from_numpy(column(sample).astype("int64")) for column in (dataset.input_ids, dataset.labels)
-    )
-    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
-    answer = labels[1:] != -100
-    return log_probabilities[torch.arange(len(answer)), input_ids[1:]][answer].sum(), int(answer.sum())
-
-
-def compute_pair(
-    policy: torch.nn.Module,
-    reference: torch.nn.Module,
-    dataset: TokenizedDataset,
-    pair: int,
-    *,
-    beta: float,
-    smoothing: float,
-    ipo: bool,
-) -> tuple[torch.Tensor, float, float]:
-    """Loss and both rewards of one pair, by 2305.18290 (equation 7) and 2310.12036 (equation 17, of mean
-    log-probabilities)."""
-    ratios = []
-    for sample in (2 * pair, 2 * pair + 1):
-        log_p, length = compute_log_probability(policy, dataset, sample)
-        with torch.no_grad():
-            log_r, _ = compute_log_probability(reference, dataset, sample)
-        ratios.append((log_p - log_r) / (length if ipo else 1))
-    h = ratios[0] - ratios[1]
-    likelihood = 1 / (1 + torch.exp(-beta * h))  # of the preference
-    loss = (
-        (h - 1 / (2 * beta)) ** 2
-        if ipo
-        else -(1 - smoothing) * torch.log(likelihood) - smoothing * torch.log(1 - likelihood)
-    )
-    return loss, beta * ratios[0].item(), beta * ratios[1].item()
-
-
-def summarize(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    chosen, rejected = np.array(pairs).T
-    return dict(zip(REWARDS, (chosen.mean(), rejected.mean(), (chosen - rejected).mean(), (chosen > rejected).mean())))
-
-
-def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module) -> dict[str, Any]:
-    """The same steps of SGD, pair by pair."""
-    config = case.config()
-    dataset = find_dataset(case)
-    order = GlobalOrder(NUM_PAIRS, config.global_batch_size, config.seed)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "rewards": []}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        ids, loss, rewards = order.sample_ids(step).tolist(), 0.0, []
-        for pair in ids:
-            of_pair, *both = compute_pair(
-                policy,
-                reference,
-                dataset,
-                pair,
-                beta=config.dpo.beta,
-                smoothing=config.dpo.label_smoothing,
-                ipo=IPO in case.overrides,
-            )
-            (of_pair / len(ids)).backward()
-            loss += of_pair.item() / len(ids)
-            rewards.append(both)
-        result["losses"].append(loss)
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["rewards"].append(summarize(rewards))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
-
-
-def load_model(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["rewards"][1:], oracle["rewards"][1:], strict=True):
-        assert found.keys() == expected.keys()
-        assert found["rewards_accuracy"] == pytest.approx(expected["rewards_accuracy"])
-        scale = max(abs(value) for value in expected.values())
-        assert all(found[name] == pytest.approx(expected[name], abs=BOUND * scale) for name in expected), (
-            found,
-            expected,
-        )
-
-
 @pytest.mark.parametrize(
     "layout, tied, overrides",
     [
         ("pp2", False, (SMOOTHED, CLIPPED)),
         ("pp2xdp2", True, (IPO, CHECKPOINTED)),
+        pytest.param("pp1", False, (SMOOTHED, ROBUST, WITH_SFT), marks=pytest.mark.full),
+        pytest.param("pp2", True, (HINGE, "dpo.beta=1", CHECKPOINTED), marks=pytest.mark.full),
+        pytest.param("pp2xdp2", False, (SMOOTHED, ROBUST, WITH_SFT, CLIPPED), marks=pytest.mark.full),
+        pytest.param("tp2", False, (WITH_SFT, CLIPPED), marks=pytest.mark.full),
         pytest.param("tp2", False, (SMOOTHED, CLIPPED), marks=pytest.mark.full),
         pytest.param("tp2xpp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
         *(
@@ -207,8 +103,8 @@ def test_five_sgd_steps_equal_the_paper(
     case = build_case(root, tmp_path, layout, *overrides, tied=tied)
     result = merge(workers(case.world_size).run(train_pairs, case))
     policy = load_model(case.model)
-    oracle = train_oracle(case, policy, copy.deepcopy(policy))
-    check_equal(result, oracle)
+    oracle = train_oracle(case, NUM_PAIRS, policy, copy.deepcopy(policy))
+    check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
 
@@ -224,7 +120,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
     result = merge(workers(case.world_size).run(train_pairs, case))
-    oracle = train_oracle(case, policy, load_model(case.model))
+    oracle = train_oracle(case, NUM_PAIRS, policy, load_model(case.model))
     check_equal(result, oracle)
     assert abs(result["losses"][0] - math.log(2)) > 0.01
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
@@ -256,19 +152,6 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 def find_references(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").glob("*/reference-*"))
-
-
-def evaluate_oracle(policy: torch.nn.Module, reference: torch.nn.Module, dataset: TokenizedDataset) -> dict[str, float]:
-    with torch.no_grad():
-        pairs = [
-            compute_pair(policy, reference, dataset, pair, beta=0.3, smoothing=0, ipo=False)
-            for pair in range(NUM_PAIRS)
-        ]
-    means = summarize([both for _, *both in pairs])
-    return {
-        "eval_loss": np.mean([loss.item() for loss, *_ in pairs]),
-        **{f"eval_{name}": mean for name, mean in means.items()},
-    }
 
 
 @pytest.mark.parametrize(
@@ -309,7 +192,9 @@ def test_a_run_learns_and_continues_at_another_layout(
         and last["eval_rewards_margin"] > 0.5 > abs(first["eval_rewards_margin"]) * 1e4
     )
     dataset = TokenizedDataset(file.parent, True, True)
-    expected = evaluate_oracle(load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse"), dataset)
+    policy, reference = load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse")
+    config = build_case(root, tmp_path, "pp1").config()
+    expected = evaluate_oracle(config, NUM_PAIRS, dataset, policy, reference)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 

@@ -1,0 +1,142 @@
+"""What the losses over pairs of answers share: log-probabilities of both, the exact mean over pairs, and what is
+reported of them.
+
+A preference objective is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards of
+each pair. The mean over the pairs of the global batch does not depend on how they lie in micro-batches and replicas.
+Rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
+from models.losses.logit_pieces import shard_vocabulary
+from models.parallel.shard import ALONE, TensorParallel
+
+REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """B pairs, all float64 [2, B]: first the chosen answers, then the rejected ones.
+
+    policy: log-probabilities, summed over an answer's tokens. num_tokens: of an answer, at least 1.
+    reference: the same sums of the model that is not trained; None where the formula has none.
+    """
+
+    policy: torch.Tensor
+    num_tokens: torch.Tensor
+    reference: torch.Tensor | None = None
+
+    @property
+    def policy_means(self) -> torch.Tensor:
+        """Log-probabilities per token, [2, B]."""
+        return self.policy / self.num_tokens
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """What a formula makes of B pairs: losses [B], rewards [2, B], and whatever else is reported, name -> [B]."""
+
+    losses: torch.Tensor
+    rewards: torch.Tensor
+    reported: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class PairFormula(Protocol):
+    """needs_reference: it reads `Pairs.reference`. reported: the names in `PairTerms.reported`."""
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+    @property
+    def reported(self) -> tuple[str, ...]: ...
+
+    def __call__(self, pairs: Pairs) -> PairTerms: ...
+
+
+@dataclass(frozen=True)
+class WithNLL:
+    """A formula with the negative log-likelihood of the chosen answer beside it, times a coefficient.
+
+    per_token: the mean over the answer's tokens, and so each pair weighs the same; or their sum. It is then a mean over
+    the pairs of the global batch. trl takes one mean over all tokens of a micro-batch instead, so that long answers
+    weigh more, and the result depends on how pairs are grouped.
+    """
+
+    formula: PairFormula
+    coefficient: float
+    per_token: bool = True
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.formula.needs_reference
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        return (*self.formula.reported, "nll_loss")
+
+    def __call__(self, pairs: Pairs) -> PairTerms:
+        terms = self.formula(pairs)
+        nll = -(pairs.policy_means if self.per_token else pairs.policy)[0]  # [B]
+        return PairTerms(terms.losses + self.coefficient * nll, terms.rewards, {**terms.reported, "nll_loss": nll})
+
+
+class PairLoss:
+    """The loss of the last stage. It also adds up what is reported of all pairs that it has seen, until `take_totals`
+    takes them.
+
+    metrics: the names of what it reports.
+    """
+
+    def __init__(self, config: PretrainedConfig, formula: PairFormula, *, parallel: TensorParallel = ALONE) -> None:
+        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+        self._formula = formula
+        self.metrics = (*REWARDS, *formula.reported)
+        self._totals: torch.Tensor | None = None
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; where the formula needs it, the reference's
+        log-probability of each row, summed over its targets, float64 [2 B]; `loss_denominator`, scalar; and
+        `target_indices`, see `find_targets`. A pair without targets fills a batch and counts for nothing.
+
+        Returns the sum of the pairs' losses over the denominator, fp32 at least.
+        """
+        target_ids, *others = targets
+        reference = _by_answer(others.pop(0)) if self._formula.needs_reference else None
+        loss_denominator, *known = others
+        policy, num_targets = sequence_log_probabilities(  # [2 B]
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
+        )
+        is_pair = num_targets[::2] > 0  # [B]
+        terms = self._formula(Pairs(_by_answer(policy), _by_answer(num_targets.clamp(min=1)), reference))
+        self._add(terms, is_pair)
+        loss = (terms.losses * is_pair).sum() / loss_denominator
+        return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
+
+    @torch.no_grad()
+    def _add(self, terms: PairTerms, is_pair: torch.Tensor) -> None:
+        chosen, rejected = terms.rewards
+        rewards = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
+        of_pairs = torch.stack([*rewards, *(terms.reported[name] for name in self._formula.reported)])
+        sums = (of_pairs * is_pair).sum(dim=1)
+        totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """The sums of `metrics` over the pairs since the last call, and the number of pairs in each sum: float64
+        [2, K]; None when there were none.
+        """
+        totals, self._totals = self._totals, None
+        return totals
+
+
+def _by_answer(of_rows: torch.Tensor) -> torch.Tensor:
+    """[2 B] -> [2, B]."""
+    return of_rows.view(-1, 2).T

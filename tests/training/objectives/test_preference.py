@@ -1,0 +1,170 @@
+"""Preference objectives without a reference through real pipeline stages against their papers' formulas on the plain
+Hugging Face model in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS, Case, merge, train_run, worst_difference
+from support.pair_runs import (
+    FORMULAS,
+    check_equal,
+    evaluate_oracle,
+    find_dataset,
+    load_model,
+    train_oracle,
+    train_pairs,
+)
+from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.workers import WorkerError, WorkerGroup
+
+NUM_PAIRS = 21  # no multiple of any batch
+STEPS = 3
+TASKS = tuple(name for name in FORMULAS if name != "dpo")
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
+# Each away from its default
+KEYS = {
+    "orpo": ("orpo.beta=0.7",),
+    "simpo": ("simpo.beta=1.5", "simpo.gamma=0.8"),
+    "cpo": ("cpo.beta=0.3", "cpo.alpha=0.6"),
+}
+OTHER_KEYS = {
+    "orpo": ("orpo.beta=2", CHECKPOINTED),
+    "simpo": ("simpo.sft_coef=0.5", CHECKPOINTED),
+    "cpo": ("cpo.nll_reduction=sum", CLIPPED),
+}
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("preference")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_pairs(root / "train.jsonl", NUM_PAIRS)
+    return root
+
+
+def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: str, tied: bool = False) -> Case:
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    if layout in TENSOR_PARALLEL:
+        overrides = ("tensor_parallel_size=2", *overrides)
+    given = ("data=preference", f"task={task}", "micro_batch_size=1", "learning_rate=0.02", *overrides)
+    return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, STEPS, given)
+
+
+@pytest.mark.parametrize(
+    "task, layout, tied, overrides",
+    [
+        ("orpo", "pp2", False, KEYS["orpo"]),
+        ("simpo", "pp1", True, KEYS["simpo"]),
+        ("cpo", "pp1", False, KEYS["cpo"]),
+        *(
+            pytest.param(task, layout, tied, overrides, marks=full)
+            for task in TASKS
+            for layout in LAYOUTS
+            for tied, overrides in (
+                (False, (*KEYS[task], CLIPPED)),
+                (True, OTHER_KEYS[task]),
+                (True, (*KEYS[task], "micro_batch_size=2", "data.pad_to=max_seq_length")),
+            )
+        ),
+        *(pytest.param(task, "tp2", False, KEYS[task], marks=full) for task in TASKS),
+        pytest.param("orpo", "tp2xpp2", True, OTHER_KEYS["orpo"], marks=full),
+        pytest.param(
+            "simpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2", *KEYS["simpo"]), marks=full
+        ),
+    ],
+)
+def test_three_sgd_steps_equal_the_paper(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    task: str,
+    layout: str,
+    tied: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    case = build_case(root, tmp_path, layout, task, *overrides, tied=tied)
+    result = merge(workers(case.world_size).run(train_pairs, case))
+    oracle = train_oracle(case, NUM_PAIRS, load_model(case.model))
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.parametrize(
+    "task, layout", [pytest.param(task, layout, marks=full) for task in TASKS for layout in ("pp2", "tp2xpp2")]
+)
+def test_an_adapter_is_trained(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, task: str, layout: str
+) -> None:
+    policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    keys = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", *KEYS[task])
+    case = build_case(root, tmp_path, layout, task, *keys)
+    result = merge(workers(case.world_size).run(train_pairs, case))
+    oracle = train_oracle(case, NUM_PAIRS, policy)
+    check_equal(result, oracle)
+    worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
+    assert worst < BOUND, name
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """run(name, layout, task, *overrides): the metrics of a whole run, which is evaluated on its own training pairs."""
+
+    def start(name: str, layout: str, task: str, *overrides: str) -> list[dict[str, Any]]:
+        defaults = (
+            f"output_dir={tmp_path / name}",
+            f"eval_file={root}/train.jsonl",
+            "eval_on_start=true",
+            "optimizer=adamw",
+            "learning_rate=2e-3",
+            "max_grad_norm=1.0",
+            "max_steps=6",
+            "logging_steps=1",
+            "micro_batch_size=2",
+        )
+        case = build_case(root, tmp_path, layout, task, *defaults, *overrides)
+        workers(case.world_size).run(train_run, case)
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "task, saved, resumed",
+    [
+        pytest.param("orpo", "pp2", "pp1", marks=full),
+        pytest.param("simpo", "pp2xdp2", "pp2", marks=full),
+        pytest.param("cpo", "pp1", "pp2xdp2", marks=full),
+    ],
+)
+def test_a_run_learns_continues_and_is_evaluated(
+    run, root: Path, tmp_path: Path, task: str, saved: str, resumed: str
+) -> None:
+    """No reference is computed, its metrics are in reports and evaluations, and a resume names another loss."""
+    whole = run("whole", saved, task)
+    run("begun", saved, task, "stop_after_steps=3")
+    ended = run("ended", resumed, task, f"resume={tmp_path}/begun/checkpoints")
+    assert not list((tmp_path / "cache").glob("*/reference-*"))
+    steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (ended, whole)]
+    case = build_case(root, tmp_path, resumed, task)
+    policy, dataset = load_model(tmp_path / "ended" / "hf"), find_dataset(case)
+    expected = evaluate_oracle(case.config(), NUM_PAIRS, dataset, policy)
+    figures = ("loss", "grad_norm", *(name.removeprefix("eval_") for name in expected if name != "eval_loss"))
+    for found, other in zip(*steps, strict=True):
+        near = pytest.approx({name: other[name] for name in figures}, rel=1e-4)  # Adam divides rounding by itself
+        assert {name: found[name] for name in figures} == near
+    assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
+    assert whole[-1]["eval_rewards_margin"] > whole[0]["eval_rewards_margin"]
+    key = f"{task}.beta"
+    with pytest.raises(WorkerError, match=f"{key} was .*, is 0.9. Give the same"):
+        run("other", saved, task, f"resume={tmp_path}/begun/checkpoints", f"{key}=0.9")

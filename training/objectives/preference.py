@@ -1,0 +1,50 @@
+"""What objectives over pairs of answers share; each gives its formula (`models/losses/pairs.py`), keys and checks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import PretrainedConfig
+
+from data.options import MeanOver
+from errors import UserError
+from models.losses.cross_entropy import Loss
+from models.losses.pairs import PairFormula, PairLoss
+from models.parallel.shard import TensorParallel
+from training.config.schema import RunConfig
+from training.objectives.objective import Metrics, Objective
+from training.objectives.reported_means import ReportedMeans
+
+
+class PreferenceObjective(Objective):
+    """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
+
+    data_kinds = ("preference",)
+    unit = "pairs"
+    rows_per_sample = 2
+    mean_over = MeanOver.samples
+    remakes_logits = True
+
+    def build_formula(self, config: RunConfig) -> PairFormula:
+        raise NotImplementedError
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        return self.describe_keys(config)
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+        return PairLoss(model_config, self.build_formula(config), parallel=parallel)
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
+        assert isinstance(loss, PairLoss)
+        return ReportedMeans(loss, device)
+
+
+def check_more_than_zero(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise UserError(f"{key}={value}: more than 0")
+
+
+def check_coefficient(key: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise UserError(f"{key}={value}: 0 or more; 0 turns it off")
