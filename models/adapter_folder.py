@@ -27,8 +27,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
+TIED_HEAD = _PREFIX + "lm_head.weight"  # of a model whose head is its embedding: beside that in `modules_to_save`
 # Fields of peft's config that single out layers or train more than an adapter: a layer by itself cannot follow them
-_NOT_CARRIED = ("bias", "layers_to_transform", "exclude_modules")
+_NOT_CARRIED = ("bias", "layers_to_transform", "exclude_modules", "trainable_token_indices")
 
 
 def to_peft_name(name: str, layer: Layer) -> str:
@@ -44,9 +45,8 @@ def load_lora_config(path: Path) -> LoraConfig:
     from peft import LoraConfig
 
     fields = load_json(path / ADAPTER_CONFIG)
-    if fields.get("peft_type") != "LORA" or fields.get("modules_to_save"):
-        what = fields.get("peft_type") if fields.get("peft_type") != "LORA" else "a LoRA with modules_to_save"
-        raise UserError(f"{path / ADAPTER_CONFIG} describes {what}; only plain LoRA adapters are carried")
+    if fields.get("peft_type") != "LORA":
+        raise UserError(f"{path / ADAPTER_CONFIG} describes {fields.get('peft_type')}; only LoRA adapters are carried")
     if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
         raise UserError(
             f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; "

@@ -107,6 +107,12 @@ def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> Targets
     )
 
 
+def is_saved(layer: Layer, config: LoraConfig) -> bool:
+    """Whether the config trains and saves the layer's module as it is (peft's `modules_to_save`); whole ones, such as
+    the embedding and the head, alone."""
+    return layer.owns_weights and is_named(layer.hf_prefix.rstrip("."), config.modules_to_save or ())
+
+
 def list_full_names(layers: Sequence[Layer], config: LoraConfig) -> list[str]:
     """The projections that the config targets, by their whole names: for a model that has others beside these layers,
     where a part of a name would match those too."""

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from errors import UserError
-from models.adapter_folder import ADAPTER_NAME, to_peft_name
-from models.adapter_targets import list_projections, list_targets
+from models.adapter_folder import ADAPTER_NAME, TIED_HEAD, to_peft_name
+from models.adapter_targets import is_saved, list_projections, list_targets
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_adapter
@@ -54,6 +54,9 @@ class Adapter:
 
         Raises UserError for start weights that do not fit.
         """
+        if is_saved(layer, self.config):
+            self._fill_saved(module, layer, parallel)
+            return
         module.requires_grad_(False)
         if not list_targets(module, layer, self.config):
             return
@@ -80,6 +83,22 @@ class Adapter:
             }
         if tensors:
             fill_adapter(module, tensors)
+
+    def _fill_saved(self, module: nn.Module, layer: Layer, parallel: TensorParallel) -> None:
+        """Of a module that is trained as it is."""
+        if not self.tensors:
+            return
+        shard_specs = list_shard_specs(module)
+        names = [name for name, _ in module.named_parameters()]
+        tensors = {name: self.tensors.get(to_peft_name(name, layer)) for name in names}
+        fill_parameters(
+            module,
+            {
+                name: shard_specs[name].take(t, parallel) if t is not None and name in shard_specs else t
+                for name, t in tensors.items()
+            },
+            names,
+        )
 
     def _inject_random(self, module: nn.Module, index: int, layer: Layer) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -147,8 +166,14 @@ def adapter_names(module: nn.Module) -> list[str]:
 @torch.no_grad()
 def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Sets adapter parameters by their names in the module. Raises UserError for a missing one or another shape."""
+    fill_parameters(module, tensors, adapter_names(module))
+
+
+@torch.no_grad()
+def fill_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], names: Sequence[str]) -> None:
+    """Sets these parameters of the module. Raises UserError as `fill_adapter` does."""
     parameters = dict(module.named_parameters())
-    for name in adapter_names(module):
+    for name in names:
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != parameters[name].shape:
             state = (
@@ -173,16 +198,20 @@ def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
 def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence[Layer]) -> None:
     """Raises UserError for a tensor, by peft's name, that no layer takes: what it has learned would be lost."""
     taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
+    if not layers[-1].owns_weights:
+        taken.add(TIED_HEAD)
     if left := sorted(set(names) - taken):
         raise UserError(
-            f"the adapter's '{left[0]}' is on no projection or expert of a decoder layer of this model; only those are "
-            "carried"
+            f"the adapter's '{left[0]}' is on no projection or expert of a decoder layer of this model, nor of a "
+            "module in modules_to_save; only those are carried"
         )
 
 
 def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
     """What a peft folder has for a layer."""
     module = layer.build_on_meta()
+    if is_saved(layer, config):
+        return [to_peft_name(name, layer) for name, _ in module.named_parameters()]
     if not list_targets(module, layer, config):
         return []
     inject_adapter(config, module, layer)
@@ -198,6 +227,7 @@ def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
     targets = list_targets(module, layer, config)
     exact = copy.deepcopy(config)
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
+    exact.modules_to_save, exact.ensure_weight_tying = None, False  # those are other layers
     weight = next(module.parameters())
     with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), show_to_peft(module):
         warnings.simplefilter(

@@ -18,6 +18,7 @@ from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
 from models.weights.tensor_files import load_json
 from models.weights.vocabulary import add_eos_token_id
+from models.wrapped import TEXT_CONFIG
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.config.schema import RunConfig
@@ -55,6 +56,7 @@ def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None
     fields = load_json(source.path / "config.json")
     for key in ("auto_map", QUANTIZATION_CONFIG):  # of what is read, not of what is saved
         fields.pop(key, None)
+    fields.get(TEXT_CONFIG, fields)["vocab_size"] = source.config.vocab_size  # it may have grown
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     copy_processor_files(source.path, folder)
     if with_carried:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,9 +20,11 @@ from models.architecture import build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
+from models.weights.grown import GrownWeights
 from models.weights.random_weights import RandomWeights
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights, parse_config
+from models.weights.vocabulary import grow_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
@@ -34,6 +37,7 @@ from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
 from training.engine.optimizer import check_optimizer
 from training.inputs.custom import build_callbacks, build_collator
+from training.inputs.datasets import build_chat_template, count_added_rows, list_new_tokens
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
@@ -43,6 +47,7 @@ from training.pipeline.routers import build_router_options
 from training.pipeline.schedule import find_schedule, schedule_layout
 from training.pipeline.trainable import (
     build_adapter,
+    check_added_tokens,
     check_freeze,
     check_peft_names,
     check_same_adapter,
@@ -101,7 +106,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     source = open_source(config, resume_from)
     if config.overwrite_output_dir:
         folder.check_keeps(source.path)
-    check_model_fields(config.model, source.config, str(source.path))
+    check_stated_fields(config, source)
     setup = build_setup(config, source, ranks, plans=not config.evaluate_only)
     if not config.evaluate_only:
         check_same_adapter(config, setup.adapter, resume_from)
@@ -113,6 +118,16 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     return dataclasses.replace(
         setup, resume_from=resume_from, resumable=resumable, reference=reference, callbacks=callbacks
     )
+
+
+def check_stated_fields(config: RunConfig, source: WeightSource) -> None:
+    """Raises UserError where `conf/model` says something else than the weights; they may have rows more, for tokens
+    that the run adds."""
+    adds = (
+        bool(build_chat_template(config.data)) and config.model.get("vocab_size", math.inf) < source.config.vocab_size
+    )
+    stated = {key: value for key, value in config.model.items() if not (adds and key == "vocab_size")}
+    check_model_fields(stated, source.config, str(source.path))
 
 
 def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bool = False) -> RunSetup:
@@ -131,6 +146,13 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     source.check_complete(layers)
     check_freeze(config, layers)
     adapter = None if config.evaluate_only else build_adapter(config, layers, is_part=source.wrapper is not None)
+    if adapter is not None:
+        check_added_tokens(config, list_new_tokens(config, str(source.path)), layers)
+        if adapter.config.modules_to_save and get_objective(config).needs_reference:
+            raise UserError(
+                f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"
+                " without the adapter, and what is saved as it is cannot be taken off; omit it, or use adapter=none"
+            )
     routers = build_router_options(config, source.config, layers)
     check_peft_names(adapter, get_whole_config(source))
     build_run_loss(config, source.config)
@@ -154,10 +176,18 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
-    """Where this run's weights come from. Raises UserError for what is none."""
+    """Where this run's weights come from, with a row for each token that it adds. Raises UserError for what is none."""
     if config.init is Init.random and resume_from is None:
-        return RandomWeights(parse_config(config.model, Path("conf/model")), config.seed)
-    return open_weights(_source_path(config, resume_from), config.trust_remote_code)
+        rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
+        fields = config.model | ({"vocab_size": rows} if rows else {})
+        return RandomWeights(parse_config(fields, Path("conf/model")), config.seed)
+    return _open_grown(config, _source_path(config, resume_from))
+
+
+def _open_grown(config: RunConfig, path: str) -> WeightSource:
+    source = open_weights(path, config.trust_remote_code)
+    rows = count_added_rows(config, source.config, str(source.path))
+    return GrownWeights(source, grow_config(source, rows)) if rows else source
 
 
 def open_reference(
@@ -171,7 +201,7 @@ def open_reference(
         return None
     if _source_path(config, resume_from) == weights_path(config):
         return source
-    reference = open_weights(weights_path(config), config.trust_remote_code)
+    reference = _open_grown(config, weights_path(config))
     reference.check_complete(layers)
     return reference
 
@@ -189,7 +219,7 @@ def load_resumed(setup: RunSetup, config: RunConfig, say: Callable[[str], None])
     if setup.adapter is not None:
         adapter = dataclasses.replace(setup.adapter, tensors=read_trained_adapter(step_dir, setup.layers))
         return dataclasses.replace(setup, resume_from=step_dir, adapter=adapter)
-    source = open_weights(str(step_dir), config.trust_remote_code)
+    source = _open_grown(config, str(step_dir))
     source.config._attn_implementation = setup.source.config._attn_implementation
     return dataclasses.replace(setup, resume_from=step_dir, source=source)
 

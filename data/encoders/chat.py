@@ -5,10 +5,10 @@ record are read, distinguished by its fields: `messages` (role, content), ShareG
 Alpaca's `instruction`, `input`, `output`.
 """
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.media import refuse_media, refuse_media_parts
@@ -103,8 +103,8 @@ def split_messages(
     """
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{location}: the record holds messages, but the tokenizer has no chat template; use the tokenizer of a"
-            " chat model, or records with a prompt and a completion"
+            f"{location}: the record holds messages, but the tokenizer has no chat template; name one with"
+            " data.chat_template (such as chatml), or use records with a prompt and a completion"
         )
     turns = _check_messages(messages, location)
     if tools is not None and not isinstance(tools, list):
@@ -180,6 +180,11 @@ def _split_conversation(
         if not before.startswith(done):
             pieces, done = _keep_shown(pieces, done, before, tokenizer)
         target = _cut_after_eos(after[len(before) :], tokenizer)
+        if not target.strip():
+            raise UserError(
+                f"{location}: message {index + 1}: the chat template writes nothing of this assistant turn, so there is"
+                " nothing to train on; use a template that does (data.chat_template)"
+            )
         pieces += [(before[len(done) :], False), (target, index >= first_target)]
         done = before + target
     return pieces
@@ -218,8 +223,15 @@ def _render(
         return tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # a template's expressions raise whatever Python does
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{location}: the chat template refuses the messages: {reason}; fix or remove the record"
+            f"{location}: the chat template refuses the messages{_find_line(error)}: {reason}; fix or remove the "
+            "record, or give another data.chat_template"
         ) from None
+
+
+def _find_line(error: Exception) -> str:
+    """Where in the template, as far as Jinja says."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return f" (its line {lines[-1]})" if lines else ""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.encoders.length import fit_pair, fit_sample
 from data.encoders.sample import Encoder, Pair, Sample, count_targets
-from data.encoders.segments import PieceEncoder, tokenize_pieces
+from data.encoders.segments import PieceEncoder, no_token_error, tokenize_pieces
 from data.options import LengthPolicy, OnBadRecord
 from data.sources.formats import RawRecord
 from data.sources.records import parse_record
@@ -98,17 +98,26 @@ def _encode_records(
             _handle_bad_record(error, encoding, counts)
             continue
         locations.append(record.location)
+    unknown: dict[int, str] = {}
     samples: Sequence[Sample | Pair] = (
-        _tokenize_encoded(encoded, tokenizer) if isinstance(encoder, PieceEncoder) else encoded
+        _tokenize_encoded(encoded, tokenizer, unknown) if isinstance(encoder, PieceEncoder) else encoded
     )
-    return zip(locations, samples, strict=True)
+    for number, sample in enumerate(samples):
+        if number in unknown:
+            _handle_bad_record(no_token_error(unknown[number], locations[number]), encoding, counts)
+            continue
+        yield locations[number], sample
 
 
-def _tokenize_encoded(encoded: list, tokenizer: PreTrainedTokenizerBase) -> Sequence[Sample | Pair]:
-    """Samples of pieces, and pairs of pairs of pieces."""
+def _tokenize_encoded(
+    encoded: list, tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
+) -> Sequence[Sample | Pair]:
+    """Samples of pieces, and pairs of pairs of pieces. unknown: as in `tokenize_pieces`, of what is encoded."""
     if not encoded or not isinstance(encoded[0], tuple):
-        return tokenize_pieces(encoded, tokenizer)
-    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer)
+        return tokenize_pieces(encoded, tokenizer, unknown)
+    found: dict[int, str] = {}
+    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer, found)
+    unknown.update({number // 2: text for number, text in found.items()})
     return list(zip(samples[::2], samples[1::2], strict=True))
 
 

@@ -29,10 +29,11 @@ class PieceEncoder(ABC):
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
         pieces = self.split(record, location, tokenizer)
-        if isinstance(pieces, tuple):
-            chosen, rejected = tokenize_pieces(pieces, tokenizer)
-            return chosen, rejected
-        return tokenize_pieces([pieces], tokenizer)[0]
+        unknown: dict[int, str] = {}
+        samples = tokenize_pieces(pieces if isinstance(pieces, tuple) else [pieces], tokenizer, unknown)
+        for text in unknown.values():
+            raise no_token_error(text, location)
+        return (samples[0], samples[1]) if isinstance(pieces, tuple) else samples[0]
 
 
 @lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
@@ -68,16 +69,35 @@ def get_fields(record: dict, named: dict[str, str], location: str) -> list[objec
     return [record[field] for field in named.values()]
 
 
-def tokenize_pieces(records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The samples of several records. One call of the tokenizer: it works on many texts at once, in threads."""
+def tokenize_pieces(
+    records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
+) -> list[Sample]:
+    """The samples of several records. One call of the tokenizer: it works on many texts at once, in threads.
+
+    unknown: gets, by the number of the record, the first text that the tokenizer makes no token of (its vocabulary
+    lacks the letters): what it had to say would be lost.
+    """
     texts = [piece for pieces in records for piece, _ in pieces if isinstance(piece, str)]
     # verbose=False: a text longer than the model's maximum is cut and counted later, no need for the tokenizer to warn.
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
-    return [
-        _join([(next(tokenized) if isinstance(piece, str) else piece, is_target) for piece, is_target in pieces])
-        for pieces in records
-    ]
+    samples = []
+    for number, pieces in enumerate(records):
+        segments = []
+        for piece, is_target in pieces:
+            token_ids = next(tokenized) if isinstance(piece, str) else piece
+            if not token_ids and isinstance(piece, str) and piece.strip():
+                unknown.setdefault(number, piece)
+            segments.append((token_ids, is_target))
+        samples.append(_join(segments))
+    return samples
+
+
+def no_token_error(text: str, location: str) -> UserError:
+    return UserError(
+        f"{location}: the tokenizer makes no token of '{text.strip()[:40]}', because its vocabulary lacks the letters"
+        " and it has no token for what is unknown; give another with tokenizer_name_or_path, or remove the record"
+    )
 
 
 def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
@@ -92,8 +112,8 @@ def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
 @lru_cache(maxsize=1)
 def _bos_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     # Not of an empty text: where bos and eos are one token, a tokenizer that only appends eos would seem to put bos.
-    first = tokenizer("a")["input_ids"][0]
-    return (first,) if first == tokenizer.bos_token_id else ()
+    first = tuple(tokenizer("a")["input_ids"][:1])
+    return first if first == (tokenizer.bos_token_id,) else ()
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.adapter_folder import ReadAdapter
-from models.adapter_targets import list_targets
-from models.adapters import adapter_names, check_all_taken, fill_adapter, inject_adapter, merge_adapter
+from models.adapter_targets import is_saved, list_targets
+from models.adapters import adapter_names, check_all_taken, fill_adapter, fill_parameters, inject_adapter, merge_adapter
 from models.layer import Layer
 from models.weights.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
@@ -57,6 +57,11 @@ class AdaptedWeights:
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)
         module = layer.build_on_meta()
+        if tensors and is_saved(layer, self._lora):
+            names = [name for name, _ in module.named_parameters()]
+            module.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+            fill_parameters(module, self._read_adapter(index, layer, names), names)
+            return {name: tensor.detach() for name, tensor in module.state_dict().items()}
         targets = list_targets(module, layer, self._lora)
         if not tensors or not targets:
             return tensors

@@ -37,6 +37,7 @@ from models.weights.folders import (
     find_custom_tokenizer,
     staged_folder,
 )
+from models.weights.grown import grow_rows
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.safetensors_writer import (
     INDEX_NAME,
@@ -53,7 +54,6 @@ from models.weights.torch_writer import own_storage, save_torch, without_crc32
 from models.weights.vocabulary import (
     UNPADDED,
     SpecialTokens,
-    grow_rows,
     grow_vocabulary,
     load_extended_tokenizer,
     trim_vocabulary,

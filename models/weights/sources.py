@@ -27,6 +27,7 @@ from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
 from models.weights.adapted import AdaptedWeights
 from models.weights.carried import describe_tensor, list_carried, read_carried
+from models.weights.grown import GrownWeights
 from models.weights.quantized import QUANTIZATION_CONFIG, Read, parse_quantization
 from models.weights.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
@@ -61,22 +62,26 @@ def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> StoredWei
 
 def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool) -> AdaptedWeights:
     """checkpoint: whose layer files hold the adapter; None for a peft folder."""
-    config = load_lora_config(path)
-    if not config.base_model_name_or_path:
+    lora = load_lora_config(path)
+    if not lora.base_model_name_or_path:
         raise UserError(
             f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to"
         )
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
     try:
-        base = open_weights(config.base_model_name_or_path, trust_remote_code)
+        base: StoredWeights = open_weights(lora.base_model_name_or_path, trust_remote_code)
     except UserError as error:
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
         ) from None
+    if (path / "config.json").is_file():  # of a run that has added tokens
+        config_beside, _ = load_config(path, trust_remote_code)
+        if config_beside.vocab_size > base.config.vocab_size:
+            base = GrownWeights(base, config_beside)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
-    return AdaptedWeights(base, path, config, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
+    return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
 
 
 def layer_file(step_dir: Path, index: int) -> Path:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
@@ -20,7 +19,6 @@ from models.weights.tensor_files import load_json
 from models.wrapped import TEXT_CONFIG
 
 UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
-COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,11 @@ def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | N
     """
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
-    needed = count_rows(tokenizer) if tokenizer else 0
+    return grow_config(source, count_rows(tokenizer) if tokenizer else 0, multiple)
+
+
+def grow_config(source: WeightSource, needed: int, multiple: int = 1) -> PretrainedConfig:
+    """The source's config with at least `needed` rows, and a multiple of rows."""
     used = max(source.config.vocab_size, needed)
     rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
     unpadded = max(known, needed)  # a token that takes a row of earlier padding
@@ -128,19 +130,3 @@ def _replace_fields(source: WeightSource, changed: dict[str, int | None]) -> Pre
     for key in [key for key, value in changed.items() if value is None]:
         text_fields.pop(key, None)
     return parse_model(fields, file)[0]
-
-
-def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
-
-    The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
-    """
-    old_rows = weight.shape[0]
-    grown = torch.empty((rows, *weight.shape[1:]), dtype=weight.dtype)
-    grown[:old_rows] = weight
-    if weight.dim() == 1:
-        grown[old_rows:] = weight.float().mean()
-        return grown
-    for old, new in zip(weight.split(COLUMNS_AT_A_TIME, dim=1), grown.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
-        new[old_rows:] = old.float().mean(dim=0)
-    return grown

@@ -19,7 +19,6 @@ from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
 from models.parallel.tensor_parallel import list_shard_specs
-from models.weights.sources import open_weights
 from training.config.schema import RunConfig, register_schema
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
@@ -77,10 +76,10 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
     from training.build import build_engine as build
     from training.build import build_loaders
     from training.inputs.datasets import load_tokenizer, tokenize
-    from training.setup import build_setup
+    from training.setup import build_setup, open_source
 
     config, ranks = case.config(), this_rank()
-    setup = build_setup(config, open_weights(config.model_name_or_path), ranks)
+    setup = build_setup(config, open_source(config, None), ranks)
     tokenizer = load_tokenizer(config, setup.source)
     datasets = tokenize(config, tokenizer)
     engine = build(config, setup, ranks)

@@ -126,6 +126,9 @@ class DataConfig:
     text_field: str | None = MISSING
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
+    chat_template: str | None = MISSING
+    special_tokens: list[str] = MISSING
+    eos_token: str | None = MISSING
     packing: bool = MISSING
     length_policy: LengthPolicy = MISSING
     on_bad_record: OnBadRecord = MISSING
@@ -192,6 +195,7 @@ class AdapterConfig:
     lora_dropout: float = 0.0
     target_modules: Any = "all-linear"
     target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     load_in_4bit: bool = False

@@ -7,8 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from data.encoders.chat_templates import ChatTemplate, load_chat_template
 from data.encoders.encoding import Encoding
 from data.encoders.kinds import find_kind
 from data.encoders.sample import Encoder
@@ -27,17 +28,57 @@ from training.objectives.registry import get_objective
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
     """Raises UserError when there is none, or when it has more tokens than the embedding has rows."""
-    path = config.tokenizer_name_or_path or str(source.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
+    tokenizer = load_extended(config, str(source.path))
     if len(tokenizer) > source.config.vocab_size:
         raise UserError(
-            f"the tokenizer of {path} has {len(tokenizer)} tokens, the embedding {source.config.vocab_size} rows; "
-            "grow it with convert2ckpt.py --add_special_tokens, or give the tokenizer of this model"
+            f"the tokenizer of {config.tokenizer_name_or_path or source.path} has {len(tokenizer)} tokens, the "
+            f"embedding {source.config.vocab_size} rows; grow it with convert2ckpt.py --add_special_tokens, or give "
+            "the tokenizer of this model"
         )
     return tokenizer
+
+
+def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, where the config names none that of the folder `path`, with the chat template and the tokens
+    of `data`. Raises UserError when there is none.
+    """
+    tokenizer = _load_own(config, path)
+    build_chat_template(config.data).apply_to(tokenizer)
+    return tokenizer
+
+
+def _load_own(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
+    path = config.tokenizer_name_or_path or path
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
+
+
+def list_new_tokens(config: RunConfig, path: str) -> list[str]:
+    """The tokens that `data` brings and the tokenizer (of the folder `path`, by default) does not have."""
+    tokens = build_chat_template(config.data).tokens
+    return sorted(tokens - _load_own(config, path).get_vocab().keys()) if tokens else []
+
+
+def count_added_rows(config: RunConfig, model: PretrainedConfig, path: str) -> int:
+    """How many rows the embedding must have for the tokens that `data` adds; 0 where it has them.
+
+    path: the folder of the model that `model` describes. A tokenizer that did not fit before is left for
+    `load_tokenizer` to refuse. Raises UserError when there is none.
+    """
+    template = build_chat_template(config.data)
+    if not template.tokens:
+        return 0
+    vocabulary = load_extended(config, path).get_vocab()
+    own = max((index for token, index in vocabulary.items() if token not in template.tokens), default=0)
+    needed = max(vocabulary.values()) + 1
+    return needed if own < model.vocab_size < needed else 0
+
+
+def build_chat_template(data: DataConfig) -> ChatTemplate:
+    """Raises UserError for a template that cannot be had."""
+    return load_chat_template(data.chat_template, data.special_tokens, data.eos_token)
 
 
 def tokenize(
@@ -84,6 +125,8 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
         "mixture": "none" if plan.mixture is None else str(plan.mixture),
         "the way the order of samples is drawn": str(ORDER_VERSION),
     }
+    if template := build_chat_template(config.data):
+        described["the chat template with its tokens"] = template.describe()
     fingerprints = load_summary(path).fingerprints
     return described | {
         f"the hash of the tokens of train_file entry {number}": each

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from console import progress
 from errors import UserError
-from models.adapters import Adapter, adapter_names
+from models.adapters import Adapter
 from models.decoder import Embedding, PipelineDecoderLayer
 from models.documents import DocumentBounds
 from models.experts.router import RouterOptions
@@ -359,8 +359,9 @@ class StageModule(PipelineModule):
 
     def saved_tensors(self, layer_module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of a layer: all of it, or the adapter alone."""
-        names = layer_module.state_dict().keys() if self.adapter is None else adapter_names(layer_module)
         state = layer_module.state_dict()
+        trained = [name for name, parameter in layer_module.named_parameters() if parameter.requires_grad]
+        names = state.keys() if self.adapter is None else trained
         return {name: state[name].detach() for name in names}
 
     def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:

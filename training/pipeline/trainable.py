@@ -19,13 +19,21 @@ from errors import UserError
 from models.adapter_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    TIED_HEAD,
     fold_weights,
     load_adapter_tensors,
     load_lora_config,
     name_for_peft,
     to_peft_name,
 )
-from models.adapter_targets import build_lora_config, list_adaptable, list_full_names, list_projections, list_targets
+from models.adapter_targets import (
+    build_lora_config,
+    is_named,
+    list_adaptable,
+    list_full_names,
+    list_projections,
+    list_targets,
+)
 from models.adapters import Adapter, check_all_taken
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
@@ -35,6 +43,8 @@ from training.config.schema import AdapterName, RunConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
+
+HEAD = "lm_head"
 
 
 def build_adapter(config: RunConfig, layers: Sequence[Layer], is_part: bool = False) -> Adapter | None:
@@ -78,6 +88,7 @@ def _load_adapter(config: RunConfig, layers: Sequence[Layer]) -> tuple[LoraConfi
 
 def _describe_adapter(config: RunConfig, layers: Sequence[Layer]) -> LoraConfig:
     options = config.adapter
+    saved = choose_saved(options.modules_to_save or [], layers)
     return build_lora_config(
         layers,
         options.target_modules,
@@ -87,7 +98,42 @@ def _describe_adapter(config: RunConfig, layers: Sequence[Layer]) -> LoraConfig:
         lora_dropout=options.lora_dropout,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
+        modules_to_save=saved or None,
+        # peft would give a tied head the embedding of the base model
+        ensure_weight_tying=bool(saved) and not layers[-1].owns_weights,
         base_model_name_or_path=config.model_name_or_path,
+    )
+
+
+def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
+    """The modules that `adapter.modules_to_save` names, without a tied head, which is the embedding.
+
+    Raises UserError for a name that none of the modules around the decoder layers bears.
+    """
+    known = [layer.hf_prefix.rstrip(".") for layer in layers if layer.owns_weights]
+    around = [name for name in known if not re.search(r"\.\d+$", name)]
+    is_tied = not layers[-1].owns_weights
+    for name in names:
+        if not any(is_named(whole, [name]) for whole in around) and not (is_tied and name == HEAD):
+            raise UserError(
+                f"adapter.modules_to_save: no module around the decoder layers is named '{name}'; there are "
+                f"{', '.join(whole.rsplit('.', 1)[-1] for whole in around)}"
+            )
+    return [name for name in names if not (is_tied and name == HEAD)]
+
+
+def check_added_tokens(config: RunConfig, added: Sequence[str], layers: Sequence[Layer]) -> None:
+    """added: the tokens that the run brings to the tokenizer. Raises UserError for LoRA that would never train their
+    rows."""
+    options = config.adapter
+    if options.name is AdapterName.none or options.modules_to_save is not None or options.name_or_path or not added:
+        return
+    names = dict.fromkeys([layers[0].hf_prefix.rstrip(".").rsplit(".", 1)[-1], HEAD])
+    raise UserError(
+        f"adapter=lora would never train the rows of the tokens that the tokenizer does not have yet ('{added[0]}', "
+        f"{len(added)} in all); give adapter.modules_to_save=[{','.join(names)}] to train and save embedding and head "
+        "too, a data.chat_template that adds no tokens (alpaca, llama2, mistral, vicuna, zephyr), or "
+        "adapter.modules_to_save=[] to leave them as they are"
     )
 
 
@@ -197,6 +243,7 @@ def _describe_resumed(lora: LoraConfig) -> dict[str, object]:
     """What must stay when a run is continued."""
     modules, parameters = fold_weights(lora)
     same = {key: getattr(lora, key) for key in ("r", "lora_alpha", "use_rslora", "use_dora")}
+    same["modules_to_save"] = sorted(lora.modules_to_save or ())
     return {**same, "target_modules": modules, "target_parameters": parameters}
 
 
@@ -226,6 +273,9 @@ def export_adapter(step_dir: Path, layers: Sequence[Layer], output_dir: Path) ->
     it."""
     checkpoints, tensors = step_dir.parent, read_trained_adapter(step_dir, layers)
     fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
+    embedding = tensors.get(to_peft_name("weight", layers[0]))
+    if embedding is not None and not layers[-1].owns_weights:  # peft looks for a tied head under its own name too
+        tensors[TIED_HEAD] = embedding.clone()
     with staged_folder(output_dir, overwrite=True) as folder:
         save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_tokenizer_files(checkpoints, folder.path)

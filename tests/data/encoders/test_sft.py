@@ -183,7 +183,7 @@ def test_messages_without_a_chat_template(tokenizer: PreTrainedTokenizerFast) ->
 
 def test_a_template_that_refuses_the_roles(build_tokenizer) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate\nfrom user') }}{% endif %}x"
-    with pytest.raises(UserError, match="^train.jsonl:12: the chat template refuses the messages: roles .* from user"):
+    with pytest.raises(UserError, match="^train.jsonl:12: the chat template refuses .*line 1.: roles .* from user"):
         encode(CONVERSATION, build_tokenizer(chat_template=template))
 
 

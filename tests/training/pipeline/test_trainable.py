@@ -173,8 +173,8 @@ def test_an_adapter_of_experts_is_the_same_after_it_was_named_for_peft(tmp_path:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"peft_type": "IA3"}, "describes IA3; only plain LoRA"),
-        ({"modules_to_save": ["lm_head"]}, "describes a LoRA with modules_to_save"),
+        ({"peft_type": "IA3"}, "describes IA3; only LoRA"),
+        ({"trainable_token_indices": [3]}, "has trainable_token_indices=[3]; adapters of all layers alike"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": "./nowhere"}, "its base model (base_model_name_or_path) cannot be opened"),
         ({}, "holds adapter_config.json but no adapter_model.safetensors"),
@@ -189,6 +189,15 @@ def test_an_adapter_folder_that_cannot_be_opened(fields: dict[str, object], expe
     with pytest.raises(UserError) as caught:
         open_weights(str(tmp_path))
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_modules_to_save_are_around_the_decoder_layers() -> None:
+    chosen = build_config("adapter=lora", "adapter.modules_to_save=[embed_tokens,lm_head]")
+    assert build_adapter(chosen, LLAMA).config.modules_to_save == ["embed_tokens", "lm_head"]
+    assert build_adapter(build_config("adapter=lora"), LLAMA).config.modules_to_save is None
+    wrong = build_config("adapter=lora", "adapter.modules_to_save=[q_proj]")
+    with pytest.raises(UserError, match="no module around the decoder layers is named 'q_proj'; there are embed_tok"):
+        build_adapter(wrong, LLAMA)
 
 
 def test_4_bits_want_their_package_and_plain_projections(monkeypatch: pytest.MonkeyPatch) -> None:
