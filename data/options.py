@@ -18,6 +18,13 @@ class LengthPolicy(Enum):
     split = "split"
 
 
+class TrainOn(Enum):
+    """Which turns of the assistant are targets; one that says so itself (`train`, `weight`) decides for itself."""
+
+    all_turns = "all_turns"
+    last_turn = "last_turn"
+
+
 class OnBadRecord(Enum):
     """`stop` ends the run with the record's place and problem; `skip` omits it and counts it."""
 

@@ -1,8 +1,8 @@
 """Conversations: `chat template up to an assistant turn | the turn up to its end token | ... | the last one`.
 
-Loss is on assistant turns alone, each with its end token; system, user and tool turns are masked. Three layouts of a
-record are read, distinguished by its fields: `messages` (role, content), ShareGPT's `conversations` (from, value), and
-Alpaca's `instruction`, `input`, `output`.
+Loss is on assistant turns alone (all, the last, or those that say so), each with its end token; system, user and tool
+turns are masked. Three layouts of a record are read, distinguished by its fields: `messages` (role, content),
+ShareGPT's `conversations` (from, value), and Alpaca's `instruction`, `input`, `output`.
 """
 
 import traceback
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.encoders.media import refuse_media, refuse_media_parts
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos
+from data.options import TrainOn
 from errors import UserError
 
 ASSISTANT = "assistant"
@@ -36,6 +37,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+TURN_FLAGS = ("train", "weight")  # axolotl's and OpenAI's; the template does not see them
 ALPACA_FIELDS = ("instruction", "output")
 
 
@@ -44,12 +46,14 @@ class ChatEncoder(PieceEncoder):
     """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. `tools` goes to the chat template."""
 
     messages_field: str = "messages"
+    train_on: TrainOn = TrainOn.all_turns
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
         """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
         get_eos(tokenizer)  # there is one
         refuse_media(record, location)
-        return split_messages(self._read_messages(record, location), location, tokenizer, record.get("tools"))
+        messages = self._read_messages(record, location)
+        return split_messages(messages, location, tokenizer, record.get("tools"), train_on=self.train_on)
 
     def _read_messages(self, record: dict, location: str) -> object:
         if self.messages_field in record:
@@ -82,7 +86,8 @@ def read_sharegpt(record: dict, location: str) -> object:
                 f"{location}: turn {number} is from '{turn['from']}'; known are {', '.join(SHAREGPT_ROLES)}; "
                 "fix or remove the record"
             )
-        messages.append({"role": role, "content": turn["value"]})
+        flags = {name: turn[name] for name in TURN_FLAGS if name in turn}
+        messages.append({"role": role, "content": turn["value"], **flags})
     return messages
 
 
@@ -96,10 +101,17 @@ def read_alpaca(record: dict, location: str) -> list[dict]:
 
 
 def split_messages(
-    messages: object, location: str, tokenizer: PreTrainedTokenizerBase, tools: object = None, *, first_target: int = 0
+    messages: object,
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: object = None,
+    *,
+    first_target: int = 0,
+    train_on: TrainOn = TrainOn.all_turns,
 ) -> list[Piece]:
-    """The pieces of a conversation; `tools` are the descriptions that the template shows the model. first_target: the
-    message before which assistant turns are no targets.
+    """The pieces of a conversation, up to the last target; `tools` are the descriptions that the template shows the
+    model. first_target: the message before which assistant turns are no targets. train_on: of those that do not say
+    themselves whether they are.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -109,7 +121,9 @@ def split_messages(
     turns = _check_messages(messages, location)
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{location}: tools must be a list, not {type(tools).__name__}; fix or remove the record")
-    pieces = _split_conversation(turns, location, tokenizer, tools, first_target=first_target)
+    targets = set(_list_targets(turns, location, train_on, first_target))
+    turns = [{name: value for name, value in turn.items() if name not in TURN_FLAGS} for turn in turns]
+    pieces = _split_conversation(turns[: max(targets) + 1], location, tokenizer, tools, targets=targets)
     # Only the last turn gets an eos token that the template does not write: inside a conversation it would change the
     # history into one that the template never shows the model when it generates.
     last, _ = pieces[-1]
@@ -157,12 +171,39 @@ def _check_message(message: object, before: str, where: str) -> str:
     return role
 
 
+def _list_targets(turns: Sequence[dict], location: str, train_on: TrainOn, first_target: int) -> list[int]:
+    """The assistant turns that are trained on, counted from 0. Raises `UserError` where there is none."""
+    assistant = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
+    chosen = assistant[-1:] if train_on is TrainOn.last_turn else assistant
+    targets = []
+    for index, turn in enumerate(turns):
+        where = f"{location}: message {index + 1}"
+        flags = {_read_flag(name, turn[name], where) for name in TURN_FLAGS if turn.get(name) is not None}
+        if len(flags) > 1:
+            raise UserError(f"{where} says both that it is trained on and that it is not; fix or remove the record")
+        if flags == {True} and turn["role"] != ASSISTANT and "train" in turn:
+            raise UserError(f"{where} has train true, but only assistant turns are trained on; remove it there")
+        if turn["role"] == ASSISTANT and (flags == {True} or (not flags and index in chosen)):
+            targets.append(index)
+    targets = [index for index in targets if index >= first_target]
+    if not targets:
+        raise UserError(f"{location}: none of the assistant turns is to be trained on, so no target; remove the record")
+    return targets
+
+
+def _read_flag(name: str, value: object, where: str) -> bool:
+    if value not in (0, 1) or (name == "train" and not isinstance(value, bool)):
+        allowed = "true or false" if name == "train" else "0 or 1"
+        raise UserError(f"{where} has {name}={value}; {allowed} say whether it is trained on; fix or remove the record")
+    return bool(value)
+
+
 def _split_conversation(
-    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, *, first_target: int
+    turns: Sequence[dict], location: str, tokenizer: PreTrainedTokenizerBase, tools: list | None, *, targets: set[int]
 ) -> list[Piece]:
     """Cut the rendered conversation before each assistant turn and after its end token.
 
-    Turns after the last assistant turn are dropped: nothing is trained on them. What a template writes after the end
+    The last turn is a target: nothing is trained on what comes after it. What a template writes after the end
     token (a newline, as a rule) is masked: the model stops at the token and never generates it.
     """
     pieces: list[Piece] = []
@@ -185,7 +226,7 @@ def _split_conversation(
                 f"{location}: message {index + 1}: the chat template writes nothing of this assistant turn, so there is"
                 " nothing to train on; use a template that does (data.chat_template)"
             )
-        pieces += [(before[len(done) :], False), (target, index >= first_target)]
+        pieces += [(before[len(done) :], False), (target, index in targets)]
         done = before + target
     return pieces
 

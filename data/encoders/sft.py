@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from data.encoders.chat import split_messages
 from data.encoders.media import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields, leading_bos
+from data.options import TrainOn
 from errors import UserError
 
 PROMPT_SLOT = "{prompt}"
@@ -20,6 +21,7 @@ class SFTEncoder(PieceEncoder):
     completion_field: str = "completion"
     messages_field: str = "messages"
     prompt_template: str = "{prompt}\n"
+    train_on: TrainOn = TrainOn.all_turns
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
@@ -30,7 +32,8 @@ class SFTEncoder(PieceEncoder):
         refuse_media(record, location)
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(field in record for field in fields):
-            return split_messages(record[self.messages_field], location, tokenizer, record.get("tools"))
+            messages, tools = record[self.messages_field], record.get("tools")
+            return split_messages(messages, location, tokenizer, tools, train_on=self.train_on)
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
         texts = [
             check_text(value, f"{location}: field '{field}'")

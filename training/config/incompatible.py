@@ -111,6 +111,11 @@ _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
 _EVALUATION = _is("evaluate_only", "true")
 _DOCUMENTS = Feature("data=pretrain", lambda run: find_kind(run.config.data.name).concatenates, "data.name")
+_NO_TURNS = Feature(
+    "data other than chat or sft",
+    lambda run: "train_on" not in getattr(find_kind(run.config.data.name).encoder, "__dataclass_fields__", {}),
+    "data.name",
+)
 _PACKED = _is("data.packing", "true")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
@@ -205,6 +210,18 @@ INCOMPATIBLE = (
         _is("data.length_policy", "truncate", "drop"),
         "documents are cut where a row is full",
         "leave data.length_policy as it is, or use data=sft",
+    ),
+    Pair(
+        _given("data.chat_template", "data.chat_template"),
+        _DOCUMENTS,
+        "raw text holds no messages",
+        "give data=chat, or data.special_tokens for tokens alone",
+    ),
+    Pair(
+        _is("data.train_on", "last_turn"),
+        _NO_TURNS,
+        "its records hold no turns to choose from",
+        "give data.train_on=all_turns, or data=chat",
     ),
     Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(

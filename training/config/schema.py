@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo
+from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo, TrainOn
 from errors import UserError
 from models.losses.options import DPOLossType, NLLReduction
 
@@ -126,6 +126,7 @@ class DataConfig:
     text_field: str | None = MISSING
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
+    train_on: TrainOn = MISSING
     chat_template: str | None = MISSING
     special_tokens: list[str] = MISSING
     eos_token: str | None = MISSING

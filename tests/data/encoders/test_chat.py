@@ -3,7 +3,9 @@
 import pytest
 
 from data.encoders.chat import ChatEncoder, split_messages
-from data.encoders.sample import Sample
+from data.encoders.sample import IGNORE_INDEX, Sample
+from data.encoders.sft import SFTEncoder
+from data.options import TrainOn
 from errors import UserError
 
 MESSAGES = [
@@ -21,7 +23,7 @@ SHAREGPT = [
 ]
 
 
-def encode(record: dict, tokenizer, **options: str) -> Sample:
+def encode(record: dict, tokenizer, **options: object) -> Sample:
     return ChatEncoder(**options).encode(record, "chat.jsonl:7", tokenizer)
 
 
@@ -43,6 +45,61 @@ def test_alpaca_is_a_question_and_its_answer(chat_tokenizer) -> None:
 def test_another_field(chat_tokenizer) -> None:
     expected = encode({"messages": MESSAGES}, chat_tokenizer)
     assert encode({"talk": MESSAGES, "messages": "no"}, chat_tokenizer, messages_field="talk") == expected
+
+
+def read_targets(record: dict, tokenizer, **options: object) -> tuple[str, str]:
+    """(what is trained on, the whole text)."""
+    sample = encode(record, tokenizer, **options)
+    trained = [label for label in sample["labels"] if label != IGNORE_INDEX]
+    return tokenizer.decode(trained), tokenizer.decode(sample["input_ids"])
+
+
+def test_the_last_turn_alone(chat_tokenizer) -> None:
+    trained, text = read_targets({"messages": MESSAGES}, chat_tokenizer, train_on=TrainOn.last_turn)
+    assert trained == "Yes.<|im_end|>" and "Eight.<|im_end|>" in text
+    sft = SFTEncoder(train_on=TrainOn.last_turn).encode({"messages": MESSAGES}, "chat.jsonl:7", chat_tokenizer)
+    assert sft == encode({"messages": MESSAGES}, chat_tokenizer, train_on=TrainOn.last_turn)
+
+
+@pytest.mark.parametrize("train_on", list(TrainOn))
+@pytest.mark.parametrize("flag, yes, no", [("train", True, False), ("weight", 1, 0)])
+def test_a_turn_that_says_whether_it_is_trained_on(
+    chat_tokenizer, train_on, flag: str, yes: object, no: object
+) -> None:
+    marked = [
+        MESSAGES[0],
+        {**MESSAGES[1], "weight": 1},
+        {**MESSAGES[2], flag: yes},
+        MESSAGES[3],
+        {**MESSAGES[4], flag: no},
+    ]
+    trained, text = read_targets({"messages": marked}, chat_tokenizer, train_on=train_on)
+    assert trained == "Eight.<|im_end|>" and text.endswith("Eight.<|im_end|>")  # and nothing after the last target
+    spoken = [{**SHAREGPT[0]}, {**SHAREGPT[1], flag: no}, *SHAREGPT[2:]]
+    assert read_targets({"conversations": spoken}, chat_tokenizer, train_on=train_on)[0] == "Yes.<|im_end|>"
+
+
+def test_flags_do_not_reach_the_template(chat_tokenizer, build_tokenizer) -> None:
+    shows = "{% for m in messages %}{{ m.keys() | list }}<|im_end|>{% endfor %}"
+    tokenizer = build_tokenizer(eos_token="<|im_end|>", chat_template=shows)
+    text = read_targets({"messages": [MESSAGES[1], {**MESSAGES[2], "train": True}]}, tokenizer)[1]
+    assert "role" in text and "train" not in text
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({2: {"train": "yes"}}, "message 3 has train=yes; true or false say whether it is trained on"),
+        ({2: {"weight": 0.5}}, "message 3 has weight=0.5; 0 or 1 say whether it is trained on"),
+        ({1: {"train": True}}, "message 2 has train true, but only assistant turns are trained on"),
+        ({2: {"train": True, "weight": 0}}, "message 3 says both that it is trained on and that it is not"),
+        ({2: {"train": False}, 4: {"weight": 0}}, "none of the assistant turns is to be trained on, so no target"),
+    ],
+)
+def test_flags_that_say_nothing(chat_tokenizer, flags: dict, message: str) -> None:
+    messages = [{**turn, **flags.get(index, {})} for index, turn in enumerate(MESSAGES)]
+    with pytest.raises(UserError, match=f"^chat.jsonl:7: {message}"):
+        encode({"messages": messages}, chat_tokenizer)
 
 
 def turns(*roles: str) -> dict:

@@ -61,6 +61,16 @@ EXAMPLES = {
         "data.length_policy=split",
     ),
     "data=pretrain does not go together with data.length_policy=truncate: ": ("data=pretrain", "data.packing=true"),
+    "data.chat_template does not go together with data=pretrain: ": (
+        "data=pretrain",
+        "data.packing=true",
+        "data.length_policy=split",
+        "data.chat_template=chatml",
+    ),
+    "data.train_on=last_turn does not go together with data=preference: ": (
+        "data=preference",
+        "data.train_on=last_turn",
+    ),
     "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),
     "data=preference does not go together with data.length_policy=split: ": (
         "data=preference",
