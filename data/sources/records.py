@@ -1,31 +1,28 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
-A source is one file, in a format that its name says (`data/sources/formats.py`), `hf:NAME[:SPLIT]`, read through
-`datasets`, or `own:SPEC`, a user-defined function that returns records (`data/components.py`). A record travels as JSON
-text and is parsed where it is tokenized, so that parsing is spread over the processes too. Every mistake in a file
-raises `UserError`; one that spoils a single record travels with it, so that the record can be skipped.
+A source is one file, in a format that its name says (`data/sources/formats.py`), `hf:NAME`, a data set of the hub
+(`data/sources/hub.py`), a tokenized corpus (`data/sources/indexed.py`), or `own:SPEC`, a user-defined function that
+returns records (`data/components.py`). A record travels as JSON text and is parsed where it is tokenized, so that
+parsing is spread over the processes too. Every mistake in a file raises `UserError`; one that spoils a single record
+travels with it, so that the record can be skipped.
 """
 
 import glob
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
-
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
-from huggingface_hub import constants, get_session
 
 from data.components import TARGET, build_component
 from data.sources import formats
-from data.sources.formats import RawRecord, describe_json_error, drop_absent, read_file
+from data.sources.formats import RawRecord, describe_json_error, read_file
+from data.sources.hub import PREFIX as HUB_PREFIX
+from data.sources.hub import load_hub, parse_hub, read_hub
+from data.sources.indexed import PREFIX as INDEXED_PREFIX
+from data.sources.indexed import find_prefix
 from errors import UserError
 
-HUB_PREFIX = "hf:"
 COMPONENT_PREFIX = "own:"
-HUB_SECONDS = 5  # to answer at all
 
 
 def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
@@ -37,11 +34,18 @@ def resolve_sources(files: str | Sequence[str], key: str) -> list[str]:
 
 
 def _resolve_entry(entry: str, key: str) -> list[str]:
+    if entry.startswith(HUB_PREFIX):
+        parse_hub(entry)
     if entry.startswith((HUB_PREFIX, COMPONENT_PREFIX)):
         return [entry]
     path = os.path.expanduser(entry)
     # A file whose name holds brackets is a file before it is a pattern.
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    prefixes = [find_prefix(match) for match in matches or [path]]
+    if any(prefixes):
+        if not all(prefixes):
+            raise UserError(f"{key}: {path} matches tokenized corpora (.bin, .idx) and other files; give them apart")
+        return [f"{INDEXED_PREFIX}{prefix}" for prefix in dict.fromkeys(prefixes)]
     files = [match for match in matches if os.path.isfile(match)]
     if not files:
         raise UserError(f"{key}: {_describe_missing(path)}")
@@ -63,7 +67,7 @@ def read_records(source: str) -> Iterator[RawRecord]:
     """Every record of a source, in order."""
     if source.startswith(COMPONENT_PREFIX):
         return _read_own(source)
-    return _read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
+    return read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
 
 
 def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | None:
@@ -72,7 +76,7 @@ def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | Non
     """
     if source.startswith(COMPONENT_PREFIX):
         return None
-    return len(_load_hub(source)) if source.startswith(HUB_PREFIX) else formats.estimate_num_records(source, first)
+    return len(load_hub(source)) if source.startswith(HUB_PREFIX) else formats.estimate_num_records(source, first)
 
 
 def name_component_source(spec: Mapping[str, Any]) -> str:
@@ -90,46 +94,6 @@ def _read_own(source: str) -> Iterator[RawRecord]:
             yield RawRecord(
                 location, problem=f"{location}: holds what JSON cannot: {error}; return text, numbers, lists and dicts"
             )
-
-
-def _read_hub(source: str) -> Iterator[RawRecord]:
-    for number, record in enumerate(_load_hub(source), start=1):
-        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
-        yield RawRecord(f"{source}: record {number}", json.dumps(drop_absent(record), default=str))
-
-
-@cache
-def _load_hub(source: str) -> Dataset:
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-    try:
-        with _offline_unless_reached():
-            return load_dataset(name, split=split or "train")
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"{source}: cannot be loaded: {reason}; check the name and the split (hf:NAME:SPLIT) and the network"
-        ) from None
-
-
-@contextmanager
-def _offline_unless_reached() -> Iterator[None]:
-    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); offline, it looks for a copy
-    in its cache at once.
-    """
-    offline = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = offline or not _reaches_hub()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-
-
-def _reaches_hub() -> bool:
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # of whichever HTTP library the hub is asked with
-        return False
-    return True
 
 
 def parse_record(location: str, json_text: str) -> dict:

@@ -16,7 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from data.components import TARGET, describe_code, find_component
 from data.encoders.sample import Encoder
-from data.sources.records import COMPONENT_PREFIX, HUB_PREFIX
+from data.sources.hub import PREFIX as HUB_PREFIX
+from data.sources.hub import describe_hub
+from data.sources.indexed import PREFIX as INDEXED_PREFIX
+from data.sources.indexed import describe_files
+from data.sources.records import COMPONENT_PREFIX
 from errors import UserError
 from filesystem import lock_file
 
@@ -40,10 +44,12 @@ def compute_cache_key(
 
 def _describe_source(source: str) -> list:
     if source.startswith(HUB_PREFIX):
-        return [source]
+        return [source, *describe_hub(source)]
     if source.startswith(COMPONENT_PREFIX):
         name = json.loads(source.removeprefix(COMPONENT_PREFIX))[TARGET]
         return [source, describe_code(find_component(name, TARGET))]
+    if source.startswith(INDEXED_PREFIX):
+        return [INDEXED_PREFIX, describe_files(source)]
     status = os.stat(source)
     return [os.path.abspath(source), status.st_size, status.st_mtime_ns]
 

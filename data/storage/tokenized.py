@@ -8,6 +8,7 @@
 Opening it reads nothing, and nothing of it is copied to memory that belongs to a process, whatever its size.
 """
 
+import bisect
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,10 +18,12 @@ from typing import Self
 import numpy as np
 import xxhash
 
+from data.sources.indexed import IndexedCorpus
 from data.storage.summary import Summary
 
 SUMMARY_FILE = "summary.json"
 SIZES_FILE = "file_sizes.json"
+CORPORA_FILE = "corpora.json"  # of corpora that were tokenized elsewhere: their prefixes, in place of the token columns
 TOKEN_COLUMNS = ("input_ids", "labels")
 SAMPLE_COLUMNS = ("length", "num_targets", "source")
 DTYPES: dict[str, np.dtype] = {
@@ -90,6 +93,20 @@ class TokenizedWriter:
         self.num_tokens += len(columns["input_ids"])
         self.num_targets += int(columns["num_targets"].sum(dtype=np.int64))
 
+    def append_lengths(self, lengths: np.ndarray, source: int) -> None:
+        """Documents whose tokens lie elsewhere, and are all targets but the first. lengths: int64, 1 or more."""
+        self._write("length", lengths.astype(np.int32))
+        self._write("num_targets", (lengths - 1).astype(np.int32))
+        self._write("source", np.full(len(lengths), source, np.int32))
+        self._write("offset", self.num_tokens + np.cumsum(lengths, dtype=np.int64))
+        self._hashes[source].update(lengths.data)
+        self.num_samples += len(lengths)
+        self.num_tokens += int(lengths.sum())
+        self.num_targets += int(lengths.sum()) - len(lengths)
+
+    def add_to_fingerprint(self, tokens: np.ndarray, source: int) -> None:
+        self._hashes[source].update(tokens.data)
+
     def _write(self, name: str, values: np.ndarray) -> None:
         self._files[name].write(values.data)
 
@@ -106,6 +123,20 @@ class TokenizedWriter:
         (self._path / SIZES_FILE).write_text(json.dumps(sizes))
 
 
+class CorpusTokens:
+    """The tokens of several corpora end to end, read by slices that lie in one of them; int32."""
+
+    def __init__(self, folder: Path) -> None:
+        corpora = [IndexedCorpus(prefix) for prefix in json.loads((folder / CORPORA_FILE).read_text())]
+        self._tokens = [np.memmap(corpus.bin_file, corpus.dtype, mode="r") for corpus in corpora]
+        self._firsts = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        number = bisect.bisect_right(self._firsts, place.start) - 1
+        first = self._firsts[number]
+        return np.asarray(self._tokens[number][place.start - first : place.stop - first]).astype(np.int32)
+
+
 class TokenizedDataset:
     """A tokenized folder, memory-mapped: a rank touches only the columns it reads, lengths and target counts aside."""
 
@@ -115,11 +146,12 @@ class TokenizedDataset:
         self.lengths, self.num_targets, self.sources = (
             map_column(path, name, DTYPES[name]) for name in SAMPLE_COLUMNS
         )  # [num_samples]
-        self._columns = {
-            name: map_column(path, name, DTYPES[name])
-            for name, reads in zip(TOKEN_COLUMNS, (reads_inputs, reads_labels))
-            if reads
-        }
+        wanted = [name for name, reads in zip(TOKEN_COLUMNS, (reads_inputs, reads_labels)) if reads]
+        self._columns: dict[str, np.ndarray | CorpusTokens]
+        if (Path(path) / CORPORA_FILE).is_file():  # the labels are the tokens themselves
+            self._columns = dict.fromkeys(wanted, CorpusTokens(Path(path)))
+        else:
+            self._columns = {name: map_column(path, name, DTYPES[name]) for name in wanted}
 
     def __reduce__(self) -> tuple:
         # A worker process that is spawned opens the folder itself: pickling the views would copy the data.

@@ -22,6 +22,7 @@ from data.sources.formats import RawRecord
 from data.sources.records import read_records, resolve_sources
 from data.storage.cache import lock_folder
 from data.storage.disk import check_room, describe_bytes, estimate_size
+from data.storage.indexed import holds_indexed, write_indexed
 from data.storage.summary import BatchCounts, Summary, check_any_left
 from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
 from data.storage.workers import map_in_order
@@ -78,10 +79,16 @@ def _write_dataset(
     temporary = path.with_suffix(".tmp")
     # One that exists is of a process that was killed: the lock says that nobody else writes here.
     shutil.rmtree(temporary, ignore_errors=True)
-    num_records = _announce(path.parent, sources, key, encoding, say=say)
-    temporary.mkdir()
+    indexed = holds_indexed(sources, key, encoding)
+    num_records = None if indexed else _announce(path.parent, sources, key, encoding, say=say)
+    temporary.mkdir(parents=True)
     try:
-        _tokenize_sources(temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown)
+        if indexed:
+            write_indexed(temporary, sources, key, encoding, shown)
+        else:
+            _tokenize_sources(
+                temporary, sources, key, encoding, num_proc=num_proc, num_records=num_records, shown=shown
+            )
         os.rename(temporary, path)
     except UserError as error:
         raise error from None  # without the stack trace of another process

@@ -8,7 +8,12 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
+from data.encoders.encoding import Encoding
+from data.encoders.pretrain import PretrainEncoder
+from data.sources.hub import load_hub
 from data.sources.records import parse_record, read_records, resolve_sources
+from data.storage.tokenized import load_summary
+from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
 
@@ -75,8 +80,50 @@ def test_hub_data_sets_are_read_through_datasets(tmp_path: Path, monkeypatch: py
         (f"{source}: record 1", {"a": "x"}),
         (f"{source}: record 2", {"a": "y"}),
     ]
-    with pytest.raises(UserError, match=f"hf:{folder}: cannot be loaded: .*train.*; check the name and the split"):
+    with pytest.raises(UserError, match=f"hf:{folder}: cannot be loaded: .*train.*; check the name, the split"):
         list(read_records(f"hf:{folder}"))
+
+
+def test_config_and_split_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "corpus"
+    for config in ("small", "large"):
+        (folder / config).mkdir(parents=True)
+        for split in ("train", "test"):
+            write(folder / config / f"{split}.jsonl", json.dumps({"a": f"{config} {split}"}) + "\n")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {config}\n  data_files:\n"
+            + "".join(f"  - {{split: {split}, path: {config}/{split}.jsonl}}\n" for split in ("train", "test"))
+            for config in ("small", "large")
+        )
+        + "---\n"
+    )
+    for query, text in (("config=large", "large train"), ("config=small&split=test", "small test")):
+        assert [json.loads(record.text) for record in read_records(f"hf:{folder}?{query}")] == [{"a": text}]
+    for wrong in (f"hf:{folder}?", f"hf:{folder}?name=large", f"hf:{folder}?config="):
+        with pytest.raises(UserError, match="cannot be read; give hf:NAME.config=...&split=...&revision=... with"):
+            resolve_sources(wrong, "train_file")
+
+
+def test_a_data_set_that_has_changed_has_other_tokens(tokenizer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder, encoding = tmp_path / "corpus", Encoding(PretrainEncoder("a"), tokenizer, None)
+    folder.mkdir()
+
+    def tokenize(text: str | None = None) -> tuple[Path, int]:
+        """As a run that starts does it: with nothing in its memory."""
+        if text is not None:
+            write(folder / "train.jsonl", json.dumps({"a": text}) + "\n")
+        load_hub.cache_clear()
+        path = prepare_dataset([f"hf:{folder}"], key="train_file", encoding=encoding, cache_dir=tmp_path, log=None)
+        return path, load_summary(path).num_tokens
+
+    first = tokenize("one")
+    assert tokenize() == first
+    second = tokenize("one and more of it")
+    assert second[0] != first[0] and second[1] > first[1]
 
 
 def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +133,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path, monkeypatch:
     with pytest.raises(
         UserError,
         match="hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing' .*; "
-        "check the name .* and the network",
+        "check the name, .* and the network",
     ):
         list(read_records("hf:nobody/nothing"))
     assert time.monotonic() - start < 6 and not constants.HF_HUB_OFFLINE

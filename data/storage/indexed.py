@@ -1,0 +1,71 @@
+"""The tokenized folder of corpora that are tokenized already: lengths and offsets alone. Their token ids stay where
+they are, mapped from the corpora's own files (`data/sources/indexed.py`).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from console import progress
+from data.encoders.encoding import Encoding
+from data.encoders.length import LengthCounts
+from data.encoders.pretrain import PretrainEncoder
+from data.sources.indexed import PREFIX, TOKENS_AT_A_TIME, IndexedCorpus
+from data.storage.summary import Summary, check_any_left
+from data.storage.tokenized import CORPORA_FILE, TokenizedWriter
+from errors import UserError
+
+
+def holds_indexed(sources: Sequence[Sequence[str]], key: str, encoding: Encoding) -> bool:
+    """Whether the sources are tokenized corpora. Raises `UserError` where only some of them are, and for another kind
+    of data than raw text.
+    """
+    indexed = [source.startswith(PREFIX) for group in sources for source in group]
+    if not any(indexed):
+        return False
+    name = next(source for group in sources for source in group if source.startswith(PREFIX)).removeprefix(PREFIX)
+    if not isinstance(encoding.encoder, PretrainEncoder):
+        raise UserError(f"{key}: {name}.bin holds token ids without targets; it can be used with data=pretrain alone")
+    if not all(indexed):
+        raise UserError(f"{key}: {name}.bin is tokenized already and others are text; give one kind, or tokenize all")
+    return True
+
+
+def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, encoding: Encoding, shown: bool) -> None:
+    """Writes the folder's columns, and reads each token once: for its id and for the fingerprint. Raises `UserError`
+    for files that do not fit and ids beyond the vocabulary.
+    """
+    vocab_size = max(encoding.tokenizer.get_vocab().values()) + 1
+    groups = [[IndexedCorpus(source.removeprefix(PREFIX)) for source in group] for group in sources]
+    corpora = [(number, corpus) for number, group in enumerate(groups) for corpus in group]
+    total = sum(len(corpus.map_tokens()) for _, corpus in corpora)
+    num_documents = 0
+    with (
+        TokenizedWriter(folder, len(groups)) as writer,
+        progress(f"reading {key}", total, "tokens", shown) as bar,
+    ):
+        for number, corpus in corpora:
+            tokens = corpus.map_tokens()
+            for first in range(0, len(tokens), TOKENS_AT_A_TIME):
+                chunk = tokens[first : first + TOKENS_AT_A_TIME]
+                corpus.check_tokens(vocab_size, first=first, chunk=chunk)
+                writer.add_to_fingerprint(chunk.astype(np.int32), number)
+                bar.advance(len(chunk))
+            num_documents += corpus.num_documents
+            for lengths in corpus.list_lengths():
+                writer.append_lengths(lengths[lengths > 0], number)
+        summary = Summary(
+            num_samples=writer.num_samples,
+            num_tokens=writer.num_tokens,
+            num_targets=writer.num_targets,
+            num_records=num_documents,
+            num_skipped=0,
+            lengths=LengthCounts(),
+            examples=[],
+            fingerprints=writer.fingerprints,
+        )
+        check_any_left(summary, key)
+        (folder / CORPORA_FILE).write_text(json.dumps([corpus.prefix for _, corpus in corpora]))
+        writer.finish(summary)
