@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data.findings import Inspected, describe_findings
 from data.inspection import choose_rows, describe_dataset, render_row, save_histogram
 from data.storage.rows import RowPlan, Rows, list_rows
 from training.config.schema import RunConfig
-from training.inputs.datasets import build_row_plan
+from training.inputs.datasets import build_row_plan, list_entries
 
 ROWS_SHOWN = 3
+TOKENS_NAMED = 12  # of a sample that looks wrong
 
 
 def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -31,6 +33,17 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
             documents = f", {num_documents:,} documents" if num_documents > 1 else ""
             counts = f"{rows.lengths[row]:,} tokens, {rows.num_targets[row]:,} of them targets{documents}"
             print(f"\n--- {_name_row(row, plan)}: {counts} ---\n{render_row(rows, row, tokenizer, in_colour)}")
+    group_size = build_row_plan(config, "train_file").group_size
+    files = [
+        Inspected(key, path, [str(entry) for entry in list_entries(config, key)], group_size)
+        for key, path in datasets.items()
+    ]
+    print(f"\n=== what looks wrong ===\n{describe_findings(files, lambda ids: _show(ids, tokenizer))}")
+
+
+def _show(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning, on one line; data can hold what a terminal obeys."""
+    return repr(tokenizer.decode(input_ids[:TOKENS_NAMED]))
 
 
 def _name_row(row: int, plan: RowPlan) -> str:

@@ -1,10 +1,10 @@
 """Megatron's .bin and .idx: written here from the format's public definition, read as documents, never copied."""
 
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.corpora import CODES, write_corpus
 
 from data.encoders.encoding import Encoding
 from data.encoders.pretrain import PretrainEncoder
@@ -15,31 +15,6 @@ from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
-
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-DOCUMENTS = [[[5, 6, 7], [8]], [], [[9, 10, 11, 12, 13]], [[14]]]  # each of some sequences
-
-
-def write_corpus(prefix: Path, documents=DOCUMENTS, dtype: str = "uint16", *, code: int = 0, **changed) -> str:
-    sequences = [sequence for document in documents for sequence in document]
-    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
-    tokens = np.array([token for sequence in sequences for token in sequence], dtype)
-    ends = np.cumsum(lengths, dtype="<i8") * tokens.itemsize
-    pointers = changed.get("pointers", np.concatenate([[0], ends])[: len(ends)].astype("<i8"))
-    boundaries = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
-    boundaries = changed.get("boundaries", boundaries).astype("<i8")
-    head = struct.pack(
-        "<9sQBQQ",
-        changed.get("magic", b"MMIDIDX\x00\x00"),
-        changed.get("version", 1),
-        code or CODES[dtype],
-        len(lengths),
-        len(boundaries),
-    )
-    index = head + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
-    prefix.with_suffix(".idx").write_bytes(index[: changed.get("cut", len(index))])
-    prefix.with_suffix(".bin").write_bytes(tokens.tobytes() + changed.get("tail", b""))
-    return str(prefix)
 
 
 @pytest.fixture

@@ -45,6 +45,8 @@ def test_it_prints_what_the_model_will_see(config, tmp_path: Path, capsys: pytes
         "(packing efficiency)",
         "\n--- row 0: ",
         "</s>]]",
+        "=== what looks wrong ===",
+        "eval_file: 20 of 20 samples are in train_file too",
     ):
         assert part in printed, part
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
