@@ -1,0 +1,71 @@
+"""The keys of `data` that make a chat of messages reach the tokenizer and the encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from support.configs import build_config
+from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
+
+from data.options import TrainOn
+from errors import UserError
+from models.architecture import build_layers
+from models.weights.sources import open_weights
+from training.config.schema import RunConfig
+from training.inputs.datasets import build_encoder, load_tokenizer
+from training.setup import open_source
+
+
+def write_config(folder: Path, *overrides: str) -> RunConfig:
+    if not (folder / "model").exists():
+        save_llama(folder / "model", num_hidden_layers=1)
+        save_tokenizer(folder / "model")
+    return build_config(f"model_name_or_path={folder}/model", "data=chat", *overrides)
+
+
+def test_tokens_and_template_reach_the_tokenizer_and_the_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}<turn>{{ m.content }}<end>{% endfor %}")
+    keys = (f"data.chat_template={tmp_path}/mine.jinja", "data.special_tokens=['<turn>']", "data.eos_token='<end>'")
+    config = write_config(tmp_path, *keys)
+    source = open_source(config, None)
+    tokenizer = load_tokenizer(config, source)
+    assert source.config.vocab_size == len(tokenizer) == VOCAB_SIZE + 2
+    assert tokenizer.eos_token == "<end>" and len(tokenizer("<turn>")["input_ids"]) == 1
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<turn>a<end>"
+    layers = build_layers(source.config)
+    source.check_complete(layers)
+    assert len(source.read_layer(0, layers[0])["weight"]) == VOCAB_SIZE + 2
+    assert open_source(write_config(tmp_path), None).config.vocab_size == VOCAB_SIZE
+
+
+def test_rows_to_spare_are_taken(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1, vocab_size=VOCAB_SIZE + 8)
+    save_tokenizer(tmp_path / "model")
+    config = write_config(tmp_path, "data.chat_template=chatml")
+    source = open_source(config, None)
+    assert source.config.vocab_size == VOCAB_SIZE + 8 and len(load_tokenizer(config, source)) == VOCAB_SIZE + 2
+    assert type(source) is type(open_weights(f"{tmp_path}/model"))
+
+
+def test_a_tokenizer_that_did_not_fit_is_not_grown_for(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", num_hidden_layers=1, vocab_size=VOCAB_SIZE - 8)
+    save_tokenizer(tmp_path / "model")
+    config = write_config(tmp_path, "data.chat_template=chatml")
+    with pytest.raises(UserError, match="has 322 tokens, the embedding 312 rows"):
+        load_tokenizer(config, open_source(config, None))
+
+
+def test_a_model_from_scratch_has_the_rows_too(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    fields = "{model_type: llama, vocab_size: 320, hidden_size: 48, num_hidden_layers: 1, num_attention_heads: 4}"
+    scratch = ("init=random", f"tokenizer_name_or_path={tmp_path}/model", f"+model={fields}")
+    assert open_source(write_config(tmp_path, *scratch, "data.chat_template=chatml"), None).config.vocab_size == 322
+
+
+def test_train_on_reaches_the_encoder(tmp_path: Path) -> None:
+    for kind in ("chat", "sft"):
+        data = write_config(tmp_path, f"data={kind}", "data.train_on=last_turn").data
+        assert build_encoder(data).train_on is TrainOn.last_turn
+        assert build_encoder(dataclasses.replace(data, train_on=TrainOn.all_turns)).train_on is TrainOn.all_turns
