@@ -24,7 +24,6 @@ OTHERS = re.compile(
 )
 # What the page says already, and is not there yet. Take out what is.
 COMING = {
-    "data.chat_template",
     *(f"task={name}" for name in ("kto", "reward")),
 }  # fmt: skip
 
