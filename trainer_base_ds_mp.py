@@ -24,7 +24,7 @@ from training.config.schema import register_schema
 from training.distributed.host_share import set_allocator_defaults
 from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
 from training.engine.deepspeed_internals import check_internals
-from training.pipeline.schedule import find_schedule
+from training.pipeline.schedules import find_schedule
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 DEFAULT_CONFIG = "base"

@@ -24,6 +24,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.reference_logprobs import prepare_reference
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.module import StageModule, join_tensor_parallel
+from training.pipeline.schedules import build_schedule
 from training.setup import RunSetup
 
 Datasets = Mapping[str, Path]  # key of the files -> tokenized folder
@@ -53,6 +54,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         topology=setup.layout.topology,
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
+        schedule=build_schedule(setup.layout),
     )
     if fuses:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")

@@ -44,7 +44,7 @@ from training.pipeline.attention import choose_run_attention
 from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
 from training.pipeline.routers import build_router_options
-from training.pipeline.schedule import find_schedule, schedule_layout
+from training.pipeline.schedules import find_schedule, schedule_layout
 from training.pipeline.trainable import (
     build_adapter,
     check_added_tokens,

@@ -46,8 +46,11 @@ class RowParallelLinear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.randomness is not None:
             self.randomness.end()
-        outputs = sum_forward(nn.functional.linear(inputs, self.weight), self.parallel)
+        outputs = sum_forward(self.multiply(inputs), self.parallel)
         return outputs if self.bias is None else outputs + self.bias
+
+    def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.weight)
 
 
 class RowParallelConv1D(Conv1D):
@@ -61,7 +64,10 @@ class RowParallelConv1D(Conv1D):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.randomness is not None:
             self.randomness.end()
-        return sum_forward(inputs @ self.weight, self.parallel) + self.bias
+        return sum_forward(self.multiply(inputs), self.parallel) + self.bias
+
+    def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.weight
 
 
 class ShardedNorm(nn.Module):

@@ -9,9 +9,10 @@ from training.distributed.p2p import SENDS_IN_FLIGHT
 from training.engine.executor import InstructionSchedule
 from training.pipeline.schedule import Schedule, UnitKind
 
-LINK_OF_RECEIVE = {"RecvActivation": UnitKind.forward, "RecvGrad": UnitKind.backward}
-LINK_OF_SEND = {"SendActivation": UnitKind.forward, "SendGrad": UnitKind.backward}
-LINK_OF_PASS = {"ForwardPass": UnitKind.forward, "BackwardPass": UnitKind.backward}
+RECEIVES = {"RecvActivation": UnitKind.forward, "RecvGrad": UnitKind.backward}
+SENDS = {"SendActivation": UnitKind.forward, "SendGrad": UnitKind.backward}
+PASSES = {"ForwardPass": UnitKind.forward, "BackwardPass": UnitKind.backward}
+Link = tuple[UnitKind, int, int]  # what crosses it, the stages that it leads from and to
 
 
 def play(schedule: Schedule, forward_only: bool = False) -> list[int]:
@@ -23,15 +24,16 @@ def play(schedule: Schedule, forward_only: bool = False) -> list[int]:
 
 
 class _Player:
-    """A link is named by what crosses it and the stage that it leads to."""
+    """What crosses a link is named (chunk that it is for, micro-batch)."""
 
     def __init__(self, schedule: Schedule, forward_only: bool) -> None:
-        self.num_stages, self.micro_batches = schedule.num_stages, schedule.num_micro_batches
-        ranks = [InstructionSchedule(schedule, stage, forward_only) for stage in range(self.num_stages)]
+        self.schedule = schedule
+        ranks = [InstructionSchedule(schedule, stage, forward_only) for stage in range(schedule.num_stages)]
         self.programs = [[command for step in rank.steps() for command in step] for rank in ranks]
-        self.sent: dict[Any, list[int]] = defaultdict(list)  # by link: buffers in the order of sending,
-        self.posted: dict[Any, list[int]] = defaultdict(list)  # of posting a receive,
-        self.received: dict[Any, list[int]] = defaultdict(list)  # and of having waited for it
+        self.sent: dict[Link, list[Any]] = defaultdict(list)  # in the order of sending,
+        self.posted: dict[Link, list[Any]] = defaultdict(list)  # of posting a receive,
+        self.received: dict[Link, list[Any]] = defaultdict(list)  # and of having waited for it
+        self.there: set[Any] = set()  # what a rank has handed on to itself
 
     def play(self) -> list[int]:
         left = [list(program) for program in self.programs]
@@ -43,45 +45,64 @@ class _Player:
                     commands.pop(0)
                     moved = True
         if not any(left):
+            assert {*self.sent, *self.posted} <= {*self.schedule.list_links()}
             for link in {*self.sent, *self.posted}:
-                assert len(self.sent[link]) == len(self.posted[link]) and self.received[link] == self.posted[link]
+                assert self.sent[link] == self.posted[link] == self.received[link]
         return [len(commands) for commands in left]
+
+    def link_to(self, kind: UnitKind, chunk: int) -> Link:
+        """By which what a pass through `chunk` needs comes."""
+        source = chunk - 1 if kind is UnitKind.forward else chunk + 1
+        return kind, self.schedule.find_stage(source), self.schedule.find_stage(chunk)
 
     def executes(self, stage: int, command: Any) -> bool:
         """False where it has to wait."""
+        if command.name == "FinishSends":
+            return all(
+                len(self.posted[link]) >= len(self.sent[link])
+                for link in self.schedule.list_links()
+                if link[1] == stage
+            )
+        if not hasattr(command, "chunk"):
+            return True
+        item = command.chunk, command.buffer_id % self.schedule.num_micro_batches
         if command.name == "StartRecv":
-            self.posted[command.kind, stage].append(command.buffer_id)
-        elif command.name in LINK_OF_RECEIVE:
-            return self.receives(LINK_OF_RECEIVE[command.name], stage, command.buffer_id)
-        elif command.name in LINK_OF_SEND:
-            return self.sends(self.link_from(LINK_OF_SEND[command.name], stage), command.buffer_id)
-        elif command.name in LINK_OF_PASS:  # whose input has come, where it has one
-            link = LINK_OF_PASS[command.name], stage
-            assert command.buffer_id not in self.posted[link] or command.buffer_id in self.received[link]
-        elif command.name == "FinishSends":
-            links = [self.link_from(kind, stage) for kind in UnitKind]
-            return all(len(self.posted[link]) >= len(self.sent[link]) for link in links)
+            kind = UnitKind.forward if command.kind is UnitKind.forward else UnitKind.backward
+            self.posted[self.link_to(kind, command.chunk)].append(item)
+        elif command.name in RECEIVES:
+            return self.receives(self.link_to(RECEIVES[command.name], command.chunk), item)
+        elif command.name in SENDS:
+            return self.sends(SENDS[command.name], *item, is_here=command.to is not None)
+        elif command.name in PASSES:
+            self.check_input(PASSES[command.name], *item)
         return True
 
-    def link_from(self, kind: UnitKind, stage: int) -> tuple[UnitKind, int]:
-        return kind, (stage + (1 if kind is UnitKind.forward else -1)) % self.num_stages
-
-    def sends(self, link: tuple[UnitKind, int], buffer_id: int) -> bool:
+    def sends(self, kind: UnitKind, chunk: int, micro_batch: int, *, is_here: bool) -> bool:
+        to = chunk + (1 if kind is UnitKind.forward else -1)
+        if is_here:
+            self.there.add((kind, to, micro_batch))
+            return True
+        link = self.link_to(kind, to)
         if len(self.sent[link]) - len(self.posted[link]) >= SENDS_IN_FLIGHT:
             return False
-        self.sent[link].append(buffer_id)
+        self.sent[link].append((to, micro_batch))
         return True
 
-    def receives(self, kind: UnitKind, stage: int, buffer_id: int) -> bool:
-        """What has come is of the chunk before, or after, and of the same micro-batch."""
-        link = kind, stage
-        number = self.posted[link].index(buffer_id)
+    def receives(self, link: Link, item: Any) -> bool:
+        """The n-th that is received is the n-th that was sent."""
+        number = self.posted[link].index(item)
         if number >= len(self.sent[link]):
             return False
-        step = -1 if kind is UnitKind.forward else 1
-        chunk, micro_batch = divmod(buffer_id, self.micro_batches)
-        other, other_micro_batch = divmod(self.sent[link][number], self.micro_batches)
-        assert other_micro_batch == micro_batch
-        assert other * self.num_stages + (stage + step) % self.num_stages == chunk * self.num_stages + stage + step
-        self.received[link].append(buffer_id)
+        assert self.sent[link][number] == item
+        self.received[link].append(item)
         return True
+
+    def check_input(self, kind: UnitKind, chunk: int, micro_batch: int) -> None:
+        """A pass has what it needs."""
+        source = chunk - 1 if kind is UnitKind.forward else chunk + 1
+        if not 0 <= source <= self.schedule.last_chunk:
+            return
+        if self.schedule.find_stage(source) == self.schedule.find_stage(chunk):
+            assert (kind, chunk, micro_batch) in self.there
+        else:
+            assert (chunk, micro_batch) in self.received[self.link_to(kind, chunk)]

@@ -55,6 +55,7 @@ _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _PASSES = (
+    "_exec_load_micro_batch",
     "_exec_forward_pass", "_exec_backward_pass", "_exec_recv_activations", "_exec_recv_grads", "_exec_send_activations",
     "_exec_send_grads",
 )  # fmt: skip
@@ -81,9 +82,13 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ENGINE}.eval_batch", ("_inference_schedule",), "giving the engine a schedule"
     yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("steps", "num_pipe_buffers"), "giving the engine a schedule"
     yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("micro_batches", "stages"), "giving the engine a schedule"
-    yield _ENGINE, ("is_first_stage", "is_last_stage"), "telling which pass ends with the loss"
-    yield f"{_ENGINE}._exec_forward_pass", ("is_last_stage", "loss"), "telling which pass ends with the loss"
-    yield _ENGINE, ("pipe_buffers", "loss", "grad_layer"), "holding the micro-batches in flight"
+    yield _ENGINE, ("is_last_stage", "_loss_stage_global_rank"), "telling which rank has the loss"
+    yield f"{_ENGINE}.eval_batch", ("is_last_stage", "fwd_outputs"), "telling which rank has the loss"
+    yield _ENGINE, ("pipe_buffers", "num_pipe_buffers", "_next_batch"), "holding the micro-batches in flight"
+    yield f"{_ENGINE}._exec_schedule", ("num_pipe_buffers", "fwd_outputs"), "holding the micro-batches in flight"
+    yield _ENGINE, ("gradient_accumulation_steps",), "a mean over micro-batches"
+    for optimizer in (_ZERO, _BF16):
+        yield optimizer, ("scale_if_loss", "clear_backward_seen_flag"), "running a pass"
     yield _ENGINE, ("reset_activation_shape", "first_output_send"), "sending shapes across stage boundaries"
     yield _ENGINE, ("_send_tensor_meta", "_recv_tensor_meta"), "sending shapes across stage boundaries"
     yield _ENGINE, ("_grad_layer_buf",), "sending shapes across stage boundaries"

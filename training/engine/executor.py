@@ -26,7 +26,7 @@ P stages, V chunks per stage, M micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -39,7 +39,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from training.distributed.p2p import Link, build_link_options, wait_for
 from training.distributed.topology import PIPE
 from training.pipeline.module import StageModule
+from training.engine.zero_patches import build_adder
 from training.pipeline.schedule import Schedule, Unit, UnitKind
+from training.pipeline.weight_gradients import compute_gradients
 
 Instructions = list[instructions.PipeInstruction]
 
@@ -48,23 +50,31 @@ class StartRecv(instructions.BufferOpInstruction):
     """Posts the receive of what the next pass needs; `RecvActivation` and `RecvGrad` wait for it."""
 
 
+class WeightPass(instructions.BufferOpInstruction):
+    """The second half of a backward pass: the gradients of weights that the first has put off."""
+
+
 class FinishSends(instructions.PipeInstruction):
     """Waits until all that was sent has been received."""
 
 
 class InstructionSchedule(instructions.PipeSchedule):
-    """The units of one rank as instructions of DeepSpeed's. forward_only: of an evaluation."""
+    """The units of one rank as instructions of DeepSpeed's. forward_only: of an evaluation.
+
+    Each names the chunk that it is about; what is received comes from the chunk before, or after, and what is sent goes
+    to the next.
+    """
 
     def __init__(self, schedule: Schedule, stage_id: int, forward_only: bool = False) -> None:
         super().__init__(schedule.num_micro_batches, schedule.num_stages, stage_id)
-        self.num_chunks = schedule.num_chunks
-        self.last_chunk = schedule.num_stages * schedule.num_chunks - 1
+        self.chunks, self.last_chunk = schedule.list_chunks(stage_id), schedule.last_chunk
+        self._find_stage = schedule.find_stage
         self.units = schedule.list_forward(stage_id) if forward_only else schedule.list_units(stage_id)
         self.forward_only = forward_only
 
     def num_pipe_buffers(self) -> int:
         """One slot per chunk and micro-batch; it holds something only while that micro-batch is in flight."""
-        return self.num_chunks * self.micro_batches
+        return len(self.chunks) * self.micro_batches
 
     def steps(self) -> Iterator[Instructions]:
         yield self._start(self.units[:1])
@@ -76,41 +86,67 @@ class InstructionSchedule(instructions.PipeSchedule):
         if not self.forward_only:
             yield [instructions.ReduceTiedGrads(), instructions.ReduceGrads(), instructions.OptimizerStep()]
 
-    def _buffer(self, unit: Unit) -> int:
-        return unit.chunk // self.stages * self.micro_batches + unit.micro_batch
+    def _slot(self, chunk: int, micro_batch: int) -> int:
+        return self.chunks.index(chunk) * self.micro_batches + micro_batch
 
-    def _has_input(self, unit: Unit) -> bool:
-        return unit.chunk > 0 if unit.kind is UnitKind.forward else unit.chunk < self.last_chunk
+    def _of(self, unit: Unit) -> dict[str, int]:
+        return {"buffer_id": self._slot(unit.chunk, unit.micro_batch), "chunk": unit.chunk}
+
+    def _is_here(self, chunk: int) -> bool:
+        return self._find_stage(chunk) == self.stage_id
+
+    def _source(self, unit: Unit) -> int | None:
+        """The chunk whose output, or gradient, the pass needs; None of a first forward, a last backward, or one for
+        weights."""
+        if unit.kind is UnitKind.forward:
+            return unit.chunk - 1 if unit.chunk else None
+        return unit.chunk + 1 if unit.kind is not UnitKind.weight_backward and unit.chunk < self.last_chunk else None
+
+    def _comes_from_afar(self, unit: Unit) -> bool:
+        source = self._source(unit)
+        return source is not None and not self._is_here(source)
 
     def _start(self, units: Sequence[Unit]) -> Instructions:
-        return [StartRecv(self._buffer(unit), kind=unit.kind) for unit in units if self._has_input(unit)]
+        return [StartRecv(**self._of(unit), kind=unit.kind) for unit in units if self._comes_from_afar(unit)]
 
     def _receive(self, unit: Unit) -> Instructions:
         receive = instructions.RecvActivation if unit.kind is UnitKind.forward else instructions.RecvGrad
-        return [receive(self._buffer(unit))] if self._has_input(unit) else []
+        return [receive(**self._of(unit))] if self._comes_from_afar(unit) else []
 
     def _run(self, unit: Unit) -> Instructions:
-        buffer_id, chunk = self._buffer(unit), unit.chunk // self.stages
-        if unit.kind is UnitKind.backward:
-            return [instructions.BackwardPass(buffer_id, chunk=chunk)]
-        load = [instructions.LoadMicroBatch(buffer_id)] if unit.chunk in (0, self.last_chunk) else []
-        return [*load, instructions.ForwardPass(buffer_id, chunk=chunk)]
+        if unit.kind is UnitKind.weight_backward:
+            return [WeightPass(**self._of(unit))]
+        if unit.kind is not UnitKind.forward:
+            return [instructions.BackwardPass(**self._of(unit), splits=unit.kind is UnitKind.input_backward)]
+        return [*self._load(unit), instructions.ForwardPass(**self._of(unit))]
+
+    def _load(self, unit: Unit) -> Instructions:
+        """Once for each micro-batch: before the first chunk, on a rank that has it, else before the last."""
+        loads_at = next((chunk for chunk in (0, self.last_chunk) if self._is_here(chunk)), None)
+        if unit.chunk != loads_at:
+            return []
+        labels_id = self._slot(self.last_chunk, unit.micro_batch) if self._is_here(self.last_chunk) else None
+        return [instructions.LoadMicroBatch(**self._of(unit), labels_id=labels_id)]
 
     def _send(self, unit: Unit) -> Instructions:
         if unit.kind is UnitKind.forward:
-            return [instructions.SendActivation(self._buffer(unit))] if unit.chunk < self.last_chunk else []
-        return [instructions.SendGrad(self._buffer(unit))] if unit.chunk > 0 else []
+            return self._hand_on(unit, unit.chunk + 1, instructions.SendActivation)
+        return (
+            [] if unit.kind is UnitKind.weight_backward else self._hand_on(unit, unit.chunk - 1, instructions.SendGrad)
+        )
+
+    def _hand_on(self, unit: Unit, to: int, send: type[instructions.BufferOpInstruction]) -> Instructions:
+        """To another rank, or, by the number of its buffer, to another chunk of this one."""
+        if not 0 <= to <= self.last_chunk:
+            return []
+        return [send(**self._of(unit), to=self._slot(to, unit.micro_batch) if self._is_here(to) else None)]
 
 
 class ScheduleEngine(PipelineEngine):
-    """Trains and evaluates a `StageModule`, which may hold several chunks, by a schedule.
-
-    Between passes `is_last_stage` asks for the rank, as the engine means it when it shares out losses and data; within
-    a pass, whether that pass ends with the loss.
-    """
+    """Trains and evaluates a `StageModule`, which may hold several chunks, by a schedule."""
 
     first_output_send: bool
-    _chunk: int | None = None  # of the pass that is running
+    total_loss: torch.Tensor | None
     _boundary: list[tuple[torch.Size, torch.dtype]] | None = None  # what crosses every boundary, once that is known
 
     def __init__(
@@ -129,42 +165,43 @@ class ScheduleEngine(PipelineEngine):
         )
         self._configure_python_gc()
         self._schedule = schedule
-        self.pipe_buffers |= {"grads": [], "losses": []}  # a received gradient, and the loss of a micro-batch in flight
+        kinds = ("inputs", "labels", "outputs", "losses", "grads", "products")
+        self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in kinds}
+        self.num_pipe_buffers = 0
         self._arriving: list[dist.Work] = []
+        self._add_to_sum = build_adder(self.optimizer)
         self._connect()
 
     def _connect(self) -> None:
-        """Makes the four links, and opens each, which NCCL does when the first message crosses: both ends wait for each
-        other then."""
-        topology = self.module.rank_topology
-        rings = topology.groups(PIPE)
-        # by the stage in front of the link; the rank's own groups are those of the links that it is an end of
-        forth, back = ([self._pair_up(rings, stage) for stage in range(self.num_stages)] for _ in range(2))
-        here = self.stage_id
-        after, before = (topology.neighbour(self.global_rank, PIPE, step) for step in (1, -1))
-        self._activations_out, self._activations_in = Link(forth[here], after), Link(forth[here - 1], before)
-        self._gradients_out, self._gradients_in = Link(back[here - 1], before), Link(back[here], after)
-        self._open(self._activations_out, self._activations_in, 1)
-        self._open(self._gradients_out, self._gradients_in, -1)
+        """Makes a link for each way that activations or gradients take from a rank to another, and opens it, which NCCL
+        does when the first message crosses: both ends wait for each other then."""
+        rings = self.module.rank_topology.groups(PIPE)
+        own = next(ring for ring in rings if self.global_rank in ring)
+        self._links: dict[tuple[UnitKind, int, int], Link] = {}
+        for kind, start, stop in self._schedule.list_links():
+            group, _ = dist.new_subgroups_by_enumeration(
+                [[ring[start], ring[stop]] for ring in rings], pg_options=build_link_options(dist.get_backend())
+            )
+            if self.stage_id in (start, stop):
+                self._links[kind, start, stop] = Link(group, own[stop if self.stage_id == start else start])
+        for (_, start, _), link in self._links.items():
+            if self.stage_id == start:
+                link.send([torch.zeros(1, device=self.device)])
+                link.finish()
+            else:
+                wait_for(link.receive([torch.zeros(1, device=self.device)]))
 
-    def _pair_up(self, rings: Sequence[Sequence[int]], stage: int) -> dist.ProcessGroup:
-        """The group of a stage's rank and the next one's, in this rank's ring. All ranks make those of all rings."""
-        return dist.new_subgroups_by_enumeration(
-            [[ring[stage], ring[(stage + 1) % self.num_stages]] for ring in rings],
-            pg_options=build_link_options(dist.get_backend()),
-        )[0]
-
-    def _open(self, out: Link, into: Link, step: int) -> None:
-        """One message from each stage to the one `step` further, stage by stage."""
-        for stage in range(self.num_stages):
-            if stage == self.stage_id:
-                out.send([torch.zeros(1, device=self.device)])
-                out.finish()
-            elif (stage + step) % self.num_stages == self.stage_id:
-                wait_for(into.receive([torch.zeros(1, device=self.device)]))
+    def _find_link(self, kind: UnitKind, chunk: int, to: int) -> Link:
+        """kind: forward for activations."""
+        return self._links[kind, self._schedule.find_stage(chunk), self._schedule.find_stage(to)]
 
     def is_last_stage(self) -> bool:
-        return super().is_last_stage() and self._chunk in (None, len(self.module.chunks) - 1)
+        """Asked when the engine shares out losses and data. Until it is built it means the rank, whose neighbours it
+        greets."""
+        return self.module.has_loss if hasattr(self, "_schedule") else super().is_last_stage()
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self._schedule.find_stage(self._schedule.last_chunk))
 
     def reset_activation_shape(self) -> None:
         super().reset_activation_shape()
@@ -177,78 +214,107 @@ class ScheduleEngine(PipelineEngine):
         schedule = replace(self._schedule, num_micro_batches=micro_batches)
         return InstructionSchedule(schedule, self.stage_id, forward_only=True)
 
-    @contextmanager
-    def _within(self, chunk: int) -> Iterator[None]:
-        self._chunk = chunk
-        self.module.expose(chunk)
-        try:
-            yield
-        finally:
-            self._chunk = None
+    def _expose(self, chunk: int) -> None:
+        self.module.expose(self._schedule.list_chunks(self.stage_id).index(chunk))
+
+    def _exec_load_micro_batch(self, buffer_id: int, chunk: int, labels_id: int | None) -> None:
+        inputs, labels = self._next_batch()
+        if chunk == 0:
+            self._hold("inputs", buffer_id, inputs)
+        if labels_id is not None:
+            self._hold("labels", labels_id, labels)
 
     def _exec_forward_pass(self, buffer_id: int, chunk: int) -> None:
-        with self._within(chunk):
-            super()._exec_forward_pass(buffer_id)
-            ends_with_loss = self.is_last_stage()
-        if ends_with_loss:
-            self._hold("losses", buffer_id, self.loss if torch.is_grad_enabled() else None)
-        elif self._boundary is None:
-            self._boundary = [(tensor.shape, tensor.dtype) for tensor in self.pipe_buffers["outputs"][buffer_id]]
-        if not torch.is_grad_enabled():  # no backward pass gives them back
-            self._free(buffer_id, "inputs", "labels", *(["outputs"] if ends_with_loss else []))
+        """In place of DeepSpeed's, which clones what a chunk gets, and between two passes runs through what other
+        engines need."""
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.optimizer.clear_backward_seen_flag()  # at the first pass of a step: the sums of the last are gone
+        self._expose(chunk)
+        outputs = self.module(self.pipe_buffers["inputs"][buffer_id])
+        if chunk == self._schedule.last_chunk:
+            loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+            self.fwd_outputs.append(loss.detach())
+            if trains:
+                self.total_loss = loss.detach() + (0 if self.total_loss is None else self.total_loss)
+                self._hold("losses", buffer_id, loss)
+        else:
+            self._boundary = self._boundary or [(tensor.shape, tensor.dtype) for tensor in outputs]
+            self._hold("outputs", buffer_id, outputs)
+        if not trains:  # no backward pass gives them back
+            self._free(buffer_id, "inputs", "labels")
 
-    def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
-        self.loss, self.grad_layer = self.pipe_buffers["losses"][buffer_id], self.pipe_buffers["grads"][buffer_id]
-        with self._within(chunk):
-            super()._exec_backward_pass(buffer_id)
-        self.loss = self.grad_layer = None
-        is_first = self.is_first_stage() and chunk == 0  # which sends no gradient
-        self._free(buffer_id, "losses", "grads", "outputs", "labels", *(["inputs"] if is_first else []))
+    def _exec_backward_pass(self, buffer_id: int, chunk: int, splits: bool) -> None:
+        loss, gradients = self.pipe_buffers["losses"][buffer_id], self.pipe_buffers["grads"][buffer_id]
+        self._expose(chunk)
+        with self.module.deferred.defer() if splits else nullcontext() as products:
+            if loss is not None:
+                self.optimizer.scale_if_loss(loss / self.gradient_accumulation_steps()).backward()
+            else:
+                outputs = self.pipe_buffers["outputs"][buffer_id]
+                (hidden_states,) = (tensor for tensor in outputs if tensor.is_floating_point())
+                hidden_states.backward(*gradients)
+        self._hold("products", buffer_id, products)
+        self._free(buffer_id, "losses", "grads", "outputs", "labels", *([] if chunk else ["inputs"]))
 
-    def _exec_start_recv(self, buffer_id: int, kind: UnitKind) -> None:
+    def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
+        compute_gradients(self.pipe_buffers["products"][buffer_id], self._add_to_sum)
+        self._free(buffer_id, "products")
+
+    def _exec_start_recv(self, buffer_id: int, chunk: int, kind: UnitKind) -> None:
         if self._boundary is None:  # this rank's first pass
             self._boundary = [(tensor.shape, tensor.dtype) for tensor in self._recv_tensor_meta(self.prev_stage)]
             self._grad_layer_buf.clear()  # which has just been allocated, and is not used here
+        is_forward = kind is UnitKind.forward
         tensors = [
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in self._boundary
-            if kind is UnitKind.forward or dtype.is_floating_point
+            if is_forward or dtype.is_floating_point
         ]
-        if kind is UnitKind.forward:
-            self._hold("inputs", buffer_id, tuple(tensors))
-            self._arriving = self._activations_in.receive(tensors)
-        else:
-            self._hold("grads", buffer_id, tensors)
-            self._arriving = self._gradients_in.receive(tensors)
+        self._hold("inputs" if is_forward else "grads", buffer_id, tuple(tensors))
+        link = (
+            self._find_link(UnitKind.forward, chunk - 1, chunk)
+            if is_forward
+            else self._find_link(UnitKind.backward, chunk + 1, chunk)
+        )
+        self._arriving = link.receive(tensors)
 
-    def _exec_recv_activations(self, buffer_id: int) -> None:
+    def _exec_recv_activations(self, buffer_id: int, chunk: int) -> None:
         wait_for(self._arriving)
         for tensor in self.pipe_buffers["inputs"][buffer_id]:
             tensor.requires_grad = tensor.is_floating_point()
 
-    def _exec_recv_grads(self, buffer_id: int) -> None:
+    def _exec_recv_grads(self, buffer_id: int, chunk: int) -> None:
         wait_for(self._arriving)
 
-    def _exec_send_activations(self, buffer_id: int) -> None:
+    def _exec_send_activations(self, buffer_id: int, chunk: int, to: int | None) -> None:
         outputs = self.pipe_buffers["outputs"][buffer_id]
         assert [(tensor.shape, tensor.dtype) for tensor in outputs] == self._boundary, (
             "the same crosses every boundary of a step"
         )
-        if self.first_output_send and self.stage_id < self.num_stages - 1:  # the first rank knows from its own outputs
-            self._send_tensor_meta(outputs, self.next_stage)
-        self.first_output_send = False
-        self._activations_out.send(outputs)
+        if to is None:
+            if self.first_output_send and self.stage_id < self.num_stages - 1:  # the first rank knows from its own
+                self._send_tensor_meta(outputs, self.next_stage)
+            self.first_output_send = False
+            self._find_link(UnitKind.forward, chunk, chunk + 1).send(outputs)
+        else:
+            cut = [tensor.detach() for tensor in outputs]
+            self._hold("inputs", to, tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in cut))
         if not torch.is_grad_enabled():
             self._free(buffer_id, "outputs")
 
-    def _exec_send_grads(self, buffer_id: int) -> None:
+    def _exec_send_grads(self, buffer_id: int, chunk: int, to: int | None) -> None:
         gradients = [tensor.grad for tensor in self.pipe_buffers["inputs"][buffer_id] if tensor.is_floating_point()]
-        self._gradients_out.send(gradients)
+        if to is None:
+            self._find_link(UnitKind.backward, chunk, chunk - 1).send(gradients)
+        else:
+            self._hold("grads", to, gradients)
         self._free(buffer_id, "inputs")
 
     def _exec_finish_sends(self) -> None:
-        self._activations_out.finish()
-        self._gradients_out.finish()
+        for (_, start, _), link in self._links.items():
+            if start == self.stage_id:
+                link.finish()
 
     def _hold(self, name: str, buffer_id: int, value: Any) -> None:
         self.pipe_buffers[name][buffer_id] = value
@@ -259,8 +325,10 @@ class ScheduleEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
+        instructions.LoadMicroBatch: _exec_load_micro_batch,
         instructions.ForwardPass: _exec_forward_pass,
         instructions.BackwardPass: _exec_backward_pass,
+        WeightPass: _exec_weight_pass,
         StartRecv: _exec_start_recv,
         instructions.RecvActivation: _exec_recv_activations,
         instructions.RecvGrad: _exec_recv_grads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -27,7 +26,7 @@ from training.engine.zero_patches import (
     sweep_after_backward,
 )
 from training.pipeline.module import StageModule
-from training.pipeline.schedule import build_schedule
+from training.pipeline.schedules import build_schedule
 
 # What changes in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -39,11 +38,7 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     optimizer = build_optimizer(module, config) if trains else None
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
-    schedule = build_schedule(layout)
-    if schedule.runs_on_deepspeed:
-        wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-    else:
-        wrapped = ScheduleEngine(module, optimizer, settings, schedule)
+    wrapped = ScheduleEngine(module, optimizer, settings, build_schedule(layout))
     avoid_host_waits(wrapped)
     sum_by_one_function(wrapped.optimizer)
     free_gradients_by_bucket(wrapped.optimizer)

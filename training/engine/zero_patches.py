@@ -115,6 +115,24 @@ def sweep_gradients(optimizer: Any) -> None:
         optimizer.backward_epilogue()  # does nothing in fp32 and fp16
 
 
+def build_adder(optimizer: Any) -> Callable[[torch.nn.Parameter], None]:
+    """Adds the gradient of one parameter that no hook has seen, as `sweep_gradients` does."""
+    if isinstance(optimizer, BF16_Optimizer):
+        places = {
+            id(parameter): (group, index)
+            for group, parameters in enumerate(optimizer.bf16_groups)
+            for index, parameter in enumerate(parameters)
+        }
+
+        def add(parameter: torch.nn.Parameter) -> None:
+            optimizer._update_hp_grad(parameter, *places[id(parameter)], clear_lp_grads=False)
+
+        return add
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
+        return lambda parameter: optimizer._fill_param_grad_accum_attribute(parameter)
+    return lambda parameter: None  # autograd itself adds to `.grad`, and so did the caller
+
+
 def sweep_after_backward(executed: Mapping[type, Instruction]) -> dict[type, Instruction]:
     """An engine's `_INSTRUCTION_MAP`, with `sweep_gradients` at the end of each backward pass. DeepSpeed has a sweep of
     its own on some stages only: the one with the loss, and without immediate updates the others."""

@@ -17,7 +17,7 @@ from training.distributed.topology import PIPE, Layout
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
-from training.pipeline.schedule import build_schedule
+from training.pipeline.schedules import build_schedule
 from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
 from training.planner.report import render_rows, render_seconds

@@ -30,10 +30,11 @@ from training.distributed.ranks import raise_together
 from training.distributed.topology import PIPE, TENSOR, Topology, join_group
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
-from training.pipeline.partition import list_chunks
 from training.pipeline.placement import Placement
 from training.pipeline.routers import StageRouters
+from training.pipeline.schedule import Schedule
 from training.pipeline.trainable import choose_trained
+from training.pipeline.weight_gradients import DeferredGradients, split_projections
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -90,13 +91,14 @@ class StageModule(PipelineModule):
         parallel: TensorParallel = ALONE,
         routers: RouterOptions | None = None,
         neftune_noise_alpha: float = 0.0,
+        schedule: Schedule,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
         share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. routers: None for a dense
-        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. Needs an initialised process group.
+        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -108,6 +110,8 @@ class StageModule(PipelineModule):
             list(freeze),
         )
         self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
+        self._schedule = schedule
+        self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
             compiles,
@@ -137,11 +141,11 @@ class StageModule(PipelineModule):
         layer).
         """
         self.parts = method
-        self.chunks = list_chunks(method, self.num_stages, self.stage_id)
+        self.chunks = [range(method[chunk], method[chunk + 1]) for chunk in self._schedule.list_chunks(self.stage_id)]
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a layer."""
-        return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
+        return self._schedule.find_stage(bisect_right(self.parts, layer_idx) - 1)
 
     def expose(self, chunk: int) -> None:
         """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
@@ -173,6 +177,8 @@ class StageModule(PipelineModule):
         self.fused: set[str] = set()  # names of kernels
         if self._fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
+        if self._schedule.splits_backward:
+            self._split_projections()
         if self._compiles:
             self._compile_layers()
         self._fill_groups()
@@ -210,6 +216,10 @@ class StageModule(PipelineModule):
         """seed: of the noise on embeddings in the step to come; the same on all ranks."""
         if self._noise is not None:
             self._noise.start_step(seed)
+
+    def _split_projections(self) -> None:
+        counts = [split_projections(module, self.deferred) for _, _, module in self.local_layers()]
+        self.num_deferred, self.num_matrix_elements = (sum(count) for count in zip(*counts, strict=True))
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
         """Says what is known of the documents of the micro-batches to come; None where nothing is."""

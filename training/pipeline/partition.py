@@ -1,7 +1,7 @@
 """Which stage gets which layers: pure functions of the list of layers.
 
 A split is given by its bounds, P x V + 1 layer indices of V chunks per stage: chunk c is layers bounds[c] to bounds[c +
-1], and is on stage c % P (2104.04473). With one chunk per stage, stage s holds layers bounds[s] to bounds[s + 1].
+1]; a schedule says on which stage it is (`Schedule.find_stage`). With one chunk per stage, chunk s is stage s.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from models.layer import Layer
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
-
-
-def list_chunks(bounds: Sequence[int], num_stages: int, stage_id: int) -> list[range]:
-    """The layers of each chunk of a stage."""
-    return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(stage_id, len(bounds) - 1, num_stages)]
 
 
 def compute_bounds(

@@ -1,33 +1,33 @@
-"""The order in which each rank of a pipeline runs its forward and backward passes: pure, one class per schedule, found
-by name in `SCHEDULES`.
+"""The order in which each rank of a pipeline runs its forward and backward passes: pure, one class per schedule.
 
 A schedule is a list of units per rank and what follows from it: the chunks of layers that a rank holds, the constraints
 it puts on a run, the micro-batches in flight (the plan's memory), the share of a step that is idle.
 `training/engine/executor.py` runs any of them, `training/planner/simulation.py` times them. A new one is a subclass of
-`Schedule` and a line in `SCHEDULES`.
+`Schedule` and a line in the table of `training/pipeline/schedules.py`.
 
 P stages (pipeline ranks), V chunks of layers per rank, M micro-batches. Chunk c of the P x V, in the order of the
-model, is on rank c % P; with one chunk per rank, a chunk is a stage.
+model, is on rank c % P, unless a schedule says otherwise; with one chunk per rank, a chunk is a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from errors import UserError
 from training.config.schema import RunConfig
 
-if TYPE_CHECKING:  # it imports torch, for which a mistyped `schedule` need not wait
-    from training.distributed.topology import Layout
-
 
 class UnitKind(StrEnum):
+    """A backward pass is whole, or in two: the gradients of a chunk's input, then those of its weights (2401.10241)."""
+
     forward = "forward"
     backward = "backward"
+    input_backward = "input_backward"
+    weight_backward = "weight_backward"
 
 
 class Unit(NamedTuple):
@@ -46,8 +46,8 @@ class Schedule:
     num_micro_batches: int
     num_chunks: int = 1
 
-    # Whether DeepSpeed's own `TrainSchedule` runs it, on its own transfers, instead of training/engine/executor.py.
-    runs_on_deepspeed: ClassVar[bool] = False
+    # Whether it has backward passes in two, so that layers must be able to put off the gradients of weights.
+    splits_backward: ClassVar[bool] = False
 
     @classmethod
     def count_chunks(cls, config: RunConfig) -> int:
@@ -57,6 +57,27 @@ class Schedule:
     def check(self, num_layers: int) -> None:
         """Raises UserError where the schedule cannot run a model of so many layers, embedding, norm and head included,
         in these sizes."""
+
+    @property
+    def last_chunk(self) -> int:
+        """The one that ends with the loss."""
+        return self.num_stages * self.num_chunks - 1
+
+    def find_stage(self, chunk: int) -> int:
+        """The rank that holds a chunk."""
+        return chunk % self.num_stages
+
+    @cache
+    def list_chunks(self, stage_id: int) -> tuple[int, ...]:
+        """The chunks of a rank, in the order of the model."""
+        chunks = range(self.num_stages * self.num_chunks)
+        return tuple(chunk for chunk in chunks if self.find_stage(chunk) == stage_id)
+
+    def list_links(self) -> list[tuple[UnitKind, int, int]]:
+        """What crosses between two ranks, and which way: forward for activations, from a rank, to a rank."""
+        pairs = [(self.find_stage(chunk), self.find_stage(chunk + 1)) for chunk in range(self.last_chunk)]
+        forth = dict.fromkeys((UnitKind.forward, start, stop) for start, stop in pairs if start != stop)
+        return [*forth, *((UnitKind.backward, stop, start) for _, start, stop in forth)]
 
     def list_units(self, stage_id: int) -> list[Unit]:
         """All passes of one rank in order.
@@ -108,8 +129,6 @@ class Schedule:
 class OneForwardOneBackward(Schedule):
     """1F1B (PipeDream-Flush, 2006.09503), as DeepSpeed orders it: at most P - stage_id micro-batches are in flight."""
 
-    runs_on_deepspeed = True
-
     def list_units(self, stage_id: int) -> list[Unit]:
         forward = self.list_forward(stage_id)
         backward = [unit._replace(kind=UnitKind.backward) for unit in forward]
@@ -157,29 +176,3 @@ def _alternate(forward: Sequence[Unit], backward: Sequence[Unit], ahead: int) ->
         units += forward[ahead + number : ahead + number + 1]
         units.append(unit)
     return units
-
-
-SCHEDULES: dict[str, type[Schedule]] = {
-    "1f1b": OneForwardOneBackward,
-    "interleaved": Interleaved,
-}
-
-
-def find_schedule(name: str) -> type[Schedule]:
-    """The value of the key `schedule`. Raises UserError for an unknown one."""
-    if name not in SCHEDULES:
-        raise UserError(f"schedule={name}: must be one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
-
-
-def build_schedule(layout: Layout) -> Schedule:
-    """The schedule that a layout runs."""
-    return find_schedule(layout.schedule)(layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks)
-
-
-def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
-    """The layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
-    name = config.schedule
-    scheduled = replace(layout, schedule=name, num_chunks=find_schedule(name).count_chunks(config))
-    build_schedule(scheduled).check(num_layers)
-    return scheduled

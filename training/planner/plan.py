@@ -19,8 +19,9 @@ from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.distributed.topology import PIPE, Layout
 from training.objectives.registry import get_objective
-from training.pipeline.partition import Fits, list_chunks
-from training.pipeline.schedule import Schedule, build_schedule
+from training.pipeline.partition import Fits
+from training.pipeline.schedule import Schedule
+from training.pipeline.schedules import build_schedule
 from training.pipeline.trainable import build_adapter
 from training.planner.cost import LayerCost, count_layers
 from training.planner.hardware import GB, GIB
@@ -176,14 +177,16 @@ def count_costs(
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
     """costs: of one micro-batch, `run.tokens`. bounds: of P x V chunks."""
     layout, hardware = run.layout, run.hardware
-    stages = [
-        _plan_stage(Stage(run, stage_id, costs, list_chunks(bounds, layout.num_stages, stage_id)))
+    schedule = build_schedule(layout)
+    held = [
+        [range(bounds[chunk], bounds[chunk + 1]) for chunk in schedule.list_chunks(stage_id)]
         for stage_id in range(layout.num_stages)
     ]
-    chunks = [stage.chunks[number] for number in range(layout.num_chunks) for stage in stages]  # in the model's order
+    stages = [_plan_stage(Stage(run, stage_id, costs, indices)) for stage_id, indices in enumerate(held)]
+    chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
     transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
     forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
-    passes = simulate(build_schedule(layout), forward, backward, transfers)
+    passes = simulate(schedule, forward, backward, transfers)
     busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
     pipeline_seconds = max(p.stop for p in passes)
     return Plan(

@@ -28,7 +28,7 @@ from training.objectives.registry import check_objective
 from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
 from training.pipeline.routers import build_router_options
-from training.pipeline.schedule import find_schedule, schedule_layout
+from training.pipeline.schedules import find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.levers.lever import PlannedRun

@@ -20,7 +20,7 @@ from models.layer import Layer
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.distributed.topology import DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.pipeline.partition import balance, compute_bounds, compute_work
-from training.pipeline.schedule import schedule_layout
+from training.pipeline.schedules import schedule_layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.levers.lever import PlannedRun

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from support.cases import CHECKPOINTED, CLIPPED, Case, merge, train_case, worst_difference
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
@@ -84,9 +85,20 @@ def train_with_deepspeeds_sums(case: Case) -> dict[str, Any]:
     with (
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(engines, "sum_by_one_function", lambda optimizer: None),
-        patch.object(engines, "sweep_after_backward", dict),
+        patch.object(engines, "sweep_after_backward", surround_backward),
     ):
         return train_case(case)
+
+
+def surround_backward(executed: dict[type, Any]) -> dict[type, Any]:
+    """A backward pass with what DeepSpeed does before and after it."""
+
+    def run(engine: Any, **arguments: Any) -> None:
+        engine.optimizer.backward_prologue()
+        executed[BackwardPass](engine, **arguments)
+        engine.optimizer.backward_epilogue()
+
+    return {**executed, BackwardPass: run}
 
 
 @pytest.mark.parametrize(

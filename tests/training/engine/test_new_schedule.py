@@ -14,7 +14,8 @@ from support.tiny import save_llama, save_records, save_tokenizer
 
 from models.architecture import build_layers
 from training.config.schema import RunConfig
-from training.pipeline.schedule import SCHEDULES, OneForwardOneBackward, Schedule, Unit, UnitKind
+from training.pipeline.schedule import OneForwardOneBackward, Schedule, Unit, UnitKind
+from training.pipeline.schedules import SCHEDULES
 from training.planner.hardware import complete_hardware
 from training.planner.plan import Plan
 from training.planner.run import build_plan, load_architecture, plan_run

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture import build_layers
 from models.layer import Layer
-from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work, list_chunks
+from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
 DECODER_WORK = (
@@ -99,9 +99,6 @@ def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunk
         shard_specs = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
         bounds = balance_chunks(weights, num_stages, num_chunks)
         assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in shard_specs)
-        held = [list_chunks(bounds, num_stages, stage) for stage in range(num_stages)]
-        assert sorted(layer for chunks in held for chunk in chunks for layer in chunk) == list(range(len(weights)))
-        assert [chunk.start for chunk in held[1]] == bounds[1:-1:num_stages]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

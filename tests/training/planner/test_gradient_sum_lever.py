@@ -89,7 +89,7 @@ def test_bytes_of_the_operations_in_fp32() -> None:
 def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
     layout = Layout(Topology.of(1), 1, micro_batches)
     run = PlannedRun(build_config("precision=bf16"), layout, 7, CARD)
-    return Chunk(run, 0, range(len(layers)), layers, has_first_layer=True, has_loss=True)
+    return Chunk(run, 0, 0, range(len(layers)), layers, has_first_layer=True, has_loss=True)
 
 
 def test_seconds_of_a_pass() -> None:

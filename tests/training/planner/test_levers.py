@@ -31,7 +31,7 @@ LAYER = LayerCost(
     attention_width=0, saved_bytes=10**6, output_bytes=10**5,
 )  # fmt: skip
 DUMMY = Lever(
-    stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.is_first else Memory(),
+    stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
     chunk_memory=lambda chunk: Kept(activations=GIB),
     chunk_cost=lambda chunk: PassCost(forward_flops=2e9, forward_seconds=0.25, backward_sent=Sent({TENSOR: 50 * GB})),
     stage_cost=lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),

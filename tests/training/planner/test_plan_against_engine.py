@@ -25,7 +25,7 @@ from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
-from training.pipeline.schedule import schedule_layout
+from training.pipeline.schedules import schedule_layout
 from training.planner.hardware import Machine
 from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK

@@ -164,19 +164,15 @@ def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
 
 def test_checkpointing_keeps_the_inputs_of_groups_and_recomputes_one() -> None:
     each = memory(1, 4, 8, 1)
-    assert each.activations == 3 * (3 * HIDDEN + INTEGERS + HIDDEN + INTEGERS + HIDDEN) and each.recomputation == 5000
+    assert each.activations == 3 * (3 * HIDDEN + INTEGERS + HIDDEN) and each.recomputation == 5000
     pairs = memory(1, 4, 8, 2)
-    assert (
-        pairs.activations == 3 * (2 * HIDDEN + INTEGERS + HIDDEN + INTEGERS + HIDDEN)
-        and pairs.recomputation == 7000 - HIDDEN
-    )
+    assert pairs.activations == 3 * (2 * HIDDEN + INTEGERS + HIDDEN) and pairs.recomputation == 7000 - HIDDEN
 
 
 def test_every_second_layer_keeps_its_input_and_the_others_all() -> None:
     found = memory(1, 4, 8, 2, CheckpointMode.every)  # the second of three
     assert (
-        found.activations == 3 * (3000 + HIDDEN + 5000 + INTEGERS + HIDDEN + INTEGERS + HIDDEN)
-        and found.recomputation == 0
+        found.activations == 3 * (3000 + HIDDEN + 5000 + HIDDEN + INTEGERS + HIDDEN) and found.recomputation == 0
     )  # the third gives back more
     assert memory(1, 4, 8, 1, CheckpointMode.every) == memory(1, 4, 8, 1)
     assert memory(1, 4, 8, 9, CheckpointMode.every).recomputation == 0
@@ -184,9 +180,9 @@ def test_every_second_layer_keeps_its_input_and_the_others_all() -> None:
 
 def test_selective_keeps_results_and_remakes_the_rest() -> None:
     found = memory(1, 4, 8, 2, CheckpointMode.selective)
-    assert found.activations == 3 * (
-        2 * HIDDEN + 12000 // 4 + INTEGERS + HIDDEN + INTEGERS + HIDDEN
-    ) and found.recomputation == max(5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN)
+    assert found.activations == 3 * (2 * HIDDEN + 12000 // 4 + INTEGERS + HIDDEN) and found.recomputation == max(
+        5000 // 2, 7000 // 2 - 5000 // 4 - HIDDEN
+    )
 
 
 def test_only_the_last_stage_makes_logits() -> None:

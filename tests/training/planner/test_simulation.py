@@ -30,7 +30,7 @@ def test_even_chunks_take_the_smaller_bubble_and_no_more(stages: int, chunks: in
     assert total == pytest.approx((chunks * micro_batches + stages - 1) * 3)
     assert 1 - chunks * micro_batches * 3 / total == pytest.approx(schedule.bubble_share)
     assert {(p.chunk, p.micro_batch, p.kind) for p in passes} == set(
-        itertools.product(range(count), range(micro_batches), UnitKind)
+        itertools.product(range(count), range(micro_batches), (UnitKind.forward, UnitKind.backward))
     )
     assert all(p.stage_id == p.chunk % stages for p in passes)
 

@@ -21,8 +21,6 @@ def compute_kept(chunk: Chunk) -> Kept:
         kept += chunk.layers[group.start - 1].output_bytes if group.start else chunk.input_bytes
         if checkpointing.is_selective:
             kept += sum(layer.kept_bytes for layer in layers)
-    if checkpointing.interval:
-        kept += chunk.integer_bytes  # which every recomputed group takes too
     return Kept(activations=kept, recomputation=recomputation)
 
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from training.distributed.p2p import SENDS_IN_FLIGHT
-from training.pipeline.schedule import build_schedule
+from training.pipeline.schedule import UnitKind
 from training.planner.levers.lever import Chunk, Lever, Stage
 from training.planner.memory import Kept, Memory
 from training.planner.time import PassCost
 
 
 def compute_kept(chunk: Chunk) -> Kept:
-    """What a stage received beside the engine's clone of it, and its output (`_exec_forward_pass`)."""
+    """What a chunk got, and its output. Where its first layers are recomputed, their input is among what they keep."""
+    got = 0 if chunk.checkpointing.list_groups(1)[0].is_recomputed else chunk.input_bytes
     output = 0 if chunk.has_loss else chunk.hidden_bytes
-    return Kept(activations=chunk.input_bytes + chunk.integer_bytes + output)
+    return Kept(activations=got + chunk.integer_bytes + output)
 
 
 def compute_buffers(stage: Stage) -> Memory:
-    """Receive buffers for activations and for gradients."""
+    """What is on its way: received for the next pass, or for the one that runs, and gradients that are being sent."""
     hidden, integers = stage.chunks[0].hidden_bytes, stage.chunks[0].integer_bytes
-    if not build_schedule(stage.run.layout).runs_on_deepspeed:
-        # a gradient that was received, what is received for the next pass, and gradients on their way
-        return Memory(buffers=2 * hidden + integers + SENDS_IN_FLIGHT * hidden)
-    return Memory(buffers=(0 if stage.is_first else hidden + integers) + (0 if stage.is_last else hidden))
+    links = stage.schedule.list_links()
+    gets = {kind for kind, _, stop in links if stop == stage.stage_id}
+    sends = {kind for kind, start, _ in links if start == stage.stage_id}
+    following = hidden + integers if UnitKind.forward in gets else hidden
+    running = hidden if UnitKind.backward in gets else 0
+    sent = SENDS_IN_FLIGHT * hidden if UnitKind.backward in sends else 0
+    return Memory(buffers=following + running + sent if gets else 0)
 
 
 def compute_transfer(chunk: Chunk) -> PassCost:

@@ -18,11 +18,12 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """The two gradients that flow through a layer, one parameter's new gradient, and 4 bytes an element beside it: a
-    CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much for what is not counted.
+    """The two gradients that flow through a layer, one parameter's new gradient, and, unless that is in fp32, 4 bytes an
+    element beside it: a CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much for
+    what is not counted.
     """
-    hidden = stage.chunks[0].hidden_bytes
-    return Memory(buffers=2 * hidden + (stage.run.weight_bytes + 4) * stage.largest_trainable)
+    hidden, of_weight = stage.chunks[0].hidden_bytes, stage.run.weight_bytes
+    return Memory(buffers=2 * hidden + (of_weight + (4 if of_weight < 4 else 0)) * stage.largest_trainable)
 
 
 LAYERS = Lever(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

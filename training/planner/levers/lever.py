@@ -17,6 +17,8 @@ from training.distributed.topology import Layout
 from training.engine.deepspeed_config import choose_reduce_dtype
 from training.objectives.registry import get_objective
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
+from training.pipeline.schedule import Schedule
+from training.pipeline.schedules import build_schedule
 from training.planner.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
 from training.planner.hardware import Machine
 from training.planner.memory import Kept, Memory, bytes_of
@@ -64,10 +66,12 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of a stage. indices: of its layers in the model. has_first_layer, has_loss: the model's."""
+    """Consecutive layers of a stage. number: in the order of the model. indices: of its layers in the model.
+    has_first_layer, has_loss: the model's."""
 
     run: PlannedRun
     stage_id: int
+    number: int
     indices: range
     layers: Sequence[LayerCost]
     has_first_layer: bool
@@ -126,27 +130,29 @@ class Stage:
     costs: Sequence[LayerCost]
     indices: Sequence[range]
 
-    @property
-    def is_first(self) -> bool:
-        return self.stage_id == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_id == self.run.layout.num_stages - 1
+    @cached_property
+    def schedule(self) -> Schedule:
+        return build_schedule(self.run.layout)
 
     @cached_property
     def chunks(self) -> list[Chunk]:
+        numbers = self.schedule.list_chunks(self.stage_id)
         return [
             Chunk(
                 self.run,
                 self.stage_id,
+                number,
                 indices,
                 self.costs[indices.start : indices.stop],
-                has_first_layer=self.is_first and number == 0,
-                has_loss=self.is_last and number == len(self.indices) - 1,
+                has_first_layer=number == 0,
+                has_loss=number == self.schedule.last_chunk,
             )
-            for number, indices in enumerate(self.indices)
+            for number, indices in zip(numbers, self.indices, strict=True)
         ]
+
+    @property
+    def has_loss(self) -> bool:
+        return self.chunks[-1].has_loss
 
     @cached_property
     def layers(self) -> list[LayerCost]:

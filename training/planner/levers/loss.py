@@ -14,7 +14,7 @@ def compute_loss(stage: Stage) -> Memory:
     """A rank's logits are those of its share of the vocabulary."""
     run = stage.run
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
-    return Memory(loss=compute_loss_bytes(run.tokens * shard, run.config.precision) if stage.is_last else 0)
+    return Memory(loss=compute_loss_bytes(run.tokens * shard, run.config.precision) if stage.has_loss else 0)
 
 
 def compute_loss_bytes(num_logits: int, precision: Precision) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from training.pipeline.schedule import build_schedule
 from training.planner.levers.activations import ACTIVATIONS
 from training.planner.levers.boundaries import BOUNDARIES
 from training.planner.levers.gradient_sums import GRADIENT_SUMS
@@ -36,7 +35,7 @@ def sum_memory(stage: Stage) -> Memory:
         (lever.stage_memory(stage) for lever in LEVERS if lever.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
     )
     kept = [_sum_kept(chunk) for chunk in stage.chunks]
-    in_flight = build_schedule(stage.run.layout).list_in_flight(stage.stage_id)
+    in_flight = stage.schedule.list_in_flight(stage.stage_id)
     return once + Memory(
         activations=max(
             sum(count * each.activations for count, each in zip(counts, kept, strict=True)) for counts in in_flight

@@ -1,0 +1,131 @@
+"""Weight gradients put off: a backward pass in two, so that the stage before waits for the first half alone.
+
+A projection y = x W^T has two products in its backward pass: dx = dy W, which the stage before waits for, and
+dW = dy^T x, which nobody waits for until the step (2401.10241). While a stage defers, its projections keep x and dy
+instead of computing the second. All else that has weights (norms, embeddings, experts, the head inside the loss) has
+its gradients in the first half, as ever.
+
+It is done in the projections, not by cutting autograd's graph, so a layer runs as often as without: with recomputation
+once more, in the first half, which leaves the x that the second needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from models.parallel.layers import RowParallelConv1D, RowParallelLinear
+from models.parallel.tensor_parallel import list_partial_gradients
+
+
+class Product(NamedTuple):
+    """The gradient of one projection's weights, to be computed: x [..., inputs], dy [..., outputs]."""
+
+    projection: SplitProjection
+    x: torch.Tensor
+    dy: torch.Tensor
+
+    def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of weight and bias; None for what is not trained."""
+        x, dy, split = self.x.flatten(0, -2), self.dy.flatten(0, -2), self.projection
+        of_weight = None
+        if split.weight.requires_grad:
+            of_weight = x.t() @ dy if split.is_transposed else dy.t() @ x
+        return of_weight, dy.sum(dim=0) if split.bias is not None and split.bias.requires_grad else None
+
+
+class DeferredGradients:
+    """What the projections of a stage have put off. One for all of them."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] | None = None  # where those of the running pass go; None while none are put off
+
+    @contextmanager
+    def defer(self) -> Iterator[list[Product]]:
+        """Within, backward passes put off; yields what they have put off, in their order."""
+        products: list[Product] = []
+        self.products = products
+        try:
+            yield products
+        finally:
+            self.products = None
+
+
+@torch.no_grad()
+def compute_gradients(products: list[Product], arrived: Callable[[nn.Parameter], None]) -> None:
+    """Adds to `.grad` what was put off, and calls `arrived` for each parameter; forgets each product once it is
+    done."""
+    products.reverse()
+    while products:
+        product = products.pop()
+        split = product.projection
+        for parameter, gradient in zip((split.weight, split.bias), product.compute(), strict=True):
+            if parameter is not None and gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                arrived(parameter)
+
+
+class SplitProjection:
+    """A projection's product, in place of `F.linear`: the same numbers, and gradients that can be put off.
+
+    is_transposed: the weight is [inputs, outputs].
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, is_transposed: bool, deferred: DeferredGradients
+    ) -> None:
+        self.weight, self.bias, self.is_transposed, self.deferred = weight, bias, is_transposed, deferred
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _Multiply.apply(x, self.weight, self.bias, self)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: SplitProjection
+    ) -> torch.Tensor:
+        context.save_for_backward(x)
+        context.split = split
+        return nn.functional.linear(x, weight.t() if split.is_transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        split, (x,) = context.split, context.saved_tensors
+        product, of_x = Product(split, x, dy), None
+        if context.needs_input_grad[0]:
+            of_x = dy @ (split.weight.t() if split.is_transposed else split.weight)
+        if split.deferred.products is None:
+            return of_x, *product.compute(), None
+        split.deferred.products.append(product)
+        return of_x, None, None, None
+
+
+def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[int, int]:
+    """Makes the trained projections of a layer able to put off their gradients.
+
+    Not those whose gradients the ranks that share the layer sum (a hook does, when autograd has made them), and not
+    modules of other classes, which may do more than a product. Returns the number of elements in trained matrices whose
+    gradients can be put off, and in all of them.
+    """
+    summed = list_partial_gradients(module)
+    can = 0
+    for name, part in module.named_modules():
+        plain, cut = type(part) in (nn.Linear, Conv1D), isinstance(part, (RowParallelLinear, RowParallelConv1D))
+        if not (plain or cut) or not part.weight.requires_grad or {f"{name}.weight", f"{name}.bias"} & set(summed):
+            continue
+        # A cut projection adds its bias behind the sum over the ranks.
+        split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
+        if plain:
+            part.forward = split
+        else:
+            part.multiply = split
+        can += part.weight.numel()
+    return can, sum(p.numel() for p in module.parameters() if p.requires_grad and p.ndim > 1)
