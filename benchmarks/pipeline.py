@@ -182,7 +182,7 @@ def build_runners(
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
         "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
-        "interleaved": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, split, num_chunks=2)),
+        "interleaved": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2))),
         "dualpipev": lambda: peers.build_dualpipev(shared, split_folded(layers)),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }

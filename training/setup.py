@@ -43,8 +43,9 @@ from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
 from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
+from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
-from training.pipeline.schedules import find_schedule, schedule_layout
+from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.pipeline.trainable import (
     build_adapter,
     check_added_tokens,
@@ -170,7 +171,8 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
             device_name=describe_device(),
             local_size=ranks.local_size,
         )
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout))
+    layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
     reference = source if get_objective(config).needs_reference else None
     return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference, routers=routers)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from training.distributed.p2p import SENDS_IN_FLIGHT
 from training.engine.executor import InstructionSchedule
 from training.pipeline.schedule import Schedule, UnitKind
 
@@ -83,7 +82,8 @@ class _Player:
             self.there.add((kind, to, micro_batch))
             return True
         link = self.link_to(kind, to)
-        if len(self.sent[link]) - len(self.posted[link]) >= SENDS_IN_FLIGHT:
+        most = self.schedule.sends_in_flight
+        if most is not None and len(self.sent[link]) - len(self.posted[link]) >= most:
             return False
         self.sent[link].append((to, micro_batch))
         return True

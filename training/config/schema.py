@@ -270,8 +270,9 @@ class RunConfig:
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING
     partition_method: Any = MISSING
-    schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedule.py, which checks it
+    schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedules.py, which checks it
     virtual_stages_per_rank: int = MISSING
+    schedule_memory_limit: int | None = MISSING
     micro_batch_size: int | None = MISSING
     gradient_accumulation_steps: int | None = MISSING
     global_batch_size: int | None = MISSING

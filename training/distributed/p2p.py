@@ -15,7 +15,6 @@ import torch.distributed as dist
 # could fill the widest connection (up to 32). Not measured: on an H100 two should carry some 40 GB/s of NVLink.
 LINK_CTAS = 2
 _CHOSEN_BY_USER = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-SENDS_IN_FLIGHT = 2  # to another rank: with one, even stages never wait for it; with two, nor does an uneven moment
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
@@ -48,13 +47,16 @@ def build_link_options(backend: str) -> Any | None:
 class Link:
     """One-way traffic with one other rank."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, sends_in_flight: int | None = None) -> None:
+        """sends_in_flight: one more waits until the first of them has been received; None for any number."""
+        self._group, self._peer, self._sends_in_flight = group, peer, sends_in_flight
         self._sent: deque[tuple[list[dist.Work], Sequence[torch.Tensor]]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors are kept, and must not be written to, until they have been received."""
-        while len(self._sent) >= SENDS_IN_FLIGHT:
+        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
+            wait_for(self._sent.popleft()[0])
+        while self._sends_in_flight is not None and len(self._sent) >= self._sends_in_flight:
             wait_for(self._sent.popleft()[0])
         kept = [tensor.detach() for tensor in tensors]  # not the graph that made them
         self._sent.append(([_under_way(dist.isend(tensor, self._peer, group=self._group)) for tensor in kept], kept))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -124,8 +125,8 @@ class Layout:
 
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
-    schedule: its name; num_chunks: of layers, that a rank holds under it (`training.pipeline.schedule.schedule_layout`
-    sets both).
+    schedule: its name; num_chunks: of layers, that a rank holds under it; memory_limit, pass_times: what it is ordered
+    by, where it asks for that (`training/pipeline/schedules.py` sets them).
     """
 
     topology: Topology
@@ -133,6 +134,8 @@ class Layout:
     gradient_accumulation_steps: int
     num_chunks: int = 1
     schedule: str = "1f1b"
+    memory_limit: int | None = None
+    pass_times: tuple[Any, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -208,7 +211,7 @@ class Layout:
 
 
 def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
-    """The layout that the keys ask for, but for its schedule (`training.pipeline.schedule.schedule_layout`).
+    """The layout that the keys ask for, but for its schedule (`training.pipeline.schedules.schedule_layout`).
 
     Raises UserError, naming the key, where they contradict each other or the number of ranks.
     """

@@ -20,6 +20,7 @@ from training.pipeline.module import StageModule
 
 # The units of a step that are timed, by the names that an observer gets.
 FORWARD, BACKWARD, OPTIMIZER = "ForwardPass", "BackwardPass", "OptimizerStep"
+WEIGHTS = "WeightPass"  # the second half of a backward pass, where a schedule puts it off
 # The first two are with the stage before, the others with the next.
 TRANSFERS = ("RecvActivation", "SendGrad", "SendActivation", "RecvGrad")
 REDUCTIONS = ("ReduceTiedGrads", "ReduceGrads")  # of gradients

@@ -147,6 +147,7 @@ class ScheduleEngine(PipelineEngine):
 
     first_output_send: bool
     total_loss: torch.Tensor | None
+    _is_connected = False
     _boundary: list[tuple[torch.Size, torch.dtype]] | None = None  # what crosses every boundary, once that is known
 
     def __init__(
@@ -183,13 +184,15 @@ class ScheduleEngine(PipelineEngine):
                 [[ring[start], ring[stop]] for ring in rings], pg_options=build_link_options(dist.get_backend())
             )
             if self.stage_id in (start, stop):
-                self._links[kind, start, stop] = Link(group, own[stop if self.stage_id == start else start])
+                peer = own[stop if self.stage_id == start else start]
+                self._links[kind, start, stop] = Link(group, peer, self._schedule.sends_in_flight)
         for (_, start, _), link in self._links.items():
             if self.stage_id == start:
                 link.send([torch.zeros(1, device=self.device)])
                 link.finish()
             else:
                 wait_for(link.receive([torch.zeros(1, device=self.device)]))
+        self._is_connected = True
 
     def _find_link(self, kind: UnitKind, chunk: int, to: int) -> Link:
         """kind: forward for activations."""
@@ -198,7 +201,7 @@ class ScheduleEngine(PipelineEngine):
     def is_last_stage(self) -> bool:
         """Asked when the engine shares out losses and data. Until it is built it means the rank, whose neighbours it
         greets."""
-        return self.module.has_loss if hasattr(self, "_schedule") else super().is_last_stage()
+        return self.module.has_loss if self._is_connected else super().is_last_stage()
 
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._schedule.find_stage(self._schedule.last_chunk))

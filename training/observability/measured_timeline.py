@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS
 from training.observability.stage_timer import Span
 from training.pipeline.schedule import Schedule, Unit
 from training.planner.timeline import Timeline, TimelineSpan, Work
+
+_RECEIVES = ("RecvActivation", "RecvGrad")
+_IS_BACK = {"RecvActivation": False, "SendActivation": False, "RecvGrad": True, "SendGrad": True}
+Crossing = tuple[int, bool]  # the chunk in front of a boundary, and whether it is crossed back
 
 
 def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedule) -> Timeline:
@@ -16,42 +20,49 @@ def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedu
     Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage
     waited.
     """
-    leads_back = schedule.num_chunks > 1  # from the last stage to the first
-    num_boundaries = schedule.num_stages if leads_back else schedule.num_stages - 1
-    quickest = [_quickest(spans_of_stage, boundary) for boundary in range(num_boundaries)]
+    told = [
+        list(_tell_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)
+    ]
+    quickest: dict[Crossing, float] = {}
+    for span, unit in (pair for pairs in told for pair in pairs):
+        if span.name in TRANSFERS and unit is not None:
+            crossing = _find_crossing(span, unit)
+            quickest[crossing] = min(quickest.get(crossing, span.stop - span.start), span.stop - span.start)
     drawn: list[TimelineSpan] = []
-    for stage_id, spans in enumerate(spans_of_stage):
-        drawn += _draw_spans(stage_id, spans, quickest, schedule.list_units(stage_id))
+    for stage_id, pairs in enumerate(told):
+        drawn += _draw_spans(stage_id, pairs, quickest, schedule)
     return Timeline("measured", drawn)
 
 
-def _quickest(spans_of_stage: Sequence[Sequence[Span]], boundary: int) -> dict[str, float]:
-    """Seconds of the quickest transfer across a boundary, forward and backward, at whichever end, by the names of both
-    ends.
+def _tell_units(spans: Sequence[Span], units: Sequence[Unit]) -> Iterator[tuple[Span, Unit | None]]:
+    """Each span with the unit that it is, or whose input or output it moves; None for what belongs to the whole
+    step."""
+    done = 0
+    for span in spans:
+        if span.name in (FORWARD, BACKWARD, WEIGHTS):
+            done += 1
+        if span.name in _RECEIVES:
+            yield span, units[done]
+        else:
+            yield span, units[done - 1] if span.name in (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS) else None
 
-    boundary: to the next stage; of the last stage, where a stage holds several chunks, to the first.
-    """
-    pure, beyond = {}, spans_of_stage[(boundary + 1) % len(spans_of_stage)]
-    for before, after in (("SendActivation", "RecvActivation"), ("RecvGrad", "SendGrad")):
-        at_ends = [span for span in spans_of_stage[boundary] if span.name == before] + [
-            span for span in beyond if span.name == after
-        ]
-        pure[before] = pure[after] = min(span.stop - span.start for span in at_ends)
-    return pure
+
+def _find_crossing(span: Span, unit: Unit) -> Crossing:
+    before = span.name in ("RecvActivation", "SendGrad")
+    return unit.chunk - before, _IS_BACK[span.name]
 
 
 def _draw_spans(
-    stage_id: int, spans: Sequence[Span], quickest: Sequence[dict[str, float]], units: Sequence[Unit]
+    stage_id: int, pairs: Sequence[tuple[Span, Unit | None]], quickest: dict[Crossing, float], schedule: Schedule
 ) -> Iterator[TimelineSpan]:
-    following = iter(units)
-    for span in spans:
+    for span, unit in pairs:
         start, stop = span.start, span.stop
-        if span.name in (FORWARD, BACKWARD):
-            unit = next(following)
+        if span.name in TRANSFERS and unit is not None:
+            crossing = _find_crossing(span, unit)
+            if schedule.find_stage(crossing[0]) != schedule.find_stage(crossing[0] + 1):  # else it is handed on
+                yield TimelineSpan(stage_id, Work.communication, max(start, stop - quickest[crossing]), stop)
+        elif unit is not None:
             yield TimelineSpan(stage_id, Work(unit.kind.value), start, stop, unit.micro_batch)
-        elif span.name in TRANSFERS:
-            boundary = stage_id - 1 if span.name in ("RecvActivation", "SendGrad") else stage_id
-            yield TimelineSpan(stage_id, Work.communication, max(start, stop - quickest[boundary][span.name]), stop)
         elif span.name in REDUCTIONS:
             yield TimelineSpan(stage_id, Work.communication, start, stop)
         elif span.name == OPTIMIZER:

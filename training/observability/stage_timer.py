@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, Engine
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS, Engine
 
-_IN_PIPELINE = (FORWARD, BACKWARD, *TRANSFERS)
+_IN_PIPELINE = (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS)
 _ALIGNED = "Aligned"
 
 
@@ -40,7 +40,7 @@ class RankTimes:
     """Seconds of one rank, summed over `num_steps` steps, and bytes.
 
     pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and
-    tied stages. recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of
+    tied stages. weights: of backward passes, the part that was put off; not in `backward`. recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of
     them is waiting.
     """
 
@@ -48,6 +48,7 @@ class RankTimes:
     step: float = 0
     forward: float = 0
     backward: float = 0
+    weights: float = 0
     optimizer: float = 0
     reduce: float = 0
     pipeline: float = 0
@@ -66,6 +67,7 @@ class RankTimes:
         self.step += step_seconds
         self.forward += sum(of.get(FORWARD, ()))
         self.backward += sum(of.get(BACKWARD, ()))
+        self.weights += sum(of.get(WEIGHTS, ()))
         self.optimizer += sum(of.get(OPTIMIZER, ()))
         self.reduce += sum(sum(of.get(name, ())) for name in REDUCTIONS)
         self.pipeline += max(span.stop for span in spans if span.name in _IN_PIPELINE)

@@ -29,7 +29,8 @@ class Measured:
     """A mean step. Seconds and bytes, per stage [P]; of its replicas the mean, of their memory the most.
 
     compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass,
-    on average. imbalance: by how much the stage with the longest passes exceeds the mean.
+    on average. imbalance: by how much the stage with the longest passes exceeds the mean. weight_grad_time: of
+    compute_time, gradients of weights that were put off.
     """
 
     num_steps: int
@@ -39,6 +40,7 @@ class Measured:
     wait_time: list[float]
     bubble: float
     imbalance: float
+    weight_grad_time: list[float]
     peak_memory: list[int]
 
 
@@ -48,8 +50,9 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
     if not num_steps:
         return None
     step = max(rank.step for rank in ranks)
-    passes = _by_stage([rank.forward + rank.backward for rank in ranks], layout)
-    compute = _by_stage([rank.forward + rank.backward + rank.optimizer for rank in ranks], layout)
+    in_passes = [rank.forward + rank.backward + rank.weights for rank in ranks]
+    passes = _by_stage(in_passes, layout)
+    compute = _by_stage([busy + rank.optimizer for busy, rank in zip(in_passes, ranks, strict=True)], layout)
     communication = _by_stage(
         [rank.reduce + transfer for rank, transfer in zip(ranks, _transfers(ranks, layout), strict=True)], layout
     )
@@ -66,6 +69,7 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
         ],
         bubble=1 - mean_passes / pipeline,
         imbalance=max(passes) / mean_passes - 1,
+        weight_grad_time=[seconds / num_steps for seconds in _by_stage([rank.weights for rank in ranks], layout)],
         peak_memory=[max(peaks[rank] for rank in layout.list_stage_ranks(stage)) for stage in range(layout.num_stages)],
     )
 
@@ -82,8 +86,11 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
     """Seconds that each rank's transfers take by themselves.
 
     Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a
-    boundary's two ends the quicker one shows how long the transfer takes.
+    boundary's two ends the quicker one shows how long the transfer takes. A rank that sends both ways in a pass (in the
+    shape of a V) is taken at its own word.
     """
+    if layout.pass_times:
+        return [rank.send_activation + rank.recv_activation + rank.send_grad + rank.recv_grad for rank in ranks]
     seconds = [0.0] * len(ranks)
     for rank in (rank for rank in range(len(ranks)) if layout.stage_id(rank) < layout.num_stages - 1):
         after = layout.topology.neighbour(rank, PIPE)
@@ -141,6 +148,7 @@ class Telemetry:
             "compute_time": measured.compute_time,
             "communication_time": measured.communication_time,
             "wait_time": measured.wait_time,
+            **({"weight_grad_time": measured.weight_grad_time} if any(measured.weight_grad_time) else {}),
             "bubble": measured.bubble,
             "predicted_bubble": prediction.plan.idle,
             "imbalance": measured.imbalance,

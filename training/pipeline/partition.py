@@ -17,21 +17,22 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.experts.sizes import active_share, list_matrices
 from models.layer import Layer
+from training.pipeline.schedule import Schedule
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
 
 
 def compute_bounds(
-    layers: Sequence[Layer], num_stages: int, method: Any, *, fits: Fits | None = None, num_chunks: int = 1
+    layers: Sequence[Layer], num_stages: int, method: Any, *, fits: Fits | None = None, schedule: Schedule | None = None
 ) -> list[int]:
     """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a
-    stage is one chunk.
+    stage is one chunk. schedule: says which chunks a stage has; None for one.
 
     Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
     """
     if isinstance(method, list):
-        return _bounds_of_list(method, len(layers), num_stages, num_chunks)
+        return _bounds_of_list(method, len(layers), num_stages, schedule.num_chunks if schedule else 1)
     if method == "balanced":
         weights = [compute_work(layer) for layer in layers]
     elif method == "uniform":
@@ -42,8 +43,8 @@ def compute_bounds(
         weights = _matching_types(layers, method.removeprefix("type:"))
     else:
         raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
-    if num_chunks > 1:
-        return balance_chunks(weights, num_stages, num_chunks)
+    if schedule is not None and schedule.num_chunks > 1:
+        return balance_chunks(weights, schedule)
     return _balance_within(weights, num_stages, fits if method == "balanced" else None)
 
 
@@ -112,7 +113,7 @@ def _best_split(
     return best.get(num_layers)
 
 
-def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
+def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
     """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no
     chunk empty.
 
@@ -121,18 +122,19 @@ def balance_chunks(weights: Sequence[int], num_stages: int, num_chunks: int) -> 
     would be too many to try.
     """
     prefix = list(accumulate(weights, initial=0))
+    held = [schedule.list_chunks(stage) for stage in range(schedule.num_stages)]
+    num_chunks = schedule.last_chunk + 1
 
     def judge(bounds: Sequence[int]) -> tuple[list[int], list[int]]:
         chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
-        return sorted((sum(chunks[stage::num_stages]) for stage in range(num_stages)), reverse=True), sorted(
-            chunks, reverse=True
-        )
+        stages = [sum(chunks[number] for number in numbers) for numbers in held]
+        return sorted(stages, reverse=True), sorted(chunks, reverse=True)
 
-    best = _balance_within(weights, num_stages * num_chunks, None)
+    best = _balance_within(weights, num_chunks, None)
     while True:
         moved = [
             [*best[: first + 1], *(bound + step for bound in best[first + 1 : last + 1]), *best[last + 1 :]]
-            for first, last in combinations(range(num_stages * num_chunks), 2)
+            for first, last in combinations(range(num_chunks), 2)
             for step in (-1, 1)
         ]
         better = min(
@@ -149,7 +151,7 @@ def _bounds_of_list(sizes: list[int], num_layers: int, num_stages: int, num_chun
     if not all(isinstance(size, int) for size in sizes):
         raise UserError(f"partition_method={sizes} must list whole numbers, the layers of each stage")
     if len(sizes) != num_stages * num_chunks or sum(sizes) != num_layers or min(sizes) < 1:
-        virtual = f" x virtual_stages_per_rank={num_chunks}" if num_chunks > 1 else ""
+        virtual = f" x {num_chunks} chunks" if num_chunks > 1 else ""
         raise UserError(
             f"partition_method={sizes} gives {sum(sizes)} layers to {len(sizes)} stages; it must give "
             f"{num_layers} layers (embedding, norm and head count as one each) to num_stages={num_stages}{virtual}, "

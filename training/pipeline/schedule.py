@@ -38,6 +38,13 @@ class Unit(NamedTuple):
     kind: UnitKind
 
 
+class InFlight(NamedTuple):
+    """Micro-batches of each chunk of a rank [V]: held for their backward pass, and for the second half of it alone."""
+
+    held: tuple[int, ...]
+    deferred: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The passes of a step: num_stages P, num_micro_batches M (of one replica), num_chunks V."""
@@ -48,6 +55,9 @@ class Schedule:
 
     # Whether it has backward passes in two, so that layers must be able to put off the gradients of weights.
     splits_backward: ClassVar[bool] = False
+    # To another rank, before it is waited for that the first has been received: with one, even stages never wait for
+    # it; with two, nor does an uneven moment. None for any number.
+    sends_in_flight: ClassVar[int | None] = 2
 
     @classmethod
     def count_chunks(cls, config: RunConfig) -> int:
@@ -102,17 +112,21 @@ class Schedule:
         ]
 
     @cache
-    def list_in_flight(self, stage_id: int) -> frozenset[tuple[int, ...]]:
-        """How many micro-batches each chunk of a rank holds for its backward pass: all combinations [V] that a forward
-        pass ends with."""
-        held, found = [0] * self.num_chunks, set()
+    def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
+        """What a rank holds: all that a forward pass, or the first half of a backward pass, ends with."""
+        chunks = self.list_chunks(stage_id)
+        held, deferred, found = [0] * len(chunks), [0] * len(chunks), set()
         for unit in self.list_units(stage_id):
-            number = unit.chunk // self.num_stages
+            number = chunks.index(unit.chunk)
             if unit.kind is UnitKind.forward:
                 held[number] += 1
-                found.add(tuple(held))
+            elif unit.kind is UnitKind.weight_backward:
+                deferred[number] -= 1
             else:
                 held[number] -= 1
+                deferred[number] += unit.kind is UnitKind.input_backward
+            if unit.kind in (UnitKind.forward, UnitKind.input_backward):
+                found.add(InFlight(tuple(held), tuple(deferred)))
         return frozenset(found)
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from errors import UserError
 from training.config.schema import RunConfig
 from training.pipeline.schedule import Interleaved, OneForwardOneBackward, Schedule
+from training.pipeline.zero_bubble import ZeroBubble
 
 if TYPE_CHECKING:  # it imports torch, for which a mistyped `schedule` need not wait
     from training.distributed.topology import Layout
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # it imports torch, for which a mistyped `schedule` need not 
 SCHEDULES: dict[str, type[Schedule]] = {
     "1f1b": OneForwardOneBackward,
     "interleaved": Interleaved,
+    "zero_bubble": ZeroBubble,
 }
 
 
@@ -27,12 +29,16 @@ def find_schedule(name: str) -> type[Schedule]:
 
 def build_schedule(layout: Layout) -> Schedule:
     """The schedule that a layout runs."""
-    return find_schedule(layout.schedule)(layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks)
+    found = find_schedule(layout.schedule)
+    sizes = layout.num_stages, layout.gradient_accumulation_steps, layout.num_chunks
+    return found(*sizes, *((layout.memory_limit, layout.pass_times) if found.splits_backward else ()))
 
 
 def schedule_layout(layout: Layout, config: RunConfig, num_layers: int) -> Layout:
     """The layout under `config.schedule`. Raises UserError where the schedule is unknown or cannot run it."""
     name = config.schedule
-    scheduled = replace(layout, schedule=name, num_chunks=find_schedule(name).count_chunks(config))
+    found = find_schedule(name)
+    limit = config.schedule_memory_limit if found.splits_backward else None
+    scheduled = replace(layout, schedule=name, num_chunks=found.count_chunks(config), memory_limit=limit)
     build_schedule(scheduled).check(num_layers)
     return scheduled

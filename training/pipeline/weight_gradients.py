@@ -115,12 +115,9 @@ def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[i
     modules of other classes, which may do more than a product. Returns the number of elements in trained matrices whose
     gradients can be put off, and in all of them.
     """
-    summed = list_partial_gradients(module)
     can = 0
-    for name, part in module.named_modules():
-        plain, cut = type(part) in (nn.Linear, Conv1D), isinstance(part, (RowParallelLinear, RowParallelConv1D))
-        if not (plain or cut) or not part.weight.requires_grad or {f"{name}.weight", f"{name}.bias"} & set(summed):
-            continue
+    for _, part in list_split(module):
+        plain = not isinstance(part, (RowParallelLinear, RowParallelConv1D))
         # A cut projection adds its bias behind the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
         if plain:
@@ -129,3 +126,12 @@ def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[i
             part.multiply = split
         can += part.weight.numel()
     return can, sum(p.numel() for p in module.parameters() if p.requires_grad and p.ndim > 1)
+
+
+def list_split(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of the projections of a layer whose gradients can be put off."""
+    summed = list_partial_gradients(module)
+    for name, part in module.named_modules():
+        is_projection = type(part) in (nn.Linear, Conv1D, RowParallelLinear, RowParallelConv1D)
+        if is_projection and part.weight.requires_grad and not {f"{name}.weight", f"{name}.bias"} & summed:
+            yield name, part

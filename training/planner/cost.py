@@ -25,6 +25,7 @@ from models.parallel.shard import TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_module
 from models.recurrent import find_mixers
 from training.pipeline.trainable import choose_trained
+from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
 from training.planner.saved_activations import SavedBytes, count_saved_bytes
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
@@ -47,7 +48,9 @@ class LayerCost:
     `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
     backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a
-    token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`).
+    token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a
+    token, those of the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
+    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off.
     """
 
     name: str
@@ -69,6 +72,8 @@ class LayerCost:
     backward_sums: int = 0
     total_parameters: int = 0
     total_trainable: int = 0
+    deferred_flops: float = 0
+    deferred_bytes: int = 0
 
     @property
     def backward_flops(self) -> float:
@@ -86,10 +91,11 @@ def count_layers(
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
     tensor_parallel_size: int = 1,
+    splits_backward: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
     trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
-    training."""
+    training. splits_backward: whether the schedule puts off gradients of weights."""
     known: dict[Any, LayerCost] = {}
     costs = []
     parallel = TensorParallel(size=tensor_parallel_size)
@@ -110,6 +116,7 @@ def count_layers(
                     dtype,
                     tensor_parallel_size,
                     is_first=index == 0,
+                    splits_backward=splits_backward,
                 )
             )
         costs.append(known[kind])
@@ -129,6 +136,7 @@ class _BuiltLayer:
     dtype: torch.dtype
     tensor_parallel_size: int
     is_first: bool
+    splits_backward: bool
 
     @property
     def tokens(self) -> int:
@@ -164,6 +172,8 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in trained.items())),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
+        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module)) if built.splits_backward else 0,
+        deferred_bytes=_count_deferred(built) if built.splits_backward else 0,
     )
 
 
@@ -213,8 +223,8 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
-def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
-    """(what autograd keeps, whether it is only estimated)."""
+def _run(built: _BuiltLayer) -> Any:
+    """The layer's outputs for a micro-batch, on the meta device."""
     layer, module = built.layer, built.module
     shape = (built.micro_batch_size, built.seq_length)
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
@@ -222,10 +232,31 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
         *shape, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
     )  # [B, T, D]
     inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
+    return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
+
+
+def _count_deferred(built: _BuiltLayer) -> int:
+    """Inputs and output gradients of the projections, those that several of them share once. Changes the module, so it
+    comes last."""
+    parts = [part for _, part in list_split(built.module)]
+    if not parts:
+        return 0
+    deferred = DeferredGradients()
+    split_projections(built.module, deferred)
     try:
-        return count_saved_bytes(
-            lambda: layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs), module
-        ), False
+        hidden_states = _run(built)[0]
+        with deferred.defer() as products:
+            hidden_states.backward(torch.empty_like(hidden_states))
+    except (RuntimeError, NotImplementedError):
+        return built.tokens * built.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
+    kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
+    """(what autograd keeps, whether it is only estimated)."""
+    try:
+        return count_saved_bytes(lambda: _run(built), built.module), False
     except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
         return _estimate_saved(built), True
 

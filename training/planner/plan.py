@@ -21,7 +21,7 @@ from training.distributed.topology import PIPE, Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.pipeline.schedule import Schedule
-from training.pipeline.schedules import build_schedule
+from training.pipeline.schedules import build_schedule, find_schedule
 from training.pipeline.trainable import build_adapter
 from training.planner.cost import LayerCost, count_layers
 from training.planner.hardware import GB, GIB
@@ -38,7 +38,8 @@ class ChunkPlan:
 
     first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed.
     sum_seconds: of the two passes, those in which the ranks that share layers sum activations. boundary_bytes: to the
-    next chunk, forward and backward together; transfer_seconds: either way.
+    next chunk, forward and backward together; transfer_seconds: either way. deferred_seconds: of the backward pass,
+    those that the schedule can put off. Nothing is sent to a chunk of the same rank.
     """
 
     first_layer: int
@@ -47,6 +48,7 @@ class ChunkPlan:
     backward_flops: float
     forward_seconds: float
     backward_seconds: float
+    deferred_seconds: float
     sum_seconds: float
     boundary_bytes: int
     transfer_seconds: float
@@ -171,6 +173,7 @@ def count_costs(
         adapter=build_adapter(config, layers),
         freeze=config.freeze,
         tensor_parallel_size=layout.tensor_parallel_size,
+        splits_backward=find_schedule(layout.schedule).splits_backward,
     )
 
 
@@ -186,7 +189,8 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
     chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
     transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
     forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
-    passes = simulate(schedule, forward, backward, transfers)
+    deferred = [chunk.deferred_seconds for chunk in chunks]
+    passes = simulate(schedule, forward, backward, transfers, deferred)
     busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
     pipeline_seconds = max(p.stop for p in passes)
     return Plan(
@@ -230,7 +234,11 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         compute_sending_seconds(sent, layout, chunk.stage_id, hardware)
         for sent in (cost.forward_sent, cost.backward_sent)
     )
-    link = find_bandwidth(PIPE, layout, chunk.stage_id, hardware) * GB
+    schedule = build_schedule(layout)
+    to = schedule.find_stage(min(chunk.number + 1, schedule.last_chunk))
+    is_sent = to != chunk.stage_id
+    # The link of two neighbours is named by the first of them; that from the last stage to the first by the last.
+    link = find_bandwidth(PIPE, layout, to if to == chunk.stage_id - 1 else chunk.stage_id, hardware) * GB
     return ChunkPlan(
         first_layer=chunk.indices.start,
         last_layer=chunk.indices.stop - 1,
@@ -238,9 +246,10 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         backward_flops=cost.backward_flops,
         forward_seconds=cost.forward_seconds + forward_sending,
         backward_seconds=cost.backward_seconds + backward_sending,
+        deferred_seconds=cost.deferred_seconds,
         sum_seconds=forward_sending + backward_sending,
-        boundary_bytes=cost.boundary_bytes,
-        transfer_seconds=cost.boundary_bytes / 2 / link,
+        boundary_bytes=cost.boundary_bytes if is_sent else 0,
+        transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,
     )
 
 

@@ -26,9 +26,11 @@ from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
 from training.objectives.registry import check_objective
 from training.pipeline.packing import check_run_packing
+from training.objectives.registry import get_objective
 from training.pipeline.partition import compute_bounds
+from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
-from training.pipeline.schedules import find_schedule, schedule_layout
+from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.levers.lever import PlannedRun
@@ -136,7 +138,9 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     costs = count_costs(config, architecture, layers, layout)
     run = PlannedRun(config, layout, architecture.vocab_size, hardware)
     fits = build_fits(costs, run)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, num_chunks=layout.num_chunks)
+    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout))
+    layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
+    run = replace(run, layout=layout)
     if config.hardware.peak_flops is None:  # this machine
         costs, hardware = profile_layers(run, architecture, costs)
     return compute_plan(costs, bounds, replace(run, hardware=hardware))

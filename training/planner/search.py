@@ -19,8 +19,10 @@ from errors import UserError
 from models.layer import Layer
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.distributed.topology import DATA, PIPE, Layout, Topology, build_layout, read_sizes
+from training.objectives.registry import get_objective
 from training.pipeline.partition import balance, compute_bounds, compute_work
-from training.pipeline.schedules import schedule_layout
+from training.pipeline.pass_times import time_passes
+from training.pipeline.schedules import build_schedule, schedule_layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.levers.lever import PlannedRun
@@ -67,7 +69,9 @@ def search_plans(
         if micro_batch_size not in costs:
             costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
         scheduled = list(_list_schedules(layout, config, len(layers)))
-        splits = [compute_bounds(layers, num_stages, _method(config), num_chunks=each.num_chunks) for each in scheduled]
+        splits = [
+            compute_bounds(layers, num_stages, _method(config), schedule=build_schedule(each)) for each in scheduled
+        ]
         for (layout, bounds), choices, offload in itertools.product(
             zip(scheduled, splits, strict=True), CHECKPOINTING, Offload
         ):
@@ -79,7 +83,8 @@ def search_plans(
                     activation_checkpoint_interval=interval,
                     offload_optimizer=offload,
                 )
-                run = PlannedRun(keys, layout, architecture.vocab_size, hardware)
+                timed = time_passes(layout, keys, layers, bounds, get_objective(keys).remakes_logits)
+                run = PlannedRun(keys, timed, architecture.vocab_size, hardware)
                 plan = compute_plan(costs[micro_batch_size], bounds, run)
                 if layout.num_chunks == 1 and _may_fit_otherwise(plan, config):
                     other = balance(work, num_stages, build_fits(costs[micro_batch_size], run)) or bounds

@@ -24,14 +24,19 @@ class Pass:
 
 
 def simulate(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    weight_backward: Sequence[float] = (),
 ) -> list[Pass]:
     """The passes of one step, in the order in which they can start.
 
     forward, backward: seconds of a micro-batch through each chunk [P x V]. transfer: seconds from each chunk to the
-    next, either way [P x V - 1].
+    next, either way [P x V - 1]. weight_backward: those of `backward` that can be put off; for a schedule that does.
     """
-    seconds = {UnitKind.forward: forward, UnitKind.backward: backward}
+    seconds = {UnitKind.forward: forward, UnitKind.backward: backward, UnitKind.weight_backward: weight_backward}
+    seconds[UnitKind.input_backward] = [b - w for b, w in zip(backward, weight_backward)]
     orders = [schedule.list_units(stage_id) for stage_id in range(schedule.num_stages)]
     position, free = [0] * len(orders), [0.0] * len(orders)
     stops: dict[Unit, float] = {}
@@ -57,6 +62,8 @@ def _ready_at(unit: Unit, transfer: Sequence[float], stops: Mapping[Unit, float]
     """When the pass has its input; None while that is not known. A backward pass through the last chunk follows its own
     forward pass."""
     chunk, micro_batch, kind = unit
+    if kind is UnitKind.weight_backward:
+        return stops.get(unit._replace(kind=UnitKind.input_backward))
     if kind is UnitKind.forward:
         if chunk == 0:
             return 0.0
@@ -77,7 +84,7 @@ def list_transfers(passes: Sequence[Pass], transfer: Sequence[float]) -> Iterato
     free = dict.fromkeys((p.stage_id for p in passes), 0.0)
     for p in sorted(passes, key=lambda p: p.start):
         boundary = p.chunk - 1 if p.kind is UnitKind.forward else p.chunk  # that the input crosses
-        has_input = 0 <= boundary < len(transfer)
+        has_input = 0 <= boundary < len(transfer) and p.kind is not UnitKind.weight_backward
         start = max(free[p.stage_id], p.start - transfer[boundary]) if has_input else p.start
         if start < p.start:
             yield p.stage_id, start, p.start

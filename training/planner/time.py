@@ -22,13 +22,15 @@ class Sent(dict[str, float]):
 class PassCost(Summed):
     """One micro-batch through one chunk of layers. FLOPs are of a token; seconds of the micro-batch, without sending.
 
-    forward_sent, backward_sent: waited for in the pass. boundary_bytes: to the next chunk and back, between the passes.
+    deferred_seconds: those of backward_seconds that a schedule can put off. forward_sent, backward_sent: waited for in
+    the pass. boundary_bytes: to the next chunk and back, between the passes.
     """
 
     forward_flops: float = 0
     backward_flops: float = 0
     forward_seconds: float = 0
     backward_seconds: float = 0
+    deferred_seconds: float = 0
     forward_sent: Sent = field(default_factory=Sent)
     backward_sent: Sent = field(default_factory=Sent)
     boundary_bytes: int = 0

@@ -14,6 +14,8 @@ class Work(Enum):
 
     forward = "forward"
     backward = "backward"
+    input_backward = "input_backward"
+    weight_backward = "weight_backward"
     communication = "communication"
     optimizer = "optimizer step"
 

@@ -17,7 +17,15 @@ from matplotlib.patches import Patch
 from training.planner.report import render_seconds
 from training.planner.timeline import Timeline, Work
 
-COLORS = {Work.forward: "#4c8eda", Work.backward: "#e0903c", Work.communication: "#4f9d69", Work.optimizer: "#8d83b8"}
+COLORS = {
+    Work.forward: "#4c8eda",
+    Work.backward: "#e0903c",
+    Work.input_backward: "#e0903c",
+    Work.weight_backward: "#c65d57",
+    Work.communication: "#4f9d69",
+    Work.optimizer: "#8d83b8",
+}
+LABELS = {Work.input_backward: "backward, of inputs", Work.weight_backward: "backward, of weights"}
 MICRO_BATCHES_SHOWN = 2  # times the stages, at each end
 DIGIT = 0.008  # of the shown time: a narrower pass has no room for a digit of its number
 
@@ -38,7 +46,10 @@ def draw_timelines(timelines: Sequence[Timeline], title: str, file: Path) -> Non
                 fontsize=10,
             )
     figure.suptitle(title)
-    handles = [Patch(color=color, label=work.value) for work, color in COLORS.items()]
+    drawn = {span.work for timeline in timelines for span in timeline.spans}
+    handles = [
+        Patch(color=color, label=LABELS.get(work, work.value)) for work, color in COLORS.items() if work in drawn
+    ]
     handles.append(Patch(facecolor="white", edgecolor="gray", label="idle"))
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
     rows[-1].set_xlabel("seconds from the start of the step", loc="left")

@@ -97,7 +97,7 @@ def test_chunks_are_the_best_of_all_cuts_of_a_decoder(num_stages: int, num_chunk
             )
 
         shard_specs = itertools.combinations(range(1, len(weights)), num_stages * num_chunks - 1)
-        bounds = balance_chunks(weights, num_stages, num_chunks)
+        bounds = balance_chunks(weights, Interleaved(num_stages, num_stages, num_chunks))
         assert judge(bounds) == min(judge([0, *cut, len(weights)]) for cut in shard_specs)
 
 
@@ -125,12 +125,12 @@ def test_uniform_counts_layers_and_parameters_counts_weights() -> None:
 
 def test_a_list_is_taken_as_it_is() -> None:
     assert compute_bounds(build(), 3, [1, 2, 6]) == [0, 1, 3, 9]
-    assert compute_bounds(build(), 2, [1, 2, 2, 4], num_chunks=2) == [0, 1, 3, 5, 9]
+    assert compute_bounds(build(), 2, [1, 2, 2, 4], schedule=Interleaved(2, 2, 2)) == [0, 1, 3, 5, 9]
     with pytest.raises(
         UserError,
-        match=r"to 2 stages; it must give 9 layers .* to num_stages=2 x virtual_stages_per_rank=2, at least one each",
+        match=r"to 2 stages; it must give 9 layers .* to num_stages=2 x 2 chunks, at least one each",
     ):
-        compute_bounds(build(), 2, [5, 4], num_chunks=2)
+        compute_bounds(build(), 2, [5, 4], schedule=Interleaved(2, 2, 2))
 
 
 def test_a_type_is_spread_over_the_stages() -> None:

@@ -30,12 +30,12 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
 
 
 def test_micro_batches_in_flight() -> None:
-    assert OneForwardOneBackward(4, 8).list_in_flight(0) == {(1,), (2,), (3,), (4,)}
+    assert OneForwardOneBackward(4, 8).list_in_flight(0) == {((n,), (0,)) for n in (1, 2, 3, 4)}
     # Two stages of two chunks: the first stage runs forward passes 0 1 0' 1' 2 (micro-batches, chunk by chunk), then
     # one backward.
     interleaved = Interleaved(2, 4, 2)
-    assert max(map(sum, interleaved.list_in_flight(0))) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
-    assert max(map(sum, interleaved.list_in_flight(1))) == 3
+    assert max(sum(held) for held, _ in interleaved.list_in_flight(0)) == (2 - 0 - 1) * 2 + (2 - 1) * 2 + 1
+    assert max(sum(held) for held, _ in interleaved.list_in_flight(1)) == 3
 
 
 def schedule(*overrides: str, world_size: int = 1) -> Layout:

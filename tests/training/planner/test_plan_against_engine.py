@@ -25,7 +25,7 @@ from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
-from training.pipeline.schedules import schedule_layout
+from training.pipeline.schedules import build_schedule, schedule_layout
 from training.planner.hardware import Machine
 from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK
@@ -172,7 +172,7 @@ def compare_peaks(
     layers = shard_layers(architecture, build_layers(architecture), width)
     layout = schedule_layout(build_layout(config, 2 * width, len(layers), False), config, len(layers))
     costs = count_costs(config, architecture, layers, layout)
-    bounds = compute_bounds(layers, num_stages, config.partition_method, num_chunks=layout.num_chunks)
+    bounds = compute_bounds(layers, num_stages, config.partition_method, schedule=build_schedule(layout))
     plan = compute_plan(costs, bounds, PlannedRun(config, layout, architecture.vocab_size, CARD))
     for rank, real in enumerate(workers(2 * width).run(train_counted, case, bucket)):
         memory = plan.stages[layout.stage_id(rank)].memory

@@ -156,9 +156,9 @@ def test_interleaved_keeps_what_each_chunk_has_in_flight() -> None:
     # most is held when both chunks have two and the larger one goes on first: chunks hold (3, 2) or, later, (2, 2) and
     # one more of the second
     assert first.activations == max(
-        a * (3000 + of_batch) + b * (9000 + of_hidden) for a, b in schedule.list_in_flight(0)
+        a * (3000 + of_batch) + b * (9000 + of_hidden) for (a, b), _ in schedule.list_in_flight(0)
     )
-    assert max(a + b for a, b in schedule.list_in_flight(0)) == 5
+    assert max(a + b for (a, b), _ in schedule.list_in_flight(0)) == 5
     assert last.activations == 2 * (3000 + of_hidden) + 9000 + HIDDEN + INTEGERS  # the loss hands nothing on
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from training.distributed.p2p import SENDS_IN_FLIGHT
 from training.pipeline.schedule import UnitKind
 from training.planner.levers.lever import Chunk, Lever, Stage
 from training.planner.memory import Kept, Memory
 from training.planner.time import PassCost
+
+SENDS = 2  # gradients on their way to another rank
 
 
 def compute_kept(chunk: Chunk) -> Kept:
@@ -24,7 +25,7 @@ def compute_buffers(stage: Stage) -> Memory:
     sends = {kind for kind, start, _ in links if start == stage.stage_id}
     following = hidden + integers if UnitKind.forward in gets else hidden
     running = hidden if UnitKind.backward in gets else 0
-    sent = SENDS_IN_FLIGHT * hidden if UnitKind.backward in sends else 0
+    sent = SENDS * hidden if UnitKind.backward in sends else 0
     return Memory(buffers=following + running + sent if gets else 0)
 
 

@@ -14,6 +14,7 @@ def compute_passes(chunk: Chunk) -> PassCost:
         backward_flops=sum(layer.backward_flops for layer in chunk.layers),
         forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
         backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
+        deferred_seconds=sum(map(chunk.time_deferred, chunk.layers)),
     )
 
 

@@ -115,6 +115,11 @@ class Chunk:
         forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops_per_second
         return forward * self.run.tokens
 
+    def time_deferred(self, layer: LayerCost) -> float:
+        """Seconds of the backward pass that can be put off: its share of the products."""
+        share = layer.deferred_flops / layer.backward_flops if layer.backward_flops else 0
+        return share * self.time_backward(layer)
+
     def time_backward(self, layer: LayerCost) -> float:
         backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops_per_second
         return backward * self.run.tokens

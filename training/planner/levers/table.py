@@ -38,7 +38,11 @@ def sum_memory(stage: Stage) -> Memory:
     in_flight = stage.schedule.list_in_flight(stage.stage_id)
     return once + Memory(
         activations=max(
-            sum(count * each.activations for count, each in zip(counts, kept, strict=True)) for counts in in_flight
+            sum(
+                held * each.activations + deferred * each.deferred
+                for held, deferred, each in zip(*counts, kept, strict=True)
+            )
+            for counts in in_flight
         ),
         recomputation=max(each.recomputation for each in kept),
     )

@@ -1,0 +1,43 @@
+"""How long the passes of each chunk take, relative to each other: what a schedule that is not even is ordered by.
+
+Counted, not measured, so that all ranks, and the plan, have the same numbers. In multiply-adds a token of the matrices
+of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from models.layer import Layer
+from training.config.schema import AdapterName, RunConfig
+from training.distributed.topology import Layout
+from training.pipeline.partition import compute_work
+from training.pipeline.schedules import find_schedule
+from training.pipeline.zero_bubble import PassTimes
+
+# Beside its matrices a layer has norms, attention and activation functions; in the backward pass about twice as much.
+# Measured on a CPU, Llama layers of 512 at sequence 256.
+_OTHER_FORWARD, _OTHER_BACKWARD = 0.1, 0.25
+
+
+def time_passes(
+    layout: Layout, config: RunConfig, layers: Sequence[Layer], bounds: Sequence[int], remakes_logits: bool
+) -> Layout:
+    """The layout with the times that its schedule is ordered by, where it asks for any. bounds: of its chunks.
+    remakes_logits: see `Objective`."""
+    if not find_schedule(layout.schedule).splits_backward:
+        return layout
+    work = [compute_work(layer) for layer in layers]
+    recomputes, trains_matrices = config.activation_checkpoint_interval > 0, config.adapter.name is AdapterName.none
+    times = []
+    for start, stop in pairwise(bounds):
+        of_head = work[-1] if stop == len(layers) else 0
+        of_layers = sum(work[start:stop]) - of_head
+        forward = (1 + _OTHER_FORWARD) * of_layers
+        # The loss makes the gradients of its logits, and the products with them, while it has the logits
+        in_loss, behind_it = (of_head, 3 * of_head) if remakes_logits else (3 * of_head, 0)
+        backward = (1 + _OTHER_BACKWARD) * of_layers + (forward if recomputes else 0) + behind_it
+        times.append(PassTimes(forward + in_loss, backward, float(of_layers) if trains_matrices else 0.0))
+    return replace(layout, pass_times=tuple(times))
