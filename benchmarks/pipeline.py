@@ -8,12 +8,14 @@ micro-batches and AdamW:
 
     ours            this trainer's stages, loader and step
     ours-interleaved  the same with schedule=interleaved, two chunks a process
+    ours-zero-bubble  the same with schedule=zero_bubble
     copies          each process alone with the whole model, no pipeline and no engine; their rates are summed
     bare            the same specs in a plain DeepSpeed `PipelineModule`, fed from a list, with our split
     bare-default    the same with the split that DeepSpeed makes by default (`parameters`)
     torch           `torch.distributed.pipelining`, 1F1B, with our split
     torch-default   the same with as many layers on either stage; it has no split of its own, and this is the usual one
     interleaved     the same in four chunks, two a process, interleaved 1F1B, with our split
+    zbv             the same, zero bubble in the shape of a V, with our split
     dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, balanced over what a process holds
     trainer         the `Trainer` of transformers in one process on both cores
 
@@ -44,12 +46,14 @@ NUM_STAGES = 2
 RUNNERS = (
     "ours",
     "ours-interleaved",
+    "ours-zero-bubble",
     "copies",
     "bare",
     "bare-default",
     "torch",
     "torch-default",
     "interleaved",
+    "zbv",
     "dualpipev",
     "trainer",
 )
@@ -152,6 +156,7 @@ def build_runners(
     from models.weights.sources import open_weights
     from training.distributed.ranks import read_ranks
     from training.pipeline.partition import compute_bounds
+    from training.pipeline.schedule import Interleaved
     from training.setup import build_setup
 
     given = (
@@ -177,12 +182,16 @@ def build_runners(
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
         "ours-interleaved": lambda: build_ours(prepare("schedule=interleaved")),
+        "ours-zero-bubble": lambda: build_ours(prepare("schedule=zero_bubble")),
         "copies": lambda: peers.build_copies(shared),
         "bare": lambda: peers.build_bare(shared, bounds),
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
         "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
-        "interleaved": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2))),
+        "interleaved": lambda: peers.build_torch(
+            shared, compute_bounds(layers, NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2))
+        ),
+        "zbv": lambda: peers.build_torch(shared, split_folded(layers), is_folded=True),
         "dualpipev": lambda: peers.build_dualpipev(shared, split_folded(layers)),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }

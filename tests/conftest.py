@@ -25,7 +25,7 @@ from support.workers import WorkerGroup  # noqa: E402
 _LONGEST = (
     "test_combinations", "test_tensor_parallel", "test_resume_layouts", "test_launcher", "test_run", "test_parity",
     "test_plan_against_engine", "test_dpo", "test_two_hosts", "test_family_parity", "test_lora", "test_families",
-    "test_plan_run", "test_device", "test_bad_input", "test_interleaved", "test_nonfinite", "test_interrupts",
+    "test_plan_run", "test_device", "test_bad_input", "test_schedules", "test_nonfinite", "test_interrupts",
     "test_docs", "test_configs", "test_packing_parity", "test_order_across_layouts", "test_registry",
     "test_profile_machine", "test_conversion", "test_plan_search", "test_convert2ckpt",
 )  # fmt: skip

@@ -56,6 +56,10 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         neftune_noise_alpha=config.neftune_noise_alpha,
         schedule=build_schedule(setup.layout),
     )
+    if module.deferred_share is not None:
+        ranks.say(
+            f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
+        )
     if fuses:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")
     return module

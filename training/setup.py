@@ -171,7 +171,9 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
             device_name=describe_device(),
             local_size=ranks.local_size,
         )
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout))
+    bounds = compute_bounds(
+        layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
+    )
     layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
     reference = source if get_objective(config).needs_reference else None
     return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference, routers=routers)

@@ -40,7 +40,11 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "every": ("activation_checkpoint_interval=2", "activation_checkpoint_mode=every"),
         "selective": ("activation_checkpoint_interval=1", "activation_checkpoint_mode=selective"),
     },
-    "schedule": {"1f1b": ("schedule=1f1b",), "interleaved": ("schedule=interleaved",)},
+    "schedule": {
+        "1f1b": ("schedule=1f1b",),
+        "interleaved": ("schedule=interleaved",),
+        "zero_bubble": ("schedule=zero_bubble",),
+    },
     "adapter": {
         "none": ("adapter=none",),
         "lora": ("adapter=lora",),

@@ -160,6 +160,12 @@ INCOMPATIBLE = (
         "it fills the bubble of a pipeline, and one stage has none",
         "give num_stages=2 or more, or schedule=1f1b",
     ),
+    Pair(
+        _is("schedule", "zero_bubble"),
+        _COMPILED,
+        "the compiler makes one piece of a backward pass",
+        "give schedule=interleaved, or compile=false",
+    ),
     Pair(_TENSOR_PARALLEL, _FP16, "loss scaling is not proven on cut layers", "give tensor_parallel_size=1"),
     Pair(
         _TENSOR_PARALLEL,

@@ -18,7 +18,7 @@ rank; one that waits for a send waits for the receiver to come to a pass that li
 rank has not computed yet. Both go back in the order of passes, so no ring of waiting ranks can close, whether the host
 waits (gloo) or the stream (NCCL). Whether a new schedule keeps to that is seen by `play` of
 tests/support/instructions.py, which runs the instructions of all ranks with sends that are never buffered;
-tests/training/engine/test_interleaved.py does so for many sizes. Run so far: gloo. NCCL was reasoned out, not run.
+tests/training/engine/test_schedules.py does so for many sizes. Run so far: gloo. NCCL was reasoned out, not run.
 
 P stages, V chunks per stage, M micro-batches.
 """

@@ -20,9 +20,7 @@ def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedu
     Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage
     waited.
     """
-    told = [
-        list(_tell_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)
-    ]
+    told = [list(_tell_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)]
     quickest: dict[Crossing, float] = {}
     for span, unit in (pair for pairs in told for pair in pairs):
         if span.name in TRANSFERS and unit is not None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -177,8 +178,7 @@ class StageModule(PipelineModule):
         self.fused: set[str] = set()  # names of kernels
         if self._fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
-        if self._schedule.splits_backward:
-            self._split_projections()
+        self.deferred_share = self._split_projections() if self._schedule.splits_backward else None
         if self._compiles:
             self._compile_layers()
         self._fill_groups()
@@ -217,9 +217,15 @@ class StageModule(PipelineModule):
         if self._noise is not None:
             self._noise.start_step(seed)
 
-    def _split_projections(self) -> None:
+    def _split_projections(self) -> float:
+        """The share of all stages' trained matrices whose gradients can be put off: with adapters there is little to
+        gain. All ranks call it."""
         counts = [split_projections(module, self.deferred) for _, _, module in self.local_layers()]
-        self.num_deferred, self.num_matrix_elements = (sum(count) for count in zip(*counts, strict=True))
+        device = get_accelerator().device_name(self.local_rank)
+        totals = torch.tensor(counts, dtype=torch.float64, device=device).sum(dim=0)
+        dist.all_reduce(totals)
+        can, matrices = totals.tolist()
+        return can / max(1, matrices)
 
     def expect_documents(self, bounds: DocumentBounds | None) -> None:
         """Says what is known of the documents of the micro-batches to come; None where nothing is."""

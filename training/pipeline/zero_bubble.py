@@ -88,7 +88,7 @@ class ZeroBubble(Schedule):
         return list(self._order.units[stage_id])
 
     def list_forward(self, stage_id: int) -> list[Unit]:
-        times = (self.pass_times or (EVEN,) * (self.last_chunk + 1))
+        times = self.pass_times or (EVEN,) * (self.last_chunk + 1)
         rules = _Rules(self.num_stages, self.num_micro_batches, times, None, forward_only=True)
         return list(_arrange(rules).units[stage_id])
 

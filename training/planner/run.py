@@ -138,7 +138,9 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     costs = count_costs(config, architecture, layers, layout)
     run = PlannedRun(config, layout, architecture.vocab_size, hardware)
     fits = build_fits(costs, run)
-    bounds = compute_bounds(layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout))
+    bounds = compute_bounds(
+        layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
+    )
     layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
     run = replace(run, layout=layout)
     if config.hardware.peak_flops is None:  # this machine

@@ -21,7 +21,9 @@ def compute_kept(chunk: Chunk) -> Kept:
         kept += chunk.layers[group.start - 1].output_bytes if group.start else chunk.input_bytes
         if checkpointing.is_selective:
             kept += sum(layer.kept_bytes for layer in layers)
-    return Kept(activations=kept, recomputation=recomputation, deferred=sum(layer.deferred_bytes for layer in chunk.layers))
+    return Kept(
+        activations=kept, recomputation=recomputation, deferred=sum(layer.deferred_bytes for layer in chunk.layers)
+    )
 
 
 def compute_recomputation(chunk: Chunk) -> PassCost:

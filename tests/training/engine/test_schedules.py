@@ -1,5 +1,5 @@
-"""Interleaved 1F1B: no rank waits forever, the gradients are those of the plain Hugging Face model, and a run continues
-under either schedule."""
+"""Interleaved 1F1B and zero bubble: no rank waits forever, the gradients are those of the plain Hugging Face model, and
+a run continues under any schedule."""
 
 from __future__ import annotations
 
@@ -29,18 +29,35 @@ from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from training.pipeline.schedule import Interleaved
+from training.pipeline.zero_bubble import PassTimes, ZeroBubble
 
-INTERLEAVED = "schedule=interleaved"
+INTERLEAVED, ZERO_BUBBLE = "schedule=interleaved", "schedule=zero_bubble"
+BOTH = pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE], ids=["interleaved", "zero_bubble"])
 STEPS, STEPS_BEFORE = 4, 2
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
-def test_no_rank_waits_forever(num_stages: int, num_chunks: int) -> None:
+def test_no_rank_waits_forever_interleaved(num_stages: int, num_chunks: int) -> None:
     for groups in (1, 2, 5):
         assert play(Interleaved(num_stages, groups * num_stages, num_chunks)) == [0] * num_stages
     for micro_batches in range(1, 2 * num_stages + 2):  # an evaluation takes what is there
         assert play(Interleaved(num_stages, micro_batches, num_chunks), forward_only=True) == [0] * num_stages
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 3, 2), (2, 1, 0)])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_no_rank_waits_forever_in_zero_bubble(num_stages: int, times: tuple[int, int, int]) -> None:
+    """Uneven chunks too: those of the first rank take longer."""
+    of_chunks = tuple(PassTimes(*(t * (1 + (c in (0, 1)) / 2) for t in times)) for c in range(2 * num_stages))
+    for micro_batches in (num_stages, num_stages + 1, 3 * num_stages):
+        for limit in (1, 2, None):
+            schedule = ZeroBubble(num_stages, micro_batches, memory_limit=limit, pass_times=of_chunks)
+            assert play(schedule) == [0] * num_stages
+            units = [unit for stage in range(num_stages) for unit in schedule.list_units(stage)]
+            assert len(set(units)) == len(units) == 3 * 2 * num_stages * micro_batches
+    for micro_batches in range(1, 2 * num_stages + 2):
+        assert play(ZeroBubble(num_stages, micro_batches, pass_times=of_chunks), forward_only=True) == [0] * num_stages
 
 
 def test_with_other_numbers_of_micro_batches_ranks_do_wait_forever() -> None:
@@ -57,11 +74,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def build_case(root: Path, tied: bool, layout: str, *overrides: str) -> Case:
+def build_case(root: Path, tied: bool, layout: str, schedule: str, *overrides: str) -> Case:
     num_stages, world_size = LAYOUTS[layout]
-    return Case(
-        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(INTERLEAVED, *overrides)
-    )
+    keys = [schedule, *overrides]
+    if schedule == ZERO_BUBBLE and num_stages == 4:
+        keys.append("micro_batch_size=1")  # it needs four micro-batches
+    return Case(root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=tuple(keys))
 
 
 def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
@@ -75,8 +93,10 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
 @pytest.mark.parametrize(
     "tied, layout, overrides",
     [
-        pytest.param(True, "pp2", (CLIPPED,), id="pp2-tied-clipped"),
-        pytest.param(False, "pp4", (CHECKPOINTED,), id="pp4-checkpointed"),  # a layer a chunk
+        pytest.param(True, "pp2", (INTERLEAVED, CLIPPED), id="pp2-tied-clipped"),
+        pytest.param(False, "pp4", (INTERLEAVED, CHECKPOINTED), id="pp4-checkpointed"),  # a layer a chunk
+        pytest.param(True, "pp2", (ZERO_BUBBLE, CLIPPED), id="zero_bubble-pp2-tied-clipped"),
+        pytest.param(False, "pp4", (ZERO_BUBBLE, CHECKPOINTED), id="zero_bubble-pp4-checkpointed"),
     ],
 )
 def test_five_sgd_steps_equal_hugging_face(
@@ -93,12 +113,11 @@ def evaluate_one(case: Case) -> list[float]:
     return [float(loss) for loss in engine.forward_only(loader.iterate(0, 1), 1)]
 
 
-def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:
-    case = build_case(root, True, "pp2")
-    interleaved, plain = (workers(2).run(evaluate_one, one) for one in (case, in_turn(case)))
-    assert (
-        interleaved[0] == plain[0] == [] and interleaved[1] == pytest.approx(plain[1], rel=1e-6) and len(plain[1]) == 1
-    )
+@BOTH
+def test_a_single_micro_batch_is_evaluated(workers, root: Path, schedule: str) -> None:
+    case = build_case(root, True, "pp2", schedule)
+    found, plain = (sum(workers(2).run(evaluate_one, one), []) for one in (case, in_turn(case)))
+    assert found == pytest.approx(plain, rel=1e-6) and len(plain) == 1
 
 
 @pytest.mark.full
@@ -117,13 +136,14 @@ def test_a_single_micro_batch_is_evaluated(workers, root: Path) -> None:
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2xdp2"])
+@BOTH
 def test_every_layout_equals_hugging_face(
-    workers, root: Path, layout: str, tied: bool, overrides: tuple[str, ...]
+    workers, root: Path, schedule: str, layout: str, tied: bool, overrides: tuple[str, ...]
 ) -> None:
     if any(override.startswith("freeze") for override in overrides):
-        same_as_1f1b(workers, build_case(root, tied, layout, *overrides))
+        same_as_1f1b(workers, build_case(root, tied, layout, schedule, *overrides))
     else:
-        compare(workers, build_case(root, tied, layout, *overrides))
+        compare(workers, build_case(root, tied, layout, schedule, *overrides))
 
 
 @pytest.mark.full
@@ -133,20 +153,36 @@ def test_every_layout_equals_hugging_face(
     ids=["balanced", "list", "uniform"],
 )
 def test_three_chunks_a_stage(workers, root: Path, split: tuple[str, ...]) -> None:
-    compare(workers, build_case(root, True, "pp2", "virtual_stages_per_rank=3", CLIPPED, *split))
+    compare(workers, build_case(root, True, "pp2", INTERLEAVED, "virtual_stages_per_rank=3", CLIPPED, *split))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("partition_method=[1,2,3,3]",),
+        ("partition_method=uniform",),
+        ("schedule_memory_limit=1",),
+        ("offload_optimizer=cpu",),
+    ],
+    ids=lambda keys: keys[0].partition("=")[2],
+)
+def test_a_v_that_is_uneven_narrow_or_offloaded(workers, root: Path, keys: tuple[str, ...]) -> None:
+    compare(workers, build_case(root, True, "pp2", ZERO_BUBBLE, CLIPPED, *keys))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_chunks_whose_layers_ranks_share(workers, root: Path, tied: bool) -> None:
-    compare(
-        workers, replace(build_case(root, tied, "pp2", "tensor_parallel_size=2", CHECKPOINTED, CLIPPED), world_size=4)
-    )
+@BOTH
+def test_chunks_whose_layers_ranks_share(workers, root: Path, schedule: str, tied: bool) -> None:
+    case = build_case(root, tied, "pp2", schedule, "tensor_parallel_size=2", CHECKPOINTED, CLIPPED)
+    compare(workers, replace(case, world_size=4))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["pp2", "pp4"])
-def test_lora_equals_peft(workers, root: Path, tmp_path: Path, layout: str) -> None:
+@BOTH
+def test_lora_equals_peft(workers, root: Path, tmp_path: Path, schedule: str, layout: str) -> None:
     model = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     overrides = (
         "adapter=lora",
@@ -155,7 +191,7 @@ def test_lora_equals_peft(workers, root: Path, tmp_path: Path, layout: str) -> N
         CLIPPED,
         f"data.cache_dir={tmp_path}/cache",
     )
-    case = replace(build_case(root, False, layout, *overrides), workdir=tmp_path)
+    case = replace(build_case(root, False, layout, schedule, *overrides), workdir=tmp_path)
     result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)
     assert worst_difference(*to_peft_weights(result, oracle, model.config))[0] < BOUND
     assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)
@@ -183,8 +219,11 @@ def in_turn(case: Case) -> Case:
 
 
 @pytest.mark.full
-def test_in_bf16_the_first_step_is_bit_for_bit_that_of_1f1b(workers, root: Path) -> None:
-    case = build_case(root, True, "pp2", "precision=bf16", CHECKPOINTED)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@BOTH
+def test_in_bf16_the_first_step_is_bit_for_bit_that_of_1f1b(workers, root: Path, schedule: str, offload: str) -> None:
+    keys = "precision=bf16", CHECKPOINTED, f"offload_optimizer={offload}"
+    case = build_case(root, True, "pp2", schedule, *keys)
     interleaved, plain = (merge(workers(2).run(train_case, one)) for one in (case, in_turn(case)))
     assert interleaved["losses"][0] == plain["losses"][0] and interleaved["norms"][0] == pytest.approx(
         plain["norms"][0], rel=BOUND
@@ -193,11 +232,14 @@ def test_in_bf16_the_first_step_is_bit_for_bit_that_of_1f1b(workers, root: Path)
 
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", [(), ("adapter=lora", "adapter.r=4")], ids=["full", "lora"])
-def test_preferences_with_a_reference(workers, root: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_preferences_with_a_reference(
+    workers, root: Path, tmp_path: Path, schedule: str, overrides: tuple[str, ...]
+) -> None:
     """The reference is computed by a forward pass of the same pipeline, over any number of micro-batches."""
     save_pairs(tmp_path / "pairs.jsonl", 21)
     cases = []
-    for name in ("interleaved", "1f1b"):  # each with a reference of its own
+    for name in (schedule, "1f1b"):  # each with a reference of its own
         keys = (
             f"data.cache_dir={tmp_path}/{name}",
             "data=preference",
@@ -242,7 +284,17 @@ def read(out: Path, after: int = 0) -> Iterator[float]:
             yield from (record[key] for key in ("loss", "grad_norm", "eval_loss") if key in record)
 
 
-@pytest.mark.parametrize("saved, resumed", [("interleaved", "1f1b"), ("1f1b", "interleaved")])
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [
+        ("interleaved", "1f1b"),
+        ("1f1b", "interleaved"),
+        ("1f1b", "zero_bubble"),
+        pytest.param("zero_bubble", "1f1b", marks=pytest.mark.full),
+        pytest.param("zero_bubble", "interleaved", marks=pytest.mark.full),
+        pytest.param("interleaved", "zero_bubble", marks=pytest.mark.full),
+    ],
+)
 def test_a_run_continues_under_the_other_schedule(run: Callable[..., Path], saved: str, resumed: str) -> None:
     whole = run(saved, f"schedule={saved}", "profile_step=2")
     other = run(f"{saved}-resumed", f"schedule={resumed}", f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}")
@@ -252,11 +304,13 @@ def test_a_run_continues_under_the_other_schedule(run: Callable[..., Path], save
     )
 
 
-def test_a_run_is_the_same_under_either_schedule_and_says_what_it_did(run: Callable[..., Path]) -> None:
-    plain, interleaved = (run(name, f"schedule={name}", "profile_step=2") for name in ("1f1b", "interleaved"))
-    assert list(read(interleaved)) == pytest.approx(list(read(plain)), rel=BOUND)
-    assert (interleaved / "step_2.png").stat().st_size > 10_000
-    record = next(json.loads(line) for line in (interleaved / "metrics.jsonl").read_text().splitlines())
+@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
+def test_a_run_is_the_same_under_any_schedule_and_says_what_it_did(run: Callable[..., Path], name: str) -> None:
+    plain, other = (run(each, f"schedule={each}", "profile_step=2") for each in ("1f1b", name))
+    assert list(read(other)) == pytest.approx(list(read(plain)), rel=BOUND)
+    assert (other / "step_2.png").stat().st_size > 10_000
+    record = next(json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines())
+    assert ("weight_grad_time" in record) == (name == "zero_bubble")
     assert (
         0 < record["bubble"] < 1
         and record["predicted_bubble"]
