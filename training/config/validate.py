@@ -100,9 +100,7 @@ def _check_ranges(config: RunConfig) -> None:
             raise UserError(f"moe.{key}={value:g}: 0 or more; 0 turns it off")
     limit = config.schedule_memory_limit
     if limit is not None and limit < 1:
-        raise UserError(
-            f"schedule_memory_limit={limit}: at least 1, the micro-batches that a rank may hold; or null for the default"
-        )
+        raise UserError(f"schedule_memory_limit={limit}: at least 1, the micro-batches that a rank may hold, or null")
     if config.virtual_stages_per_rank < 2:
         raise UserError(
             f"virtual_stages_per_rank={config.virtual_stages_per_rank}: at least 2; "

@@ -38,8 +38,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.distributed.p2p import Link, build_link_options, wait_for
 from training.distributed.topology import PIPE
-from training.pipeline.module import StageModule
 from training.engine.zero_patches import build_adder
+from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
 from training.pipeline.weight_gradients import compute_gradients
 

@@ -40,8 +40,8 @@ class RankTimes:
     """Seconds of one rank, summed over `num_steps` steps, and bytes.
 
     pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and
-    tied stages. weights: of backward passes, the part that was put off; not in `backward`. recv_activation, ...: of all such transfers, had each been as quick as the step's quickest; the rest of
-    them is waiting.
+    tied stages. weights: of backward passes, the part that was put off; not in `backward`. recv_activation, ...: of all
+    such transfers, had each been as quick as the step's quickest; the rest of them is waiting.
     """
 
     num_steps: float = 0

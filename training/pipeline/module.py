@@ -99,7 +99,8 @@ class StageModule(PipelineModule):
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
         share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. routers: None for a dense
-        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off. Needs an initialised process group.
+        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and
+        whether gradients of weights are put off. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """

@@ -24,9 +24,8 @@ from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.validate import check_config, check_model_fields
 from training.distributed.ranks import ALONE, exit_on_user_error
 from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
-from training.objectives.registry import check_objective
+from training.objectives.registry import check_objective, get_objective
 from training.pipeline.packing import check_run_packing
-from training.objectives.registry import get_objective
 from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options

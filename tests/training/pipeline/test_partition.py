@@ -13,6 +13,7 @@ from errors import UserError
 from models.architecture import build_layers
 from models.layer import Layer
 from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
+from training.pipeline.schedule import Interleaved
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
 DECODER_WORK = (

@@ -54,7 +54,7 @@ def test_a_layout_runs_the_schedule_of_the_config() -> None:
 TWO = ("micro_batch_size=2", "global_batch_size=8")
 FOUR_STAGES = ("num_stages=4", "schedule=interleaved")
 MISTAKES = {
-    "no such schedule": (("schedule=gpipe", *TWO), 1, "schedule=gpipe: must be one of 1f1b, interleaved"),
+    "no such schedule": (("schedule=gpipe", *TWO), 1, "schedule=gpipe: must be one of 1f1b, interleaved, zero_bubble"),
     "more chunks than layers": (
         (*FOUR_STAGES, "virtual_stages_per_rank=3", *TWO),
         4,

@@ -19,9 +19,9 @@ def compute_passes(chunk: Chunk) -> PassCost:
 
 
 def compute_gradients_in_pass(stage: Stage) -> Memory:
-    """The two gradients that flow through a layer, one parameter's new gradient, and, unless that is in fp32, 4 bytes an
-    element beside it: a CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much for
-    what is not counted.
+    """The two gradients that flow through a layer, one parameter's new gradient, and, unless that is in fp32, 4 bytes
+    an element beside it: a CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much
+    for what is not counted.
     """
     hidden, of_weight = stage.chunks[0].hidden_bytes, stage.run.weight_bytes
     return Memory(buffers=2 * hidden + (of_weight + (4 if of_weight < 4 else 0)) * stage.largest_trainable)

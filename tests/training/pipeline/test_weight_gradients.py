@@ -1,0 +1,93 @@
+"""Gradients of weights that are put off: the same numbers, later; and what cannot be put off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from training.pipeline.weight_gradients import DeferredGradients, compute_gradients, split_projections
+
+
+class Layer(nn.Module):
+    def __init__(self, conv: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(6)
+        self.first = Conv1D(10, 6) if conv else nn.Linear(6, 10, bias=bias)
+        self.second = Conv1D(6, 10) if conv else nn.Linear(10, 6, bias=bias)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+
+def gradients(layer: Layer) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in layer.named_parameters() if parameter.grad is not None}
+
+
+def run_twice(layer: Layer, deferred: DeferredGradients | None, recomputes: bool) -> tuple[torch.Tensor, list[str]]:
+    """Two micro-batches, their second halves in the order of the first; the input's gradients, and the parameters
+    without a gradient in between."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    put_off = []
+    for x in inputs:
+        y = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+        if deferred is None:
+            y.square().sum().backward()
+            continue
+        with deferred.defer() as products:
+            y.square().sum().backward()
+        put_off.append(products)
+    missing = [name for name, parameter in layer.named_parameters() if parameter.grad is None]
+    arrived: list[nn.Parameter] = []
+    for products in put_off:
+        compute_gradients(products, arrived.append)
+        assert not products
+    assert {id(p) for p in arrived} == {id(dict(layer.named_parameters())[name]) for name in missing}
+    return torch.stack([x.grad for x in inputs]), missing
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("conv", [False, True], ids=["linear", "conv1d"])
+def test_they_are_those_of_autograd(conv: bool, bias: bool, recomputes: bool) -> None:
+    plain, split = (Layer(conv, bias).double() for _ in range(2))
+    deferred = DeferredGradients()
+    can, matrices = split_projections(split, deferred)
+    assert can == matrices == 2 * 6 * 10
+    expected, _ = run_twice(plain, None, recomputes)
+    found, missing = run_twice(split, deferred, recomputes)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert gradients(split).keys() == gradients(plain).keys()
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], gradient, rtol=1e-12, atol=1e-14)
+    assert missing == [name for name, _ in plain.named_parameters() if "norm" not in name]
+    assert split.runs == plain.runs == (4 if recomputes else 2)  # the second half runs no layer again
+
+
+def test_outside_of_defer_nothing_is_put_off() -> None:
+    plain, split = (Layer().double() for _ in range(2))
+    split_projections(split, DeferredGradients())
+    run_twice(plain, None, recomputes=False)
+    run_twice(split, None, recomputes=False)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_what_is_frozen_or_does_more_than_a_product_is_left_alone() -> None:
+    layer = Layer()
+    layer.first.weight.requires_grad_(False)
+    layer.second = Doubled(10, 6)
+    can, matrices = split_projections(layer, DeferredGradients())
+    assert (can, matrices) == (0, 60)
+    assert "forward" not in vars(layer.first) and "forward" not in vars(layer.second)
