@@ -42,7 +42,7 @@ _RESERVES = (1, 2)  # chunks of memory that a rank's first chunk leaves for its 
 
 def default_memory_limit(num_stages: int) -> int:
     """Micro-batches: 1F1B's most, and enough more that uneven passes leave few gaps."""
-    return num_stages + max(1, num_stages // 8)
+    return num_stages + max(1, num_stages // 4)
 
 
 @dataclass(frozen=True)

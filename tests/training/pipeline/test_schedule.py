@@ -84,5 +84,5 @@ def test_what_a_schedule_refuses_names_the_keys_and_the_way_out(name: str) -> No
 
 
 def test_an_unknown_name_comes_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"^schedule=1F1B: must be one of 1f1b, interleaved$"):
+    with pytest.raises(UserError, match=r"^schedule=1F1B: must be one of 1f1b, interleaved, zero_bubble$"):
         find_schedule("1F1B")
