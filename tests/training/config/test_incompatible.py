@@ -31,6 +31,11 @@ EXAMPLES = {
         "activation_checkpoint_interval=0",
     ),
     "schedule=interleaved does not go together with num_stages=1: ": ("schedule=interleaved",),
+    "schedule=zero_bubble does not go together with compile=true: ": (
+        "num_stages=2",
+        "schedule=zero_bubble",
+        "compile=true",
+    ),
     "tensor_parallel_size=2 does not go together with precision=fp16: ": (TWO_RANKS, "precision=fp16"),
     "tensor_parallel_size=2 does not go together with compile=true: ": (TWO_RANKS, "compile=true"),
     "tensor_parallel_size=2 does not go together with loss={_target_: ...}: ": (TWO_RANKS, "loss={_target_: my.Loss}"),
