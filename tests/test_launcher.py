@@ -127,7 +127,7 @@ def test_a_whole_run_through_deepspeed(start: Callable[[list[str], Path], str], 
 
     lines = read_metrics(out)
     assert [list(line) for line in lines[:3]] == [FIELDS] * 3 and [line["step"] for line in lines] == [1, 2, 3, 3]
-    assert list(lines[3]) == ["step", "eval_loss", "eval_tokens"]
+    assert list(lines[3]) == ["step", "eval_loss", "eval_token_accuracy", "eval_tokens"]
     completed = json.loads((out / "completed.json").read_text())
     assert completed == {
         "step": 3,

@@ -40,7 +40,9 @@ class Engine:
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.expected: list[DocumentBounds | None] = []
-        self.module = SimpleNamespace(loss_fn=None, expect_documents=self.expected.append, routers=None)
+        self.module = SimpleNamespace(
+            loss_fn=None, expect_documents=self.expected.append, seed_noise=lambda seed: None, routers=None
+        )
 
     def train_step(self, micro_batches: Any, learning_rate: float, seed: int) -> torch.Tensor:
         self.rates.append(learning_rate)

@@ -180,9 +180,7 @@ class ScheduleEngine(PipelineEngine):
         own = next(ring for ring in rings if self.global_rank in ring)
         self._links: dict[tuple[UnitKind, int, int], Link] = {}
         for kind, start, stop in self._schedule.list_links():
-            group, _ = dist.new_subgroups_by_enumeration(
-                [[ring[start], ring[stop]] for ring in rings], pg_options=build_link_options(dist.get_backend())
-            )
+            group = self._pair_up(rings, start, stop)
             if self.stage_id in (start, stop):
                 peer = own[stop if self.stage_id == start else start]
                 self._links[kind, start, stop] = Link(group, peer, self._schedule.sends_in_flight)
@@ -193,6 +191,12 @@ class ScheduleEngine(PipelineEngine):
             else:
                 wait_for(link.receive([torch.zeros(1, device=self.device)]))
         self._is_connected = True
+
+    def _pair_up(self, rings: Sequence[Sequence[int]], start: int, stop: int) -> dist.ProcessGroup:
+        """The group of two stages' ranks in this rank's ring. All ranks make those of all rings."""
+        return dist.new_subgroups_by_enumeration(
+            [[ring[start], ring[stop]] for ring in rings], pg_options=build_link_options(dist.get_backend())
+        )[0]
 
     def _find_link(self, kind: UnitKind, chunk: int, to: int) -> Link:
         """kind: forward for activations."""

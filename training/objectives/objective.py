@@ -79,6 +79,10 @@ class Objective:
         """
         return None
 
+    def has_metrics(self, config: RunConfig) -> bool:
+        """Whether evaluations report more than the loss."""
+        return type(self).build_metrics is not Objective.build_metrics
+
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
         """None where the loss is all there is to report. loss: what `build_loss` built."""
         return None

@@ -60,7 +60,7 @@ def check_metric_name(config: RunConfig) -> None:
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
     losses = list(dict.fromkeys(["eval_loss", *(f"{name}loss" for name in names)]))
-    has_others = type(get_objective(config)).build_metrics is not Objective.build_metrics
+    has_others = get_objective(config).has_metrics(config)
     may_be_other = has_others and any(metric.startswith(name) for name in names)
     if config.eval_file is not None and metric not in losses and not may_be_other:
         others = f", and what task={get_objective(config).name} reports of each file" if has_others else ""

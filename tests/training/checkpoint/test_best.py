@@ -49,7 +49,7 @@ def test_a_metric_that_no_evaluation_reports_is_refused_at_the_start() -> None:
     one, two = "eval_file=a", "eval_file={math: a, code: b}"
     fitting = {
         (one,): ("eval_loss", "loss"),
-        (two,): ("eval_loss", "eval_math_loss", "code_loss"),
+        (two,): ("eval_loss", "eval_math_loss", "code_loss", "eval_code_token_accuracy"),
         (one, "data=preference"): ("eval_rewards_accuracy",),
         (two, "data=preference"): ("eval_math_rewards_accuracy",),
     }
@@ -57,8 +57,12 @@ def test_a_metric_that_no_evaluation_reports_is_refused_at_the_start() -> None:
         for metric in metrics:
             check_metric_name(set_keys(build_config(), *keys, f"metric_for_best_model={metric}"))
     for keys, metric, known in (
-        ((one,), "eval_math_loss", "give one of eval_loss$"),
-        ((two,), "eval_physics_loss", "give one of eval_loss, eval_math_loss, eval_code_loss$"),
+        ((one, "eval_token_accuracy=false"), "eval_math_loss", "give one of eval_loss$"),
+        (
+            (two, "eval_token_accuracy=false"),
+            "eval_physics_loss",
+            "give one of eval_loss, eval_math_loss, eval_code_loss$",
+        ),
         ((two, "data=preference"), "rewards_accuracy", "eval_code_loss, and what task=dpo reports of each file$"),
     ):
         with pytest.raises(UserError, match=f"'eval_.*' is not reported by this run's evaluations; .*{known}"):

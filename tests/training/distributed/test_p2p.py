@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from training.distributed import p2p
 from training.distributed.p2p import LINK_CTAS, build_link_options
+from training.pipeline.schedule import Interleaved
 
 CHANNELS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,8 +96,9 @@ def test_every_link_of_the_engine_asks_for_its_own(
 
     monkeypatch.setattr(executor.dist, "get_backend", lambda: backend)
     monkeypatch.setattr(executor.dist, "new_subgroups_by_enumeration", new_groups)
-    engine: Any = SimpleNamespace(num_stages=2)
-    groups = [executor.ScheduleEngine._pair_up(engine, [[0, 2], [1, 3]], stage) for stage in range(2)]
+    engine: Any = SimpleNamespace()
+    links = Interleaved(2, 2, 2).list_links()[:2]
+    groups = [executor.ScheduleEngine._pair_up(engine, [[0, 2], [1, 3]], start, stop) for _, start, stop in links]
     assert groups == ["[[0, 2], [1, 3]]", "[[2, 0], [3, 1]]"]
     assert [options and options.config.max_ctas for options in asked] == ctas and (
         asked[0] is None or asked[0] is not asked[1]
