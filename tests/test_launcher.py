@@ -133,6 +133,7 @@ def test_a_whole_run_through_deepspeed(start: Callable[[list[str], Path], str], 
         "step": 3,
         "num_tokens": lines[2]["num_tokens"],
         "eval_loss": lines[3]["eval_loss"],
+        "eval_token_accuracy": lines[3]["eval_token_accuracy"],
         "eval_tokens": lines[3]["eval_tokens"],
         "ended_by": "the last step",
     }
