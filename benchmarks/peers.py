@@ -173,10 +173,15 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
 
     from models.losses.cross_entropy import causal_lm_loss
 
+    class SummingStage(PipelineStage):
+        def backward_weight_one_chunk(self, *arguments: Any, **named: Any) -> None:
+            super().backward_weight_one_chunk(*arguments, **named)
+            update.sweep()
+
     rank, ranks, num_chunks = dist.get_rank(), dist.get_world_size(), len(bounds) - 1
     held = (rank, num_chunks - 1 - rank) if is_folded else range(rank, num_chunks, ranks)
     chunks = {i: _Chunk(work.build(range(bounds[i], bounds[i + 1]))) for i in held}
-    stages = [PipelineStage(chunk, i, num_chunks, work.device) for i, chunk in chunks.items()]
+    stages = [SummingStage(chunk, i, num_chunks, work.device) for i, chunk in chunks.items()]
     (input_ids, *_), (labels, denominator) = next(work.repeat())
     denominator = denominator * work.micro_batches
 
@@ -196,7 +201,7 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
         schedule = ScheduleInterleaved1F1B(stages, work.micro_batches, **options)
     inputs = (input_ids.repeat(work.micro_batches, 1),) if rank == 0 else ()
     target = {"target": labels.repeat(work.micro_batches, 1)} if num_chunks - 1 in chunks else {}
-    update = build_update([parameter for chunk in chunks.values() for parameter in chunk.parameters()])
+    update = Update([parameter for chunk in chunks.values() for parameter in chunk.parameters()])
 
     def step() -> None:
         schedule.step(*inputs, **target, return_outputs=False)
@@ -205,28 +210,38 @@ def build_torch(work: Work, bounds: Sequence[int], is_folded: bool = False) -> S
     return step
 
 
-def build_update(parameters: Sequence[nn.Parameter]) -> Step:
-    """Clipping by the norm over all ranks, AdamW, and gradients set back; on fp32 masters of bf16 parameters."""
-    import torch.distributed as dist
+class Update:
+    """Clipping by the norm over all ranks, AdamW, and gradients set back; on fp32 masters of bf16 parameters, whose
+    gradients are summed in fp32."""
 
-    in_bf16 = parameters[0].dtype is torch.bfloat16
-    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters] if in_bf16 else list(parameters)
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-    if in_bf16:
-        for master, parameter in zip(masters, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(sum_in_fp32, master))
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters, self._in_bf16 = parameters, parameters[0].dtype is torch.bfloat16
+        self._masters = [
+            nn.Parameter(parameter.detach().float()) if self._in_bf16 else parameter for parameter in parameters
+        ]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
+        if self._in_bf16:
+            for master, parameter in zip(self._masters, parameters, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(sum_in_fp32, master))
+
+    def sweep(self) -> None:
+        """Sums what torch's split backward pass has assigned, which no hook sees."""
+        if self._in_bf16:
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                if parameter.grad is not None:
+                    sum_in_fp32(master, parameter)
 
     @torch.no_grad()
-    def update() -> None:
-        square = nn.utils.get_total_norm([master.grad for master in masters]) ** 2
-        dist.all_reduce(square)
-        nn.utils.clip_grads_with_norm_(masters, 1.0, square.sqrt())
-        optimizer.step()
-        optimizer.zero_grad()
-        if in_bf16:
-            torch._foreach_copy_([parameter.data for parameter in parameters], masters)
+    def __call__(self) -> None:
+        import torch.distributed as dist
 
-    return update
+        square = nn.utils.get_total_norm([master.grad for master in self._masters]) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(self._masters, 1.0, square.sqrt())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._in_bf16:
+            torch._foreach_copy_([parameter.data for parameter in self._parameters], self._masters)
 
 
 @torch.no_grad()

@@ -33,11 +33,30 @@ class Product(NamedTuple):
 
     def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of weight and bias; None for what is not trained."""
-        x, dy, split = self.x.flatten(0, -2), self.dy.flatten(0, -2), self.projection
-        of_weight = None
-        if split.weight.requires_grad:
-            of_weight = x.t() @ dy if split.is_transposed else dy.t() @ x
-        return of_weight, dy.sum(dim=0) if split.bias is not None and split.bias.requires_grad else None
+        of_weight = torch.mm(*self._factors()) if self.projection.weight.requires_grad else None
+        return of_weight, self._sum_for_bias()
+
+    def add(self) -> Iterator[nn.Parameter]:
+        """Adds the gradients to `.grad`, and yields each parameter that has got one. The product is added as it is
+        made: a copy of the weights less to write and to read."""
+        weight, bias = self.projection.weight, self.projection.bias
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.mm(*self._factors())
+            else:
+                weight.grad.addmm_(*self._factors())
+            yield weight
+        if bias is not None and (of_bias := self._sum_for_bias()) is not None:
+            bias.grad = of_bias if bias.grad is None else bias.grad.add_(of_bias)
+            yield bias
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x, dy = self.x.flatten(0, -2), self.dy.flatten(0, -2)
+        return (x.t(), dy) if self.projection.is_transposed else (dy.t(), x)
+
+    def _sum_for_bias(self) -> torch.Tensor | None:
+        bias = self.projection.bias
+        return self.dy.flatten(0, -2).sum(dim=0) if bias is not None and bias.requires_grad else None
 
 
 class DeferredGradients:
@@ -63,12 +82,8 @@ def compute_gradients(products: list[Product], arrived: Callable[[nn.Parameter],
     done."""
     products.reverse()
     while products:
-        product = products.pop()
-        split = product.projection
-        for parameter, gradient in zip((split.weight, split.bias), product.compute(), strict=True):
-            if parameter is not None and gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                arrived(parameter)
+        for parameter in products.pop().add():
+            arrived(parameter)
 
 
 class SplitProjection:
