@@ -34,10 +34,9 @@ from torch.utils.data import DataLoader, Dataset
 from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
 from data.options import MeanOver, PadTo
 from data.order import GlobalOrder, Ids, micro_batch_ids
+from data.row_lengths import compute_seq_length
 from data.step_totals import BatchShape, StepTotals, compute_step_totals
 from data.storage.rows import RowPlan, Rows, list_rows
-
-PAD_MULTIPLE = 8
 
 Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
 
@@ -80,10 +79,7 @@ class LoaderOptions:
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        if PadTo(self.pad_to) is PadTo.max_seq_length:
-            return self.max_seq_length
-        rounded = -(-int(lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
-        return min(rounded, self.max_seq_length)
+        return compute_seq_length(lengths, self.pad_to, self.max_seq_length)
 
 
 class TrainLoader:

@@ -96,7 +96,10 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             folder.release()
             return 0
         hosts = process.gather_hosts()
-        prediction = predict_run(config, setup, machine, ranks.say) if ranks.is_main else None
+        prediction = predict_run(
+            config, setup, machine, train_path=datasets["train_file"], num_samples=budget.num_samples,
+            steps=range(start.step, budget.last_step), ranks=ranks,
+        )  # fmt: skip
         if prediction is not None:
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())

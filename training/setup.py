@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from data.order import GlobalOrder
+from data.row_lengths import measure_rows
 from errors import UserError
 from models.adapters import Adapter
 from models.architecture import build_layers, check_length, choose_experts
@@ -31,13 +33,13 @@ from training.config.incompatible import Run, check_together
 from training.config.precision import DTYPES
 from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
-from training.distributed.process import describe_device, has_accelerator
+from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
 from training.engine.optimizer import check_optimizer
 from training.inputs.custom import build_callbacks, build_collator
-from training.inputs.datasets import build_chat_template, count_added_rows, list_new_tokens
+from training.inputs.datasets import build_chat_template, build_row_plan, count_added_rows, list_new_tokens
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.attention import choose_run_attention
@@ -56,7 +58,15 @@ from training.pipeline.trainable import (
 )
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
-from training.planner.prediction import Prediction, count_run_costs, find_fits, find_machine, predict
+from training.planner.layer_times import LayerTimes
+from training.planner.prediction import (
+    Prediction,
+    count_run_costs,
+    find_fits,
+    find_machine,
+    predict,
+    time_layers,
+)
 
 _PACKAGES = {
     AttnImplementation.flash_attention_2: "flash_attn",
@@ -233,21 +243,37 @@ def find_run_machine(config: RunConfig, ranks: Ranks) -> Machine | None:
     return find_machine(config.hardware, describe_device(), config, ranks.local_size)
 
 
-def predict_run(config: RunConfig, setup: RunSetup, machine: Machine | None, say: Callable[[str], None]) -> Prediction:
-    """What to expect of the run, on a rank that has counted the costs. machine: None when it is unknown, which is
-    reported."""
+def predict_run(
+    config: RunConfig,
+    setup: RunSetup,
+    machine: Machine | None,
+    *,
+    train_path: Path,
+    num_samples: int,
+    steps: range,
+    ranks: Ranks,
+) -> Prediction | None:
+    """What to expect of the run, on the main rank. All ranks call it, since a CPU's layers are timed.
+
+    machine: on the main rank; None when it is unknown, which is reported. train_path: the tokenized folder of
+    `train_file`. steps: those of the run.
+    """
+    layout, architecture = setup.layout, setup.source.config
+    order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
+    lengths = broadcast_from_main(lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to), ranks)
+    times: list[LayerTimes] = []
+    if not has_accelerator() and layout.tensor_parallel_size == 1:  # shards are not built by themselves
+        times = time_layers(config, architecture, setup.costs, layout, lengths, ranks)
+    if not ranks.is_main:
+        return None
     if machine is None:
-        say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
+        ranks.say(f"no file of conf/hardware describes {describe_device()!r}; MFU is left out")
     assert setup.costs is not None
+    device = Device.cuda if has_accelerator() else Device.cpu
     return predict(
-        config,
-        setup.costs,
-        vocab_size=setup.source.config.vocab_size,
-        bounds=setup.bounds,
-        layout=setup.layout,
-        machine=machine,
-        device=Device.cuda if has_accelerator() else Device.cpu,
-    )
+        config, architecture, setup.costs, bounds=setup.bounds, layout=layout, machine=machine, device=device,
+        lengths=lengths, times=times,
+    )  # fmt: skip
 
 
 def _source_path(config: RunConfig, resume_from: Path | None) -> str:

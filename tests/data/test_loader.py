@@ -20,8 +20,9 @@ from data.loader import (
     build_eval_loader,
     build_train_loader,
 )
-from data.options import MeanOver
+from data.options import MeanOver, PadTo
 from data.order import GlobalOrder
+from data.row_lengths import measure_rows
 from data.step_totals import BatchShape, compute_step_totals
 from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import TokenizedDataset
@@ -235,3 +236,15 @@ def test_ranks_that_disagree_are_stopped(path: Path) -> None:
         build_eval_loader(path, replace(OPTIONS, row_plan=RowPlan(20)), NUM_SAMPLES)
     with pytest.raises(ValueError, match="the ranks read 6 samples a step, the order has 8"):
         build_train_loader(path, OPTIONS, ORDER, 3)
+
+
+@pytest.mark.parametrize("pad_to", PadTo)
+def test_the_lengths_of_rows_are_those_of_the_batches(path: Path, data: TokenizedDataset, pad_to: PadTo) -> None:
+    steps = range(1, 6)  # of 2 an epoch
+    loader = build_train_loader(path, replace(OPTIONS, pad_to=pad_to), ORDER, 4)
+    batches = [inputs for inputs, _ in loader.iterate(steps.start, steps.stop)]
+    measured = measure_rows(path, OPTIONS.row_plan, ORDER, steps, pad_to)
+    widths = [input_ids.shape[1] for input_ids, *_ in batches]
+    assert measured.padded == round(np.mean(widths)) and measured.longest >= max(widths)
+    assert measured.filled == pytest.approx(np.mean([(ids != PAD).sum(1).float().mean() for ids, *_ in batches]))
+    assert measured.longest == (60 if pad_to is PadTo.max_seq_length else min(60, -(-data.lengths.max() // 8) * 8))

@@ -9,6 +9,7 @@ import pytest
 from support.configs import build_config
 from support.tiny import save_llama
 
+from data.row_lengths import RowLengths
 from training import setup as setups
 from training.distributed.ranks import ALONE
 from training.planner import prediction
@@ -25,7 +26,13 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     )  # fmt: skip
     setup = setups.check_run(config, ALONE)
     machine = setups.find_run_machine(config, ALONE)
-    predicted = setups.predict_run(config, setup, machine, say=Mock())
+    rows = RowLengths(longest=config.max_seq_length, padded=config.max_seq_length, filled=config.max_seq_length)
+    monkeypatch.setattr(setups, "broadcast_from_main", lambda compute, ranks: compute())
+    monkeypatch.setattr(setups, "measure_rows", Mock(return_value=rows))
+    predicted = setups.predict_run(
+        config, setup, machine, train_path=tmp_path, num_samples=2, steps=range(1), ranks=ALONE
+    )
+    assert predicted is not None
     assert count.call_count == 1 and predicted.costs is setup.costs
     assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
 

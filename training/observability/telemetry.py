@@ -198,8 +198,8 @@ def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Pred
         f"{mean([record['tokens_per_second'] for _, record in reported]):,.0f} tokens/s",
     ]
     if prediction.peak_flops is not None:
-        figures[0] += f" (predicted for full samples {render_seconds(plan.step_seconds)})"
-        figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({plan.mfu:.1%})")
+        figures[0] += f" (predicted {render_seconds(plan.step_seconds)})"
+        figures.append(f"MFU {mean([record['mfu'] for _, record in reported]):.1%} ({prediction.mfu:.1%})")
     figures.append(f"bubble {mean([m.bubble for m, _ in reported]):.1%} (predicted {plan.idle:.1%})")
     figures.append(f"imbalance {mean([m.imbalance for m, _ in reported]):.1%} ({plan.imbalance:.1%})")
     header = ("stage", "layers", "computing", "communicating", "waiting", "peak GiB", "predicted")

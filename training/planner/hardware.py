@@ -49,15 +49,20 @@ def complete_hardware(hardware: HardwareConfig, precision: Precision, world_size
 
     Raises UserError where no peak is known for the precision.
     """
-    stated = {name: value for name, value in vars(hardware).items() if value is not None}
+    stated = list_stated(hardware)
     measured = _measure(precision, world_size) if len(stated) < len(vars(hardware)) else {}
-    machine = Machine(**{**measured, **stated})
+    machine = Machine(**{**measured, **{name: getattr(hardware, name) for name in stated}})
     if precision.value not in machine.peak_flops:
         raise UserError(
             f"precision={precision.value}: hardware={hardware.name} has no peak for it; "
             f"add it to conf/hardware/{hardware.name}.yaml"
         )
     return machine
+
+
+def list_stated(hardware: HardwareConfig) -> set[str]:
+    """The fields that are not null."""
+    return {name for name, value in vars(hardware).items() if value is not None}
 
 
 def _measure(precision: Precision, world_size: int) -> dict[str, Any]:

@@ -1,30 +1,41 @@
-"""What a run is expected to do: its plan for the machine that it runs on."""
+"""What a run is expected to do: its plan for the machine that it runs on, and for rows as long as its data's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from data.row_lengths import RowLengths
 from models.architecture import build_layers
 from models.parallel.tensor_parallel import shard_layers
 from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware
+from training.distributed.process import broadcast_from_main
+from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.planner.cost import LayerCost
-from training.planner.hardware import Machine, complete_hardware
+from training.planner.hardware import Machine, complete_hardware, list_stated
+from training.planner.layer_times import LayerTimes, apply_times, build_task, list_kinds, measure
 from training.planner.levers.lever import PlannedRun
 from training.planner.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs, list_owners
 
+# Of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
+_TIMED_ELEMENTS, _PATIENCE = 2**23, 1.0
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """peak_memory: bytes on the device of a rank, per stage [P]; a CPU also holds what is offloaded.
+    """plan: of a step whose rows have the padding that a step's have on average.
 
+    peak_memory: bytes on the device of a rank, per stage [P], with the longest rows; a CPU also holds what is
+    offloaded. filled: tokens of a row without padding, on average.
     peak_flops: FLOP/s of all ranks together; None on a card that no file of conf/hardware describes, and then the
     plan's times are those of another card.
     """
@@ -35,6 +46,13 @@ class Prediction:
     costs: Sequence[LayerCost]
     rows_per_step: int
     hardware: Machine  # that of the plan
+    filled: float
+
+    @property
+    def mfu(self) -> float | None:
+        """That of the plan's step, counted as `compute_mfu` counts it."""
+        seconds = self.plan.step_seconds
+        return self.compute_mfu(self.filled * self.rows_per_step / seconds, seconds)
 
     def count_parameters(self, trained: bool = False) -> int:
         """Of the model and its adapter, or only those that are trained; what layers share counts once."""
@@ -67,28 +85,72 @@ def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, 
     return None
 
 
+def time_layers(
+    config: RunConfig,
+    architecture: PretrainedConfig,
+    costs: Sequence[LayerCost] | None,
+    layout: Layout,
+    lengths: RowLengths,
+    ranks: Ranks,
+) -> list[LayerTimes]:
+    """The layers of a run that is about to start on a CPU, timed by all its ranks at once; what each of them has seen,
+    on the main rank. About a second.
+
+    All ranks call it. costs: on the main rank.
+    """
+    kinds = broadcast_from_main(lambda: _choose_timed(costs or ()), ranks)
+    task = replace(
+        build_task(replace(config, max_seq_length=lengths.padded), architecture, layout, kinds),
+        updated=_TIMED_ELEMENTS,
+        patience=_PATIENCE / len(kinds),
+    )
+    seen: list[Any] = [None] * ranks.world_size
+    dist.gather_object(measure(task), seen if ranks.is_main else None)
+    return seen
+
+
+def _choose_timed(costs: Sequence[LayerCost]) -> list[list[int]]:
+    """Of each kind of layer as many as have so many parameters, and one at least."""
+    return [
+        of_kind[: max(1, _TIMED_ELEMENTS // max(1, costs[of_kind[0]].num_parameters))] for of_kind in list_kinds(costs)
+    ]
+
+
 def predict(
     config: RunConfig,
+    architecture: PretrainedConfig,
     costs: Sequence[LayerCost],
     *,
-    vocab_size: int,
     bounds: Sequence[int],
     layout: Layout,
     machine: Machine | None,
     device: Device,
+    lengths: RowLengths,
+    times: Sequence[LayerTimes] = (),
 ) -> Prediction:
     """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it
-    is unknown."""
+    is unknown. times: those of `time_layers`."""
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
-    plan = compute_plan(costs, bounds, PlannedRun(config, layout, vocab_size, assumed))
-    on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in plan.stages]
+
+    def plan_rows(length: int) -> tuple[Plan, Sequence[LayerCost], Machine]:
+        rows = replace(config, max_seq_length=length)
+        counted, seen = (costs if rows == config else count_run_costs(rows, architecture, layout)), assumed
+        if times:
+            tokens = layout.micro_batch_size * length
+            counted, seen = apply_times(times, counted, assumed, list_stated(config.hardware), tokens=tokens)
+        return compute_plan(counted, bounds, PlannedRun(rows, layout, architecture.vocab_size, seen)), counted, seen
+
+    plan, costs_of_plan, hardware = plan_rows(lengths.padded)
+    fullest = plan if lengths.longest == lengths.padded else plan_rows(lengths.longest)[0]
+    on_host = [stage.memory.host - HOST_BYTES_A_RANK if device is Device.cpu else 0 for stage in fullest.stages]
     return Prediction(
         plan=plan,
-        peak_memory=[stage.memory.peak + host for stage, host in zip(plan.stages, on_host, strict=True)],
+        peak_memory=[stage.memory.peak + host for stage, host in zip(fullest.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
-        costs=costs,
+        costs=costs_of_plan,
         rows_per_step=layout.global_batch_size * get_objective(config).rows_per_sample,
-        hardware=assumed,
+        hardware=hardware,
+        filled=lengths.filled,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.configs import build_config
 from transformers import LlamaConfig
 
+from data.row_lengths import RowLengths
 from errors import UserError
 from training.config.schema import Device, RunConfig, load_hardware
 from training.config.validate import check_config
@@ -76,16 +77,22 @@ def build_prediction(*overrides: str) -> Prediction:
     return predict_for(config, complete_hardware(config.hardware, config.precision, 4))
 
 
-def predict_for(config: RunConfig, machine: Machine | None, device: Device = Device.cuda) -> Prediction:
+FULL = RowLengths(longest=64, padded=64, filled=64)
+
+
+def predict_for(
+    config: RunConfig, machine: Machine | None, device: Device = Device.cuda, lengths: RowLengths = FULL
+) -> Prediction:
     costs = count_run_costs(config, ARCHITECTURE, LAYOUT)
     return predict(
         config,
+        ARCHITECTURE,
         costs,
-        vocab_size=ARCHITECTURE.vocab_size,
         bounds=[0, 3, 8],
         layout=LAYOUT,
         machine=machine,
         device=device,
+        lengths=lengths,
     )
 
 
@@ -123,6 +130,19 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
     )
 
 
+def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:
+    config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100")
+    machine = complete_hardware(config.hardware, config.precision, 4)
+    full, half, mixed = (
+        predict_for(config, machine, lengths=RowLengths(longest, padded, filled))
+        for longest, padded, filled in ((64, 64, 64), (32, 32, 32), (64, 32, 16))
+    )
+    assert mixed.peak_memory == full.peak_memory > half.peak_memory
+    assert mixed.plan.step_seconds == half.plan.step_seconds < full.plan.step_seconds
+    assert half.mfu is not None and mixed.mfu is not None
+    assert full.mfu == pytest.approx(full.plan.mfu) and mixed.mfu < 0.5 * half.mfu, "padding is no work"
+
+
 def test_a_run_that_reported_nothing_has_no_table() -> None:
     assert Telemetry(Timer(), LAYOUT, build_prediction()).summarize() == ""
 
@@ -132,7 +152,7 @@ def test_on_an_unknown_card_mfu_is_left_out() -> None:
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
     telemetry = Telemetry(Timer(), LAYOUT, predict_for(config, None))
     assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
-    assert "MFU" not in telemetry.summarize() and "predicted for full samples" not in telemetry.summarize()
+    assert "MFU" not in telemetry.summarize() and "step 10.0 s (predicted" not in telemetry.summarize()
 
 
 @pytest.mark.parametrize(

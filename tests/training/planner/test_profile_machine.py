@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from support.configs import build_config
+from support.workers import WorkerGroup
 from transformers import LlamaConfig
 
+from data.row_lengths import RowLengths
 from models.architecture import build_layers
+from training.distributed.ranks import read_ranks
 from training.distributed.topology import Layout, Topology
 from training.planner.hardware import complete_hardware
+from training.planner.layer_times import LayerTimes
 from training.planner.levers.lever import PlannedRun
 from training.planner.plan import count_costs
+from training.planner.prediction import time_layers
 from training.planner.profile_machine import profile_layers
+
+ARCHITECTURE = LlamaConfig(
+    vocab_size=2000,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+)
+ARCHITECTURE._attn_implementation = "sdpa"
+
+
+def time_run_layers() -> tuple[list[LayerTimes], bool]:
+    """What a rank of a run gets, and whether random numbers go on as if nothing had happened."""
+    config, layout = build_config("max_seq_length=64", "precision=fp32"), Layout(Topology.of(2, pipe=2), 2, 4)
+    ranks = read_ranks()
+    costs = count_costs(config, ARCHITECTURE, build_layers(ARCHITECTURE), layout) if ranks.is_main else None
+    before = torch.get_rng_state()
+    seen = time_layers(config, ARCHITECTURE, costs, layout, RowLengths(longest=64, padded=24, filled=20.0), ranks)
+    return seen, torch.equal(before, torch.get_rng_state())
+
+
+def test_the_ranks_of_a_run_time_their_layers_together(workers: Callable[[int], WorkerGroup]) -> None:
+    (seen, same), (of_other, same_there) = workers(2).run(time_run_layers)
+    assert same and same_there
+    assert of_other == [None, None], "the main rank alone makes a plan"
+    for rank in seen:
+        assert len(rank.pass_seconds) == 4, "embedding, decoder layer, norm, head"
+        assert all(seconds > 0 for way in rank.pass_seconds for seconds in way) and rank.exchange_bandwidth > 0
 
 
 def test_two_ranks_time_every_kind_of_layer_once() -> None:
-    architecture = LlamaConfig(
-        vocab_size=2000,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-    )
-    architecture._attn_implementation = "sdpa"
     config = build_config("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
-    layers, layout = build_layers(architecture), Layout(Topology.of(2, pipe=2), 2, 4)
-    costs = count_costs(config, architecture, layers, layout)
+    layers, layout = build_layers(ARCHITECTURE), Layout(Topology.of(2, pipe=2), 2, 4)
+    costs = count_costs(config, ARCHITECTURE, layers, layout)
     hardware = complete_hardware(config.hardware, config.precision, layout.world_size)
-    run = PlannedRun(config, layout, architecture.vocab_size, hardware)
-    timed, measured = profile_layers(run, architecture, costs)
+    run = PlannedRun(config, layout, ARCHITECTURE.vocab_size, hardware)
+    timed, measured = profile_layers(run, ARCHITECTURE, costs)
     embedding, first, second, third, norm, head = (cost.pass_seconds[0] for cost in timed)
     assert first == second == third and 0 < norm < first
     assert 0 < embedding < head, "a tied head makes logits, a lookup does not"

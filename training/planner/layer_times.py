@@ -1,0 +1,267 @@
+"""Layers of each kind run for real, a micro-batch forward and back, beside an optimizer step and an exchange between
+two ranks: what FLOPs over a peak cannot tell of a CPU, whose rate depends on shapes and dtype, and whose ranks share
+caches and the bandwidth of one memory.
+
+So the ranks of a process group are at it together, each with a few layers of random weights. B micro-batch, T sequence,
+D hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig
+
+from data.collator import shift_labels
+from models.adapters import Adapter
+from models.architecture import build_layers
+from models.layer import Layer
+from models.losses.cross_entropy import build_loss
+from training.config.precision import DTYPES
+from training.config.schema import OptimizerName, Precision, RunConfig
+from training.distributed.topology import Layout
+from training.engine.gradient_sums import add_gradient
+from training.pipeline.trainable import build_adapter, choose_trained
+from training.planner.cost import LayerCost
+from training.planner.hardware import GB, Machine
+from training.planner.levers.optimizer_step import count_update_bytes
+
+CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
+ROUNDS = 5
+UPDATED, REDUCED = 2**23, 2**22  # elements
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks do. config: of the run, its `max_seq_length` the rows' length.
+
+    kinds: indices of layers that cost the same, as many as are to run. attention: the kernel. updated: elements of an
+    optimizer step. patience: seconds that a kind of layer may take, as far as two rounds allow.
+    """
+
+    config: RunConfig
+    architecture: PretrainedConfig
+    attention: str
+    kinds: list[list[int]]
+    micro_batch_size: int
+    exchanges_hidden: bool  # stages do; replicas reduce gradients
+    sums_gradients: bool  # of several micro-batches
+    updated: int = UPDATED
+    patience: float = float("inf")
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What one rank saw. pass_seconds: of a micro-batch through one layer, forward and backward, by kind. Bandwidths
+    in bytes/s; that between ranks is None where there is one."""
+
+    pass_seconds: list[tuple[float, float]]
+    memory_bandwidth: float
+    exchange_bandwidth: float | None
+
+
+def list_kinds(costs: Sequence[LayerCost]) -> list[list[int]]:
+    """Indices of equal layers. costs: as `count_layers` returns them, equal layers the same object."""
+    indices: dict[int, list[int]] = {}
+    for index, cost in enumerate(costs):
+        indices.setdefault(id(cost), []).append(index)
+    return list(indices.values())
+
+
+def build_task(
+    config: RunConfig,
+    architecture: PretrainedConfig,
+    layout: Layout,
+    kinds: Sequence[Sequence[int]],
+    chain: int = CHAIN,
+) -> Task:
+    """kinds: those of `list_kinds`. chain: layers of a kind that run one after the other, at most."""
+    return Task(
+        config=config,
+        architecture=architecture,
+        attention=architecture._attn_implementation,
+        kinds=[list(of_kind[:chain]) for of_kind in kinds],
+        micro_batch_size=layout.micro_batch_size,
+        exchanges_hidden=layout.num_stages > 1,
+        sums_gradients=layout.gradient_accumulation_steps > 1,
+    )
+
+
+def measure(task: Task) -> LayerTimes:
+    """All ranks of the default process group call it. Leaves random numbers and the attention kernel as they were."""
+    chosen, dtype = task.architecture._attn_implementation, DTYPES[task.config.precision]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        task.architecture._attn_implementation = task.attention
+        try:
+            return LayerTimes(
+                pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
+                memory_bandwidth=count_update_bytes(OptimizerName.adamw, Precision.fp32)
+                * task.updated
+                / _time_update(task.updated),
+                exchange_bandwidth=_measure_exchange(task, dtype) if dist.get_world_size() > 1 else None,
+            )
+        finally:
+            task.architecture._attn_implementation = chosen
+
+
+def apply_times(
+    seen: Sequence[LayerTimes],
+    costs: Sequence[LayerCost],
+    hardware: Machine,
+    stated: set[str],
+    *,
+    tokens: int,
+    turns: float = 1.0,
+) -> tuple[list[LayerCost], Machine]:
+    """`costs` with the seconds that layers take, and `hardware` with the bandwidths that were seen.
+
+    seen: by each rank. stated: fields of `hardware` that stay. tokens: of a micro-batch. turns: by how much longer
+    everything takes where more ranks than were at it will share the cores.
+    """
+    timed = list(costs)
+    for kind, of_kind in enumerate(list_kinds(costs)):
+        forward, backward = (
+            statistics.mean(rank.pass_seconds[kind][way] for rank in seen) * turns / tokens for way in (0, 1)
+        )
+        for index in of_kind:
+            timed[index] = replace(costs[index], pass_seconds=(forward, backward))
+    measured: dict[str, Any] = {
+        "memory_bandwidth": statistics.mean(rank.memory_bandwidth for rank in seen) / turns / GB
+    }
+    if seen[0].exchange_bandwidth is not None:
+        exchanged = seen[0].exchange_bandwidth / turns / GB
+        measured |= {"intra_node_bandwidth": exchanged, "inter_node_bandwidth": exchanged}
+    return timed, replace(hardware, **{name: value for name, value in measured.items() if name not in stated})
+
+
+def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients
+    included."""
+    layers = build_layers(task.architecture)
+    adapter = build_adapter(task.config, layers)
+    built = partial(_build, dtype=dtype, adapter=adapter, freeze=task.config.freeze)
+    chain = [(layers[index], built(layers[index], index)) for index in indices]
+    shape = (task.micro_batch_size, task.config.max_seq_length)
+    input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
+    position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
+    segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
+    loss, targets = build_loss(task.architecture), (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
+    is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
+    trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
+    if dtype is torch.bfloat16:
+        _sum_in_fp32(trained)
+    hidden_states = torch.randn(*shape, task.architecture.hidden_size, dtype=dtype)  # [B, T, D]
+    of_outputs = torch.randn_like(hidden_states) * 1e-3
+    seconds: list[tuple[float, float]] = []
+    # Two micro-batches are in flight, as in most stages, so that memory is not always the one that was freed last.
+    waiting = []
+    wanted = 1 + ROUNDS  # the first warms up
+    while len(seconds) < wanted:
+        received = input_ids if is_first else hidden_states.clone().requires_grad_()
+        values: Any = (received, position_ids.clone(), segment_ids.clone())
+        dist.barrier()
+        start = time.perf_counter()
+        for layer, module in chain:
+            values = layer.forward_fn(module, values) if layer.forward_fn else module(values)
+        waiting.append(loss(values, targets) if is_last else values[0])
+        middle = time.perf_counter()
+        if len(waiting) < 2:
+            continue
+        output = waiting.pop(0)
+        if output.requires_grad:
+            output.backward(None if is_last else of_outputs)
+        del output
+        seconds.append((middle - start, time.perf_counter() - middle))
+        for parameter in () if task.sums_gradients else trained:
+            parameter.grad = None
+        if len(seconds) == 1:
+            wanted = 1 + _count_rounds(sum(seconds[0]), task.patience)
+    forward, backward = (statistics.median(way) / len(chain) for way in zip(*seconds[1:]))
+    return forward, backward
+
+
+def _count_rounds(seconds: float, patience: float) -> int:
+    """How many more rounds of so many seconds there are, the same on all ranks: at least one, at most ROUNDS."""
+    longest = torch.tensor(seconds)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return max(1, min(ROUNDS, int(min(ROUNDS, patience / longest.item()))))
+
+
+def _sum_in_fp32(trained: Sequence[nn.Parameter]) -> None:
+    """As the engine sums the gradients of micro-batches in bf16; in fp32 autograd adds to those before."""
+    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained}
+
+    def add(parameter: nn.Parameter) -> None:
+        add_gradient(parameter, sums[parameter])
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(add)
+
+
+def _build(
+    layer: Layer, index: int, *, dtype: torch.dtype, adapter: Adapter | None, freeze: Sequence[str]
+) -> nn.Module:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module = layer.module_class(*layer.args)
+    finally:
+        torch.set_default_dtype(default)
+    for parameter in module.parameters():  # what a class leaves empty may hold numbers that a CPU is slow with
+        nn.init.normal_(parameter, std=0.02)
+    choose_trained(module, index, layer, adapter, freeze)
+    return module
+
+
+def _time_update(updated: int) -> float:
+    """Seconds of an optimizer step as `count_update_bytes` counts it, over so many elements in fp32."""
+    parameter, gradient = torch.randn(updated), torch.randn(updated)
+    master = nn.Parameter(parameter.clone())
+    optimizer = torch.optim.AdamW([master], fused=True)
+
+    def update() -> None:
+        gradient.double().norm()
+        master.grad = gradient.clone()
+        master.grad.mul_(0.5)
+        optimizer.step()
+        parameter.copy_(master.detach())
+
+    return _time(update)
+
+
+def _measure_exchange(task: Task, dtype: torch.dtype) -> float:
+    """Bytes/s: of a stage's output on its way to the next, or of gradients on a ring of replicas."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not task.exchanges_hidden:
+        gradients = torch.zeros(REDUCED, dtype=dtype)
+        return 2 * (size - 1) / size * gradients.nbytes / _time(lambda: dist.all_reduce(gradients))
+    hidden_states = torch.zeros(
+        task.micro_batch_size, task.config.max_seq_length, task.architecture.hidden_size, dtype=dtype
+    )
+
+    def there_and_back() -> None:
+        for sender in (0, 1):
+            if rank < 2:
+                dist.send(hidden_states, 1 - rank) if rank == sender else dist.recv(hidden_states, 1 - rank)
+
+    return 2 * hidden_states.nbytes / _time(there_and_back)
+
+
+def _time(work: Callable[[], object]) -> float:
+    """Seconds of `work`, all processes at it at once: the median of ROUNDS."""
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
