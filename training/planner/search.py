@@ -2,7 +2,7 @@
 best first.
 
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too.
-With another schedule than 1f1b both are tried.
+All of them run under 1F1B, and the schedule that the config asks for; the best few under every other one too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.layer import Layer
+from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.distributed.topology import DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.objectives.registry import get_objective
 from training.pipeline.partition import balance, compute_bounds, compute_work
 from training.pipeline.pass_times import time_passes
-from training.pipeline.schedules import build_schedule, schedule_layout
+from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.levers.lever import PlannedRun
@@ -39,14 +40,32 @@ CHECKPOINTING = (
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
 SHOWN = 10
+FINALISTS = 4  # that are tried under other schedules
+MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was tried, and the keys that differ from the config's own."""
+    """What was tried. checkpointing: mode and interval."""
 
-    overrides: tuple[str, ...]
+    checkpointing: tuple[CheckpointMode, int]
+    offload: Offload
     plan: Plan
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The keys that differ from the config's own."""
+        layout, (mode, interval) = self.plan.layout, self.checkpointing
+        return (
+            f"num_stages={layout.num_stages}",
+            f"micro_batch_size={layout.micro_batch_size}",
+            "gradient_accumulation_steps=null",
+            f"global_batch_size={layout.global_batch_size}",
+            f"activation_checkpoint_interval={interval}",
+            f"activation_checkpoint_mode={mode.value}",
+            f"offload_optimizer={self.offload.value}",
+            f"schedule={layout.schedule}",
+        )
 
 
 def search_plans(
@@ -56,47 +75,87 @@ def search_plans(
 
     Raises UserError when the global batch cannot be cut for any split.
     """
-    world_size = config.world_size
-    assert world_size is not None
-    candidates = []
-    costs: dict[int, list[LayerCost]] = {}  # by micro-batch size
-    work = [compute_work(layer) for layer in layers]
-    total = _global_batch_size(config, world_size, len(layers))
-    given = {axis: size for axis, size in read_sizes(config).items() if axis != PIPE}
-    for num_stages, micro_batch_size in _list_layouts(world_size // math.prod(given.values()), len(layers), total):
-        topology = Topology.of(world_size, **given, **{PIPE: num_stages})
-        layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
-        if micro_batch_size not in costs:
-            costs[micro_batch_size] = count_costs(config, architecture, layers, layout)
-        scheduled = list(_list_schedules(layout, config, len(layers)))
-        splits = [
-            compute_bounds(layers, num_stages, _method(config), schedule=build_schedule(each)) for each in scheduled
-        ]
-        for (layout, bounds), choices, offload in itertools.product(
-            zip(scheduled, splits, strict=True), CHECKPOINTING, Offload
-        ):
-            tried = []
-            for mode, interval in choices:
-                keys = replace(
-                    config,
-                    activation_checkpoint_mode=mode,
-                    activation_checkpoint_interval=interval,
-                    offload_optimizer=offload,
-                )
-                timed = time_passes(layout, keys, layers, bounds, get_objective(keys).remakes_logits)
-                run = PlannedRun(keys, timed, architecture.vocab_size, hardware)
-                plan = compute_plan(costs[micro_batch_size], bounds, run)
-                if layout.num_chunks == 1 and _may_fit_otherwise(plan, config):
-                    other = balance(work, num_stages, build_fits(costs[micro_batch_size], run)) or bounds
-                    plan = compute_plan(costs[micro_batch_size], other, run)
-                tried.append(Candidate(_overrides(layout, mode, interval, offload), plan))
-            candidates.append(min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak))
-    if not candidates:
+    search = _Search(config, architecture, layers, hardware)
+    found = [candidate for layout in search.list_layouts() for candidate in search.try_layout(layout)]
+    if not found:
         raise UserError(
-            f"global_batch_size={total} can be cut for no split of world_size={world_size}; "
+            f"global_batch_size={search.global_batch_size} can be cut for no split of world_size={config.world_size}; "
             "give a multiple of a divisor of it"
         )
-    return sorted(candidates, key=_rank)
+    found.sort(key=_rank)
+    return sorted([*found, *search.try_other_schedules(found)], key=_rank)
+
+
+class _Search:
+    def __init__(
+        self, config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: Machine
+    ) -> None:
+        assert config.world_size is not None
+        self._config, self._architecture, self._layers, self._hardware = config, architecture, layers, hardware
+        self._work = [compute_work(layer) for layer in layers]
+        self._costs: dict[tuple[int, bool], list[LayerCost]] = {}
+        self._splits: dict[tuple[int, str], list[int]] = {}
+        self._world_size = config.world_size
+        self.global_batch_size = _global_batch_size(config, self._world_size, len(layers))
+
+    def list_layouts(self) -> Iterator[Layout]:
+        """Under 1F1B and the schedule that the config asks for."""
+        total = self.global_batch_size
+        given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
+        replica = self._world_size // math.prod(given.values())
+        for num_stages, micro_batch_size in _list_layouts(replica, len(self._layers), total):
+            topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
+            layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
+            yield from _list_schedules(layout, self._config, len(self._layers))
+
+    def try_layout(self, layout: Layout) -> Iterator[Candidate]:
+        """With every way of checkpointing, and with and without offloading."""
+        for choices, offload in itertools.product(CHECKPOINTING, Offload):
+            tried = [self._try(layout, mode, interval, offload) for mode, interval in choices]
+            yield min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak)
+
+    def try_other_schedules(self, ranked: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The best of those that fit, under the schedules that have not been tried: to order the passes of one takes
+        seconds, and it changes little about what fits."""
+        known = {candidate.plan.layout.schedule for candidate in ranked}
+        best = (candidate for candidate in ranked if candidate.plan.fits and candidate.plan.layout.num_stages > 1)
+        for candidate, name in itertools.product(itertools.islice(best, FINALISTS), SCHEDULES):
+            keys = replace(self._config, schedule=name)
+            with suppress(UserError):
+                check_together(Run(keys))
+                layout = schedule_layout(candidate.plan.layout, keys, len(self._layers))
+                if name not in known and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES:
+                    yield self._try(layout, *candidate.checkpointing, candidate.offload)
+
+    def _try(self, layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> Candidate:
+        keys = replace(
+            self._config,
+            activation_checkpoint_mode=mode,
+            activation_checkpoint_interval=interval,
+            offload_optimizer=offload,
+            schedule=layout.schedule,
+        )
+        bounds, costs = self._split(layout), self._count(layout)
+        timed = time_passes(layout, keys, self._layers, bounds, get_objective(keys).remakes_logits)
+        run = PlannedRun(keys, timed, self._architecture.vocab_size, self._hardware)
+        plan = compute_plan(costs, bounds, run)
+        if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
+            plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
+        return Candidate((mode, interval), offload, plan)
+
+    def _split(self, layout: Layout) -> list[int]:
+        kind = layout.num_stages, layout.schedule
+        if kind not in self._splits:
+            self._splits[kind] = compute_bounds(
+                self._layers, layout.num_stages, _method(self._config), schedule=build_schedule(layout)
+            )
+        return self._splits[kind]
+
+    def _count(self, layout: Layout) -> list[LayerCost]:
+        kind = layout.micro_batch_size, find_schedule(layout.schedule).splits_backward
+        if kind not in self._costs:
+            self._costs[kind] = count_costs(self._config, self._architecture, self._layers, layout)
+        return self._costs[kind]
 
 
 def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Iterator[Layout]:
@@ -148,19 +207,6 @@ def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> I
             micro_batch_size *= 2
 
 
-def _overrides(layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> tuple[str, ...]:
-    return (
-        f"num_stages={layout.num_stages}",
-        f"micro_batch_size={layout.micro_batch_size}",
-        "gradient_accumulation_steps=null",
-        f"global_batch_size={layout.global_batch_size}",
-        f"activation_checkpoint_interval={interval}",
-        f"activation_checkpoint_mode={mode.value}",
-        f"offload_optimizer={offload.value}",
-        f"schedule={layout.schedule}",
-    )
-
-
 def render_search(
     candidates: Sequence[Candidate], config: RunConfig, hardware: Machine, width: int | None = None
 ) -> str:
@@ -174,6 +220,7 @@ def render_search(
     header = (
         "pp",
         "dp",
+        "schedule",
         "micro-batch",
         "micro-batches",
         "checkpoint",
@@ -198,21 +245,16 @@ def render_search(
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
-    plan, keys = candidate.plan, dict(override.split("=") for override in candidate.overrides)
+    plan, (mode, interval) = candidate.plan, candidate.checkpointing
     layout = plan.layout
-    chunks = f" x {layout.num_chunks} chunks" if layout.num_chunks > 1 else ""
+    names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
     return (
-        f"{layout.num_stages}{chunks}", str(layout.dp_size), str(layout.micro_batch_size),
-        str(layout.gradient_accumulation_steps), _name_checkpointing(keys), keys["offload_optimizer"],
+        str(layout.num_stages), str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
+        str(layout.gradient_accumulation_steps), names[mode.value], candidate.offload.value,
         f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
         f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",
     )  # fmt: skip
-
-
-def _name_checkpointing(keys: dict[str, str]) -> str:
-    mode, interval = keys["activation_checkpoint_mode"], keys["activation_checkpoint_interval"]
-    return {"grouped": interval, "every": f"every {interval}", "selective": "selective"}[mode]
 
 
 def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine) -> str:

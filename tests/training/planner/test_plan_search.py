@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from dataclasses import replace
 
 import pytest
 from support.configs import compose_config
@@ -14,7 +15,7 @@ from models.architecture import build_layers
 from training.config.schema import RunConfig, to_typed
 from training.planner.hardware import complete_hardware
 from training.planner.run import build_plan, load_architecture, plan_run
-from training.planner.search import CHECKPOINTING, Candidate, render_search, search_plans
+from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, render_search, search_plans
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -35,7 +36,7 @@ def search(config: RunConfig) -> list[Candidate]:
 
 
 def test_every_split_that_divides_is_tried() -> None:
-    found = search(build("world_size=8"))
+    found = [c for c in search(build("world_size=8")) if c.plan.layout.schedule == "1f1b"]
     layouts = {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found}
     assert layouts == {
         (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
@@ -47,13 +48,25 @@ def test_every_split_that_divides_is_tried() -> None:
 def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
     found = search(build("world_size=8", "schedule=interleaved"))
     plain, interleaved = (
-        {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found if c.plan.layout.num_chunks == n}
-        for n in (1, 2)
+        {
+            (c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
+            for c in found
+            if c.plan.layout.schedule == schedule
+        }
+        for schedule in ("1f1b", "interleaved")
     )
     assert interleaved == {
         (stages, micro) for stages, micro in plain if stages > 1 and 16 // (8 // stages * micro) % stages == 0
     }
-    assert all(("schedule=interleaved" in c.overrides) == (c.plan.layout.num_chunks == 2) for c in found)
+    assert all(("schedule=1f1b" in c.overrides) == (c.plan.layout.num_chunks == 1) for c in found)
+
+
+def test_the_best_are_tried_without_a_bubble_too_and_win() -> None:
+    config = build("world_size=8", "hardware=h200", "global_batch_size=8")
+    found = search(config)
+    schedules = [candidate.plan.layout.schedule for candidate in found]
+    assert schedules.count("zero_bubble") == FINALISTS and "schedule=zero_bubble" in found[0].overrides
+    assert "zero_bubble" not in {c.plan.layout.schedule for c in search(replace(config, compile=True))}
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
