@@ -21,6 +21,8 @@ micro-batches and AdamW:
 
 The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach.
 Printed are medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
+Of ours also the host's time around a pass: the CPU time of a step's thread outside of its passes and the optimizer
+step, over the number of passes.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps a runner takes in a round")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--vocab_size", type=int, default=6144)
+    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--seq_length", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=4)
     parser.add_argument(
@@ -87,8 +90,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_material(Path(folder), arguments)
         trainer = start_trainer(arguments) if "trainer" in arguments.runners else None
-        rates = run_ranks(work, NUM_STAGES, Path(folder), arguments, trainer)
-    report(rates, arguments)
+        ranks = run_ranks(work, NUM_STAGES, Path(folder), arguments, trainer)
+    report([rates for rates, _ in ranks], arguments)
+    for name, seconds in ranks[0][1].items():
+        worst = max(seconds, *(around[name] for _, around in ranks[1:]))
+        print(f"{name}: {1e3 * worst:.2f} ms of host time around a pass")
+
+
+def describe_model(arguments: argparse.Namespace) -> dict[str, int]:
+    return {**MODEL, "num_hidden_layers": arguments.layers, "vocab_size": arguments.vocab_size}
 
 
 def make_material(folder: Path, arguments: argparse.Namespace) -> None:
@@ -97,7 +107,7 @@ def make_material(folder: Path, arguments: argparse.Namespace) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    LlamaForCausalLM(build_llama(**MODEL, vocab_size=arguments.vocab_size)).save_pretrained(folder / "model")
+    LlamaForCausalLM(build_llama(**describe_model(arguments))).save_pretrained(folder / "model")
     vocabulary = {f"w{i}": i for i in range(arguments.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -115,10 +125,9 @@ def make_material(folder: Path, arguments: argparse.Namespace) -> None:
 def start_trainer(arguments: argparse.Namespace) -> Connection:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    model = {**MODEL, "vocab_size": arguments.vocab_size}
     options = (
         theirs,
-        model,
+        describe_model(arguments),
         arguments.micro_batches,
         arguments.micro_batch_size,
         arguments.seq_length,
@@ -129,8 +138,10 @@ def start_trainer(arguments: argparse.Namespace) -> Connection:
     return ours
 
 
-def work(folder: Path, arguments: argparse.Namespace, trainer: Connection | None) -> dict[str, list[float]]:
-    """Tokens/s of each runner on this rank, round by round."""
+def work(
+    folder: Path, arguments: argparse.Namespace, trainer: Connection | None
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Tokens/s of each runner on this rank, round by round, and seconds of host time around a pass of ours."""
     import torch.distributed as dist
 
     runners = build_runners(folder, arguments, trainer)
@@ -144,7 +155,8 @@ def work(folder: Path, arguments: argparse.Namespace, trainer: Connection | None
             for _ in range(arguments.steps):
                 runners[name]()
             rates[name].append(tokens / (time.perf_counter() - start))
-    return {name: values[1:] for name, values in rates.items()}  # the first round warms up
+    around = {name: step.measure_around() for name, step in runners.items() if isinstance(step, OurStep)}
+    return {name: values[1:] for name, values in rates.items()}, around  # the first round warms up
 
 
 def build_runners(
@@ -214,7 +226,33 @@ def split_folded(layers: list[Any]) -> list[int]:
     return list(min(((0, *shard_specs, len(layers)) for shard_specs in inner), key=judge))
 
 
-def build_ours(shared: peers.Work) -> Callable[[], object]:
+class OurStep:
+    """One optimizer step of this trainer."""
+
+    def __init__(self, engine: Any, step: Callable[[], object]) -> None:
+        self._engine, self._step = engine, step
+        self._passes: list[float] = []
+
+    def __call__(self) -> object:
+        return self._step()
+
+    def before(self, unit: str) -> None:
+        self._start = time.thread_time()
+
+    def after(self, unit: str) -> None:
+        from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, WEIGHTS
+
+        if unit in (FORWARD, BACKWARD, WEIGHTS, OPTIMIZER):
+            self._passes.append(time.thread_time() - self._start)
+
+    def measure_around(self) -> float:
+        self._engine.observe(self)
+        start = time.thread_time()
+        self._step()
+        return (time.thread_time() - start - sum(self._passes)) / len(self._passes)
+
+
+def build_ours(shared: peers.Work) -> OurStep:
     from data.storage.tokenized import TokenizedDataset
     from training.build import build_engine, build_loaders
     from training.distributed.ranks import read_ranks
@@ -229,7 +267,7 @@ def build_ours(shared: peers.Work) -> Callable[[], object]:
     budget = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), total_steps, total_steps)
     loader, _ = build_loaders(config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks)
     micro_batches, steps = loader.iterate(0, total_steps), itertools.count()
-    return lambda: train_step(engine, micro_batches, config, next(steps), total_steps)
+    return OurStep(engine, lambda: train_step(engine, micro_batches, config, next(steps), total_steps))
 
 
 def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -> None:
@@ -241,9 +279,9 @@ def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -
     if "trainer" in rates:  # which one rank waits for
         rates["trainer"] = ranks[0]["trainer"]
     print(
-        f"\npp{NUM_STAGES}, {arguments.micro_batches} micro-batches of {arguments.micro_batch_size} x "
-        f"{arguments.seq_length}, vocabulary "
-        f"{arguments.vocab_size:,}, {arguments.precision}; medians of {arguments.rounds} rounds (least - most)\n"
+        f"\npp{NUM_STAGES}, {arguments.layers} layers, {arguments.micro_batches} micro-batches of "
+        f"{arguments.micro_batch_size} x {arguments.seq_length}, vocabulary {arguments.vocab_size:,}, "
+        f"{arguments.precision}; medians of {arguments.rounds} rounds (least - most)\n"
     )
     print("| runner | tokens/s | ours / this |\n|---|---|---|")
     for name, values in rates.items():

@@ -74,6 +74,9 @@ class StageModule(PipelineModule):
     A stage may hold several chunks of layers; `forward` runs the one that `expose` has chosen.
     """
 
+    exposed: int  # the chunk that `forward` runs
+    forward_funcs: list[Any]
+
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -151,6 +154,8 @@ class StageModule(PipelineModule):
 
     def expose(self, chunk: int) -> None:
         """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
+        if chunk == self.exposed:
+            return
         self.exposed = chunk
         self._set_bounds(self.chunks[chunk].start, self.chunks[chunk].stop)
         self.forward_funcs = [self._functions[index] for index in self.chunks[chunk]]
@@ -158,6 +163,7 @@ class StageModule(PipelineModule):
 
     def _build(self) -> None:
         self._functions: dict[int, Any] = {}
+        self.exposed = -1
         for chunk in self.chunks:
             self._set_bounds(chunk.start, chunk.stop)
             self.forward_funcs = []

@@ -75,7 +75,19 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
 def test_five_sgd_steps_equal_hugging_face(
     workers: Callable[[int], WorkerGroup], material, family: str, layout: str, tied: bool
 ) -> None:
-    case = material(family, layout, tied)
+    compare(workers, material(family, layout, tied))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_without_a_bubble_too(workers: Callable[[int], WorkerGroup], material, family: str, recomputes: bool) -> None:
+    case = material(family, "pp2", tied=recomputes)
+    kept = tuple(key for key in case.overrides if recomputes or key != CHECKPOINTED)
+    compare(workers, replace(case, overrides=(*kept, "schedule=zero_bubble")))
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     result = merge(workers(case.world_size).run(train_case, case))
     oracle = train_oracle(case)
     worst, name = worst_difference(result["weights"], oracle["weights"])
