@@ -41,6 +41,7 @@ from errors import UserError
 from models.experts.grouped import GROUPED
 from models.layer import Layer, Styles, refuse_sharding
 from models.packed_attention import FLASH, VARLEN, find_obstacle
+from models.reward import is_reward_model, put_score_head
 from models.weights.disk_names import list_ignored, name_pieces, name_wrapped_pieces
 from models.wrapped import Wrapper
 
@@ -67,15 +68,16 @@ _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
     """The layers of the model that `config` describes, embedding first, head last.
 
-    wrapper: the model that this text model is a part of; its names are theirs. Raises UserError for a `model_type` that
-    is neither in the table nor published, for a feature that its layers do not carry, and for a wrapper that does
-    something else with text.
+    wrapper: the model that this text model is a part of; its names are theirs. A reward model has a score head in place
+    of its own (`models/reward.py`). Raises UserError for a `model_type` that is neither in the table nor published, for
+    a feature that its layers do not carry, and for a wrapper that does something else with text.
     """
     if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
     layers = _load_architecture(config).build_layers(config)
     if wrapper is None:
-        return name_pieces(config, layers)
+        named = name_pieces(config, layers)
+        return put_score_head(config, named) if is_reward_model(config) else named
     proof = importlib.import_module("models.generic.wrapped_proof")
     proof.prove(config, wrapper, _load_architecture(config).build_layers)
     return name_wrapped_pieces(config, layers, wrapper)

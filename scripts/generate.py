@@ -37,6 +37,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
 from models.architecture import build_layers  # noqa: E402
+from models.reward import is_reward_model  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end  # noqa: E402
@@ -48,6 +49,11 @@ DEFAULT_TEMPLATE = "{prompt}\n"
 def load_model(source: WeightSource) -> PreTrainedModel:
     """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have; of a
     wrapped model its text model. Raises UserError."""
+    if is_reward_model(source.config):
+        raise UserError(
+            f"{source.path} is a reward model ({source.config.architectures[0]}): it scores text and writes none; load "
+            "it with AutoModelForSequenceClassification"
+        )
     layers = build_layers(source.config, source.wrapper)
     source.check_complete(layers)
     tensors: dict[str, torch.Tensor] = {}

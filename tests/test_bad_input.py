@@ -164,6 +164,14 @@ KEYS = {
         ("task=dpo",),
         "task=dpo and data=sft do not go together; give data=preference, or task=sft",
     ),
+    "rewards without pairs": (
+        ("task=reward",),
+        "task=reward and data=sft do not go together; give data=preference, or task=sft",
+    ),
+    "rewards that push apart": (
+        ("data=preference", "task=reward", "reward.centering_coef=-1"),
+        "reward.centering_coef=-1.0: 0 or more; 0 turns it off",
+    ),
     "pairs without preferences": (
         ("data=preference", "task=sft"),
         "task=sft and data=preference do not go together; give data=sft or data=chat, or task=dpo",

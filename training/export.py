@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
+from models.reward import is_reward_model
 from models.weights.carried import write_carried
 from models.weights.conversion import export_hugging_face
 from models.weights.folders import check_disk_space, copy_processor_files
@@ -17,7 +18,7 @@ from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
 from models.weights.tensor_files import load_json
-from models.weights.vocabulary import add_eos_token_id
+from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from models.wrapped import TEXT_CONFIG
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
@@ -48,6 +49,8 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
         add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
+    if is_reward_model(source.config):  # `transformers` looks for the last token that is none
+        set_pad_token_id(folder.checkpoints / "config.json", tokenizer.pad_token_id)
 
 
 def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None:

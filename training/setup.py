@@ -22,8 +22,10 @@ from models.architecture import build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
+from models.reward import is_reward_model
 from models.weights.grown import GrownWeights
 from models.weights.random_weights import RandomWeights
+from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights, parse_config
 from models.weights.vocabulary import grow_config
@@ -146,6 +148,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
 
     plans: the costs of the layers are wanted. Raises UserError.
     """
+    source = fit_head(config, source)
     source.config._attn_implementation = choose_run_attention(config, source.config)
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config, source.wrapper)
@@ -202,6 +205,25 @@ def _open_grown(config: RunConfig, path: str) -> WeightSource:
     source = open_weights(path, config.trust_remote_code)
     rows = count_added_rows(config, source.config, str(source.path))
     return GrownWeights(source, grow_config(source, rows)) if rows else source
+
+
+def fit_head(config: RunConfig, source: WeightSource) -> WeightSource:
+    """`source` with the head that the task trains. Raises UserError for a reward model that is to do something else,
+    and for an evaluation of rewards without one."""
+    task = get_objective(config).name
+    if not get_objective(config).scores_rows:
+        if is_reward_model(source.config):
+            raise UserError(
+                f"{source.path} is a reward model ({source.config.architectures[0]}), which has no LM head; "
+                f"give task=reward, or another model for task={task}"
+            )
+        return source
+    if config.evaluate_only and not is_reward_model(source.config):
+        raise UserError(
+            f"evaluate_only=true with task={task}: {source.path} is not a reward model, its head would be a new one; "
+            "give a reward model in model_name_or_path, or resume"
+        )
+    return as_reward_model(source, config.seed)
 
 
 def open_reference(

@@ -90,6 +90,13 @@ def add_eos_token_id(file: Path, token_id: int | None) -> None:
         file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def set_pad_token_id(file: Path, token_id: int) -> None:
+    """Makes it the one that config.json names."""
+    fields = load_json(file)
+    if fields.get("pad_token_id") != token_id:
+        file.write_text(json.dumps({**fields, "pad_token_id": token_id}, indent=2) + "\n")
+
+
 def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
     """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then
     nothing changes.

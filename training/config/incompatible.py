@@ -239,6 +239,12 @@ INCOMPATIBLE = (
     Pair(_positive("label_smoothing"), _OWN_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
     Pair(
+        _is("task", "reward"),
+        _LORA,
+        "the new head is trained in full, and an adapter alone is saved",
+        "give adapter=none; freeze leaves out weights by their names",
+    ),
+    Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),
         "it is a share of flipped labels, which sigmoid and robust have terms for",

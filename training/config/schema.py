@@ -167,6 +167,11 @@ class CPOConfig:
 
 
 @dataclass
+class RewardConfig:
+    centering_coef: float = MISSING
+
+
+@dataclass
 class MoEConfig:
     aux_loss_coef: float = MISSING
     z_loss_coef: float = MISSING
@@ -264,6 +269,7 @@ class RunConfig:
     orpo: ORPOConfig = field(default_factory=ORPOConfig)
     simpo: SimPOConfig = field(default_factory=SimPOConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
 

@@ -27,7 +27,8 @@ from training.objectives.registry import get_objective
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
-    """Raises UserError when there is none, or when it has more tokens than the embedding has rows."""
+    """Raises UserError when there is none, when it has more tokens than the embedding has rows, and when the objective
+    cannot be trained with it."""
     tokenizer = load_extended(config, str(source.path))
     if len(tokenizer) > source.config.vocab_size:
         raise UserError(
@@ -35,6 +36,7 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
             f"embedding {source.config.vocab_size} rows; grow it with convert2ckpt.py --add_special_tokens, or give "
             "the tokenizer of this model"
         )
+    get_objective(config).check_tokenizer(tokenizer)
     return tokenizer
 
 

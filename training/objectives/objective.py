@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Protocol
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
@@ -48,6 +48,7 @@ class Objective:
     smooths_labels: its loss reads `label_smoothing`.
     remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
         are made.
+    scores_rows: the head makes one number of each row (`models/reward.py`), and no logits.
     """
 
     name: str
@@ -58,9 +59,13 @@ class Objective:
     needs_reference = False
     remakes_logits = False
     smooths_labels = False
+    scores_rows = False
 
     def check(self, config: RunConfig) -> None:
         """Raises UserError for keys of its own that are out of range."""
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises UserError for one that it cannot be trained with."""
 
     def describe(self, config: RunConfig) -> dict[str, str]:
         """What a run must keep to continue with the same loss: name -> value."""

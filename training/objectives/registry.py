@@ -15,11 +15,12 @@ from training.objectives.dpo import DPO
 from training.objectives.objective import Objective
 from training.objectives.orpo import ORPO
 from training.objectives.pretrain import Pretraining
+from training.objectives.reward import Reward
 from training.objectives.sft import SFT
 from training.objectives.simpo import SimPO
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO())
+    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO(), Reward())
 }
 
 

@@ -25,6 +25,7 @@ from models.adapters import Adapter
 from models.architecture import build_layers
 from models.layer import Layer
 from models.losses.cross_entropy import build_loss
+from models.reward import is_reward_model
 from training.config.precision import DTYPES
 from training.config.schema import OptimizerName, Precision, RunConfig
 from training.distributed.topology import Layout
@@ -143,6 +144,10 @@ def apply_times(
     return timed, replace(hardware, **{name: value for name, value in measured.items() if name not in stated})
 
 
+def _sum_scores(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return outputs[0].sum()
+
+
 def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients
     included."""
@@ -154,7 +159,8 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     input_ids = torch.randint(task.architecture.vocab_size, shape)  # [B, T]
     position_ids = torch.arange(shape[1]).repeat(shape[0], 1)  # [B, T]
     segment_ids = torch.ones(shape, dtype=torch.int32)  # [B, T]
-    loss, targets = build_loss(task.architecture), (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
+    loss = _sum_scores if is_reward_model(task.architecture) else build_loss(task.architecture)
+    targets = (shift_labels(input_ids), torch.tensor(float(input_ids.numel())))
     is_first, is_last = indices[0] == 0, indices[-1] == len(layers) - 1
     trained = [parameter for _, module in chain for parameter in module.parameters() if parameter.requires_grad]
     if dtype is torch.bfloat16:

@@ -17,6 +17,7 @@ from errors import UserError
 from models.architecture import build_layers, check_length, choose_attention
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
+from models.reward import describe_reward_model, is_reward_model
 from models.weights.sources import load_config, parse_config
 from models.wrapped import Wrapper
 from training.checkpoint.run_folder import RunFolder
@@ -123,6 +124,8 @@ def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | No
             f"{where}model=from_checkpoint states no architecture to plan; "
             "choose one of conf/model, such as model=llama_7b"
         )
+    if get_objective(config).scores_rows and not is_reward_model(architecture):
+        architecture = describe_reward_model(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
     check_length(architecture, config.max_seq_length)
     check_run_packing(config, architecture)

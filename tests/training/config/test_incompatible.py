@@ -86,6 +86,11 @@ EXAMPLES = {
         "loss={_target_: my.Loss}",
     ),
     "data=preference does not go together with loss={_target_: ...}: ": ("data=preference", "loss={_target_: my.Loss}"),
+    "task=reward does not go together with adapter=lora: the new head": (
+        "data=preference",
+        "task=reward",
+        "adapter=lora",
+    ),
     "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
         "data=preference",
         "dpo.label_smoothing=0.1",

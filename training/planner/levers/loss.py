@@ -11,8 +11,10 @@ from training.planner.time import PassCost
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """A rank's logits are those of its share of the vocabulary."""
+    """A rank's logits are those of its share of the vocabulary; scores of rows take next to nothing."""
     run = stage.run
+    if get_objective(run.config).scores_rows:
+        return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
     return Memory(loss=compute_loss_bytes(run.tokens * shard, run.config.precision) if stage.has_loss else 0)
 

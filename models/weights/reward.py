@@ -1,0 +1,55 @@
+"""Where the weights of a new reward model come from: a causal language model, and a head that is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from errors import UserError
+from models.architecture import build_layers
+from models.layer import Layer
+from models.reward import ScoreHead, describe_reward_model, is_reward_model
+from models.weights.random_weights import RandomWeights
+from models.weights.safetensors_writer import TensorInfo
+from models.weights.source import WeightSource
+from models.wrapped import Wrapper
+
+
+class WithScoreHead:
+    """A `WeightSource`: the weights of `base` but for its head. The new one is drawn by the seed and its place in the
+    model, as a model that is trained from scratch is, so it is the same at every layout."""
+
+    def __init__(self, base: WeightSource, seed: int) -> None:
+        self._base, self.path = base, base.path
+        self.config = describe_reward_model(base.config)
+        self.wrapper: Wrapper | None = None
+        self._drawn = RandomWeights(self.config, seed)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        source = self._drawn if layer.module_class is ScoreHead else self._base
+        return source.read_layer(index, layer)
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        """With its own head."""
+        self._base.check_complete(build_layers(self._base.config))
+
+    def files(self) -> list[Path]:
+        return self._base.files()
+
+    def list_carried(self) -> list[TensorInfo]:
+        return []
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        raise KeyError(name)
+
+
+def as_reward_model(source: WeightSource, seed: int) -> WeightSource:
+    """`source`, where it is a reward model already; else with a new head. Raises UserError for a model that cannot be
+    one."""
+    if source.wrapper is not None:
+        raise UserError(
+            f"{source.path}: a reward model of a text model inside another one ('{source.wrapper.name}') is not "
+            "supported; give the text model's own folder"
+        )
+    return source if is_reward_model(source.config) else WithScoreHead(source, seed)

@@ -1,0 +1,52 @@
+"""Reward models: a score of a whole answer, learned from pairs of which one was preferred."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from data.options import MeanOver
+from errors import UserError
+from models.losses.cross_entropy import Loss
+from models.losses.reward import RewardLoss
+from models.parallel.shard import TensorParallel
+from training.config.schema import RunConfig
+from training.objectives.objective import Metrics, Objective
+from training.objectives.reported_means import ReportedMeans
+
+
+class Reward(Objective):
+    """A sample is a pair: rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer."""
+
+    name = "reward"
+    data_kinds = ("preference",)
+    unit = "pairs"
+    rows_per_sample = 2
+    mean_over = MeanOver.samples
+    scores_rows = True
+
+    def check(self, config: RunConfig) -> None:
+        if not 0 <= config.reward.centering_coef < math.inf:
+            raise UserError(f"reward.centering_coef={config.reward.centering_coef}: 0 or more; 0 turns it off")
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`transformers` scores the last token of a row that is not its pad token: where that ends answers too, it
+        would be the token before."""
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+            which = "none" if tokenizer.pad_token_id is None else f"its end token, '{tokenizer.eos_token}'"
+            raise UserError(
+                f"task=reward: the tokenizer's pad token is {which}; transformers scores the last token that is not "
+                "padding, so it has to be another one: convert2ckpt.py --pad_token '<pad>' adds it"
+            )
+
+    def describe(self, config: RunConfig) -> dict[str, str]:
+        return {"reward.centering_coef": f"{config.reward.centering_coef:g}"}
+
+    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+        return RewardLoss(config.reward.centering_coef)
+
+    def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
+        assert isinstance(loss, RewardLoss)
+        return ReportedMeans(loss, device)
