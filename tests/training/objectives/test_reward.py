@@ -158,6 +158,10 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
                 (True, ("micro_batch_size=2", "data.pad_to=max_seq_length")),
             )
         ),
+        *(
+            pytest.param("pp2", True, (f"schedule={name}", *overrides), marks=pytest.mark.full)
+            for name, *overrides in (("interleaved", "virtual_stages_per_rank=2"), ("zero_bubble",))
+        ),
     ],
 )
 def test_three_sgd_steps_equal_the_paper(
@@ -221,7 +225,7 @@ def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("saved", "resumed", "tied"),
     [
-        ("pp2", "pp1", True),
+        pytest.param("pp2", "pp1", True, marks=pytest.mark.full),
         *(
             pytest.param(*pair, tied, marks=pytest.mark.full)
             for pair in (("pp2xdp2", "pp2"), ("pp1", "tp2xpp2"), ("tp2", "pp4"))
@@ -287,6 +291,7 @@ def test_a_pad_token_that_ends_answers_is_refused(run, root: Path, tmp_path: Pat
         run("padded", "pp1", f"model_name_or_path={folder}")
 
 
+@pytest.mark.full
 def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
     run("begun", "pp1", "stop_after_steps=1")
     with pytest.raises(WorkerError, match="reward.centering_coef was 0, is 0.1. Give the same"):
