@@ -21,11 +21,12 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
 from training.config.criterion import Criterion
-from training.config.schema import OnNonfinite, OptimizerName, Precision, RunConfig
+from training.config.schema import OnNonfinite, Precision, RunConfig
 from training.distributed.interrupts import Interrupt, Interrupts
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
+from training.engine.optimizer import count_state_bytes
 from training.engine.steps import is_nonfinite, train_step
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
@@ -93,7 +94,7 @@ class TrainingLoop:
         A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is
         no room to save.
         """
-        self._writer.check_room(num_moments=2 if self.config.optimizer.name is OptimizerName.adamw else 0)
+        self._writer.check_room(count_state_bytes(self.config))
         if self.config.eval_on_start and self._evaluations and self.state.step == 0:
             self._evaluate()
         micro_batches = iterate_trained(

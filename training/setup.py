@@ -40,6 +40,7 @@ from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
 from training.engine.optimizer import check_optimizer
+from training.engine.parameter_groups import check_parameter_groups
 from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_chat_template, build_row_plan, count_added_rows, list_new_tokens
 from training.objectives.registry import check_objective, get_objective
@@ -167,6 +168,8 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
                 f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"
                 " without the adapter, and what is saved as it is cannot be taken off; omit it, or use adapter=none"
             )
+    if not config.evaluate_only:
+        check_parameter_groups(config, layers, adapter)
     routers = build_router_options(config, source.config, layers)
     check_peft_names(adapter, get_whole_config(source))
     build_run_loss(config, source.config)

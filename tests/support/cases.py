@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -151,20 +152,29 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, Any]:
+BuildOptimizer = Callable[[torch.nn.Module], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]]
+
+
+def train_oracle(
+    case: Case, model: torch.nn.Module | None = None, build_optimizer: BuildOptimizer | None = None
+) -> dict[str, Any]:
     """The plain Hugging Face model in one process: each global batch is one batch, padded on the right with an
     attention mask.
 
-    model: another one than the case's, such as it is with an adapter.
+    model: another one than the case's, such as it is with an adapter. build_optimizer: of another optimizer than SGD
+    with one group, and of its schedule.
     """
     config = replace(case).config()
     if model is None:
         model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
     model.train()
     pad = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path or config.model_name_or_path).pad_token_id
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    scheduler = None
+    if build_optimizer is None:
+        optimizer = torch.optim.SGD(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+    else:
+        optimizer, scheduler = build_optimizer(model)
     dataset = TokenizedDataset(next(p for p in (case.workdir / "cache").iterdir() if p.is_dir()), True, True)
     order = GlobalOrder(len(dataset), config.global_batch_size, config.seed)
     losses, norms = [], []
@@ -178,6 +188,8 @@ def train_oracle(case: Case, model: torch.nn.Module | None = None) -> dict[str, 
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))))
         losses.append(loss.item())
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
     weights = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
     return {"losses": losses, "norms": norms, "weights": weights}

@@ -107,7 +107,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             lambda *_: SimpleNamespace(
                 save=lambda state: events.append(f"save {state.step}"),
                 wait=lambda: None,
-                check_room=lambda num_moments: None,
+                check_room=lambda state_bytes: None,
                 is_writing=False,
             ),
         )

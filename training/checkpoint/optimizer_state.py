@@ -13,9 +13,10 @@ in each `stride` elements of the whole those from `first` on (columns 40 to 79 o
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
-What an optimizer keeps is declared in `training/engine/optimizer.py`; training/checkpoint/coverage.py checks that all
-of it is saved. Weight decay groups need not match: they follow from the parameters when the optimizer is built. A tied
-weight is in the partitions of two stages, with equal values; the owner's are saved and both read them.
+What an optimizer keeps is declared (`training/engine/state_kinds.py`, `optimizer.py`);
+training/checkpoint/coverage.py checks that all of it is saved. Parameter groups need not match: they follow from the
+parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's
+are saved and both read them.
 
 Why not DeepSpeed's universal checkpoint: it is a second format that one process per host has to write from the first,
 unpickling every file, before anyone can load, and it takes the size of the checkpoint once more on the disk. Here every
@@ -37,7 +38,7 @@ from errors import UserError
 from models.parallel.shard import ShardLayout
 from training.distributed.topology import PIPE, Topology
 from training.engine.engine import Engine, Partition
-from training.engine.optimizer import StateKind, check_state
+from training.engine.state_kinds import StateKind, StateTensor, check_state
 from training.pipeline.placement import parse_shard, render_shard
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
@@ -81,7 +82,7 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     is trained. Raises UserError when the optimizer keeps something else than it declares."""
     for partition in engine.list_partitions():
         if partition.state:
-            check_state(partition.weights, partition.state, partition.kinds)
+            check_state(partition.weights, partition.state, partition.declared)
     tensors = {
         f"{kind}/{fragment.label}": tensor
         for fragment in _list_fragments(engine)
@@ -119,12 +120,10 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
     engine.restore_loss_scaler(scalars)
 
 
-def _make_state(
-    partition: Partition, kinds: Set[str], scalars: Mapping[str, float], step_dir: Path
-) -> dict[str, torch.Tensor]:
+def _make_state(partition: Partition, kinds: Set[str], scalars: Mapping[str, float], step_dir: Path) -> dict[str, Any]:
     """The state of a partition: scalars as they were saved, the rest zeros, to be filled. kinds, scalars: of the files.
     Raises UserError when these are not what the optimizer needs."""
-    needed = {name: kind is StateKind.scalar for name, kind in partition.kinds.items()}
+    needed = {name: kept.kind is not StateKind.elementwise for name, kept in partition.declared.items()}
     found = dict.fromkeys(kinds - {WEIGHT}, False) | {name: True for name in scalars if name in needed}
     if found != needed:
         raise UserError(
@@ -132,13 +131,18 @@ def _make_state(
             f"{', '.join(sorted(found)) or 'nothing'}; it is of another version of the project or of its optimizer. "
             f"Start a new run with model_name_or_path={step_dir}"
         )
-    flat = partition.weights
     return {
-        name: torch.tensor(scalars[name], dtype=torch.float32, device=flat.device)  # as the fused kernels want it
+        name: _make_scalar(kept, scalars[name], partition.weights.device)
         if is_scalar
-        else torch.zeros_like(flat, requires_grad=False)
-        for name, is_scalar in needed.items()
+        else torch.zeros_like(partition.weights, dtype=kept.dtype, requires_grad=False)
+        for (name, kept), is_scalar in zip(partition.declared.items(), needed.values(), strict=True)
     }
+
+
+def _make_scalar(kept: StateTensor, value: float, device: torch.device) -> torch.Tensor | int | float:
+    if kept.kind is StateKind.number:
+        return int(value) if value == int(value) else value
+    return torch.tensor(value, dtype=kept.dtype, device=device)
 
 
 def _list_fragments(engine: Engine) -> Iterator[Fragment]:
@@ -157,13 +161,14 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
 def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for partition in engine.list_partitions():
-        scalars |= {name: partition.state[name] for name in _names_of(partition, StateKind.scalar)}
+        names = _names_of(partition, StateKind.scalar) + _names_of(partition, StateKind.number)
+        scalars |= {name: partition.state[name] for name in names}
     return scalars | engine.read_loss_scaler()
 
 
 def _names_of(partition: Partition, kind: StateKind) -> list[str]:
     """The tensors of one kind in the state of a partition; none before the optimizer's first step."""
-    return [name for name, declared in partition.kinds.items() if declared is kind and name in partition.state]
+    return [name for name, kept in partition.declared.items() if kept.kind is kind and name in partition.state]
 
 
 def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:

@@ -105,17 +105,17 @@ class CheckpointWriter:
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
         self._held = 0  # bytes of the host's memory that they take
 
-    def check_room(self, num_moments: int) -> None:
+    def check_room(self, state_bytes: float) -> None:
         """Raises UserError when the disk has no room for one checkpoint; reported before the first step, not after the
         last.
 
-        num_moments: tensors beside the fp32 weights that the optimizer will have.
+        state_bytes: that the optimizer will keep of a parameter, beside its fp32 weight.
         """
         sizes = [(name, tensor.nbytes) for file in plan_share(self._engine) for name, tensor in file.tensors.items()]
         weights = sum(size for name, size in sizes if name.startswith(f"{optimizer_state.WEIGHT}/"))
         parameters = sum(size for name, size in sizes if "/" not in name)
         gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, parameters + weights * (1 + num_moments), group=self._group)
+        dist.all_gather_object(gathered, parameters + round(weights * (1 + state_bytes / 4)), group=self._group)
         error = None
         if self._rank == 0:
             try:

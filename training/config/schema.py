@@ -95,7 +95,9 @@ class OnNonfinite(Enum):
 
 class OptimizerName(Enum):
     adamw = "adamw"
+    lion = "lion"
     sgd = "sgd"
+    custom = "custom"
 
 
 class LoggerName(Enum):
@@ -191,6 +193,14 @@ class OptimizerConfig:
     name: OptimizerName = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    custom: Any = None
+
+
+@dataclass
+class ParameterGroup:
+    pattern: str = MISSING
+    learning_rate: float | None = None
+    weight_decay: float | None = None
 
 
 @dataclass
@@ -296,6 +306,7 @@ class RunConfig:
     warmup_ratio: float | None = MISSING
     warmup_steps: int | None = MISSING
     weight_decay: float = MISSING
+    parameter_groups: list[ParameterGroup] = MISSING
     max_grad_norm: float = MISSING
     on_nonfinite: OnNonfinite = MISSING
     num_train_epochs: float = MISSING

@@ -15,7 +15,7 @@ import torch
 
 from models.losses.cross_entropy import Loss
 from training.distributed.topology import Layout
-from training.engine.optimizer import StateKind
+from training.engine.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 
 # The units of a step that are timed, by the names that an observer gets.
@@ -39,12 +39,12 @@ class Partition:
     """What this rank's optimizer holds of one parameter group.
 
     weights: fp32 [number of elements], flat. state: the optimizer's own of them, by name; empty before its first step.
-    kinds: what is declared of that state.
+    declared: what is declared of that state.
     """
 
     weights: torch.Tensor
     state: Mapping[str, Any]
-    kinds: Mapping[str, StateKind]
+    declared: DeclaredState
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Engine(ABC):
         """The optimizer's partitions; empty where nothing is trained."""
 
     @abstractmethod
-    def restore_state(self, partition: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Makes the optimizer continue with these tensors as its state of a partition, by kind; other kinds stay."""
+    def restore_state(self, partition: int, state: Mapping[str, Any]) -> None:
+        """Makes the optimizer continue with this as its state of a partition, by name; other names stay."""
 
     @abstractmethod
     def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:

@@ -1,81 +1,151 @@
-"""The optimizer of a stage's parameters, and what it keeps for each of them."""
+"""The optimizers of `optimizer=...`: how each is made, and what it keeps for each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import Enum
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from data.components import TARGET, find_component
 from errors import UserError
 from training.config.schema import OptimizerName, RunConfig
+from training.engine.elementwise_probe import probe_optimizer
+from training.engine.lion import Lion
+from training.engine.parameter_groups import group_parameters
+from training.engine.state_kinds import DeclaredState, StateKind, StateTensor, check_state
+
+Groups = list[dict[str, Any]]
+
+ELEMENTWISE = StateTensor(StateKind.elementwise)
+STEP = StateTensor(StateKind.scalar)
 
 
-class StateKind(Enum):
-    """How a tensor that an optimizer keeps relates to the parameter. A checkpoint saves each kind in its own way."""
+@dataclass(frozen=True)
+class OptimizerKind:
+    """build: of parameter groups, which have rates and decays of their own. declare: what it keeps."""
 
-    elementwise = "elementwise"  # one value for each element
-    scalar = "scalar"  # one value, the same for all parameters
-
-
-# The state of each optimizer, by the names that it gives to its tensors.
-STATE_KINDS: dict[type[torch.optim.Optimizer], dict[str, StateKind]] = {
-    torch.optim.AdamW: {
-        "exp_avg": StateKind.elementwise,
-        "exp_avg_sq": StateKind.elementwise,
-        "step": StateKind.scalar,
-    },
-    torch.optim.SGD: {},
-}
+    build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
+    declare: Callable[[RunConfig], DeclaredState]
 
 
-def build_optimizer(module: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW or plain SGD, torch's own: the fused kernels run on a GPU and, when the state is offloaded, on the host,
-    and nothing is compiled on first use. Vectors (norms, biases) do not decay."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    options: dict[str, Any] = {"lr": config.learning_rate}
-    if config.optimizer.name is OptimizerName.sgd:
-        return torch.optim.SGD(groups, **options)
-    options |= {"betas": tuple(config.optimizer.betas), "eps": config.optimizer.eps}
-    return torch.optim.AdamW(groups, fused=True, **options)
+def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """The run's optimizer over `groups`, as `group_parameters` makes them."""
+    return OPTIMIZERS[config.optimizer.name].build(groups, config)
+
+
+def declare_state(config: RunConfig) -> DeclaredState:
+    """What the run's optimizer keeps for each parameter. Raises UserError for a user's that ZeRO cannot run."""
+    return OPTIMIZERS[config.optimizer.name].declare(config)
+
+
+def count_state_bytes(config: RunConfig) -> float:
+    """Bytes that the optimizer keeps for a trained parameter, beside its fp32 weight."""
+    return sum(kept.bytes_per_parameter for kept in declare_state(config).values())
+
+
+def describe_optimizer(config: RunConfig) -> str:
+    """Its name; of a user's, that of its class."""
+    optimizer = config.optimizer
+    return optimizer.name.value if optimizer.name is not OptimizerName.custom else str(optimizer.custom[TARGET])
+
+
+def describe_groups(config: RunConfig) -> dict[str, str]:
+    """What of the groups a run must keep to continue with the same loss: name -> value."""
+    if not config.parameter_groups:
+        return {}
+    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
+    return {"parameter_groups": json.dumps(entries)}
 
 
 def check_optimizer(config: RunConfig) -> None:
     """Raises UserError when the run's optimizer keeps something that is not declared here, or does not keep something
     that is: one step of it on a matrix and a vector of two elements shows what it keeps."""
-    module = torch.nn.ParameterList([torch.zeros(2, 1), torch.zeros(2)])
-    optimizer = build_optimizer(module, config)
-    for parameter in module:
-        parameter.grad = torch.zeros_like(parameter)
+    weights = [torch.nn.Parameter(torch.zeros(2, 1)), torch.nn.Parameter(torch.zeros(2))]
+    declared = declare_state(config)
+    optimizer = build_optimizer(group_parameters([("", weight) for weight in weights], config), config)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    for parameter in module:
-        check_state(parameter, optimizer.state[parameter], STATE_KINDS.get(type(optimizer), {}))
+    for weight in weights:
+        check_state(weight, optimizer.state[weight], declared)
 
 
-def check_state(weights: torch.Tensor, state: Mapping[str, Any], declared: Mapping[str, StateKind]) -> None:
-    """Raises UserError when `state`, which an optimizer keeps for `weights`, is not what is declared."""
-    found = {name: _describe_kind(value, weights) for name, value in state.items() if value is not None}
-    expected = {name: kind.value for name, kind in declared.items()}
-    if found != expected:
+def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """torch's: its fused kernels run on a GPU and, when the state is offloaded, on the host, and nothing is compiled on
+    first use."""
+    return torch.optim.AdamW(groups, betas=_betas(config), eps=config.optimizer.eps, fused=True)
+
+
+def _build_custom(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """What `optimizer.custom` names. Raises UserError for what is none, or does not take its fields."""
+    optimizer = _make_custom(groups, config.optimizer.custom, config.learning_rate)
+    decays = {group["weight_decay"] for group in groups} - {0.0}
+    if "weight_decay" not in optimizer.defaults and decays:
         raise UserError(
-            f"for each parameter the optimizer keeps {_list_words(found)}, but a checkpoint saves "
-            f"{_list_words(expected)}; install the versions that this project is made for (pip install -r "
-            "requirements.txt)"
+            f"weight_decay={max(decays):g}: {describe_optimizer(config)} has none; give weight_decay=0, and none in "
+            "parameter_groups"
         )
+    return optimizer
 
 
-def _describe_kind(value: Any, weights: torch.Tensor) -> str:
-    if not torch.is_tensor(value):
-        return type(value).__name__
-    if value.shape == weights.shape:
-        return StateKind.elementwise.value
-    return StateKind.scalar.value if value.ndim == 0 else f"of shape {list(value.shape)}"
+def _make_custom(groups: Groups, spec: dict[str, Any], learning_rate: float) -> torch.optim.Optimizer:
+    name, target = spec[TARGET], find_component(spec[TARGET], "optimizer.custom")
+    arguments = {field: value for field, value in spec.items() if field != TARGET} | {"lr": learning_rate}
+    try:
+        inspect.signature(target).bind(groups, **arguments)
+    except TypeError as error:
+        raise UserError(
+            f"optimizer.custom: {name} does not take these fields: {error}; it is called with parameter groups and "
+            f"{sorted(arguments)}"
+        ) from None
+    optimizer = target(groups, **arguments)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer.custom: {name} must be a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.Adagrad):  # 0.19.8, runtime/zero/stage_1_and_2.py: one group of all weights
+        raise UserError(
+            f"optimizer.custom: DeepSpeed makes {name} anew and drops its groups, so vectors would decay as matrices do; "
+            "give another optimizer, such as torch.optim.RMSprop"
+        )
+    return optimizer
 
 
-def _list_words(kinds: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in sorted(kinds.items())) or "nothing"
+def _declare_custom(config: RunConfig) -> DeclaredState:
+    spec = config.optimizer.custom
+    if not isinstance(spec, dict) or TARGET not in spec:
+        raise UserError(
+            f"optimizer.custom={spec}: give a mapping, such as {{_target_: torch.optim.RAdam, betas: [0.9,0.95]}}"
+        )
+    for key in ("lr", "weight_decay"):
+        if key in spec:
+            own = "learning_rate" if key == "lr" else key
+            raise UserError(f"optimizer.custom: {key} is the run's {own}; give {own}={spec[key]} instead")
+    return _probe_custom(json.dumps(spec))
+
+
+@lru_cache
+def _probe_custom(spec: str) -> DeclaredState:
+    """spec: as JSON. A plan asks for it once for each layout."""
+    fields = json.loads(spec)
+    return probe_optimizer(partial(_make_custom, spec=fields, learning_rate=1.0), fields[TARGET])
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    OptimizerName.adamw: OptimizerKind(
+        _build_adamw, lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
+    ),
+    OptimizerName.lion: OptimizerKind(
+        lambda groups, config: Lion(groups, betas=_betas(config)), lambda config: {"exp_avg": ELEMENTWISE}
+    ),
+    OptimizerName.sgd: OptimizerKind(lambda groups, config: torch.optim.SGD(groups), lambda config: {}),
+    OptimizerName.custom: OptimizerKind(_build_custom, _declare_custom),
+}
+
+
+def _betas(config: RunConfig) -> tuple[float, float]:
+    first, second = config.optimizer.betas
+    return first, second

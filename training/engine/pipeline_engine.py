@@ -18,7 +18,9 @@ from training.engine.deepspeed_config import build_deepspeed_config
 from training.engine.engine import Engine, Partition, PartitionSlice, StepObserver
 from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
-from training.engine.optimizer import STATE_KINDS, build_optimizer
+from training.engine.optimizer import build_optimizer, declare_state
+from training.engine.parameter_groups import LR_RATIO, group_parameters
+from training.engine.state_kinds import DeclaredState
 from training.engine.zero_patches import (
     free_gradients_by_bucket,
     skip_averaging,
@@ -35,7 +37,7 @@ _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hyster
 def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
     """Wraps the stage in an engine, with the optimizer over this stage's parameters, or without one when it only
     evaluates."""
-    optimizer = build_optimizer(module, config) if trains else None
+    optimizer = build_optimizer(group_stage(module, config), config) if trains else None
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
     wrapped = ScheduleEngine(module, optimizer, settings, build_schedule(layout))
@@ -44,21 +46,42 @@ def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains:
     free_gradients_by_bucket(wrapped.optimizer)
     if layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
-    return DeepSpeedPipeline(wrapped, layout, has_varying_lengths=config.data.pad_to is PadTo.longest)
+    return DeepSpeedPipeline(
+        wrapped,
+        layout,
+        has_varying_lengths=config.data.pad_to is PadTo.longest,
+        kept=declare_state(config) if trains else {},
+    )
+
+
+def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
+    """The parameter groups of a stage, none of them empty."""
+    names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # those of a loss have none
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = group_parameters([(names.get(id(each), ""), each) for each in trained], config)
+    for group in groups:
+        if not group["params"]:
+            group["params"].append(module.add_placeholder())
+    counted = [each for group in groups for each in group["params"] if getattr(each, "model_parallel", False)]
+    if module.parallel.size > 1 and not counted:
+        # of what ranks have alike only the first counts for the norm; the others must count something
+        groups[1]["params"].append(module.add_placeholder())
+    return groups
 
 
 class DeepSpeedPipeline(Engine):
     """wrapped: DeepSpeed's engine. has_varying_lengths: micro-batches of one step may be longer than those of
-    another."""
+    another. kept: what the optimizer keeps."""
 
-    def __init__(self, wrapped: PipelineEngine, layout: Layout, has_varying_lengths: bool) -> None:
+    def __init__(self, wrapped: PipelineEngine, layout: Layout, has_varying_lengths: bool, kept: DeclaredState) -> None:
         self.wrapped, self.layout, self._has_varying_lengths = wrapped, layout, has_varying_lengths
+        self._kept = kept
         self.module, self.device, self.rank = wrapped.module, wrapped.device, dist.get_rank()
         self._instructions = wrapped._INSTRUCTION_MAP = sweep_after_backward(type(wrapped)._INSTRUCTION_MAP)
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
         for group in self.wrapped.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group[LR_RATIO]
         torch.manual_seed(seed)
         if self._has_varying_lengths:
             self.wrapped.reset_activation_shape()  # shapes are sent once a step
@@ -99,10 +122,9 @@ class DeepSpeedPipeline(Engine):
         if inner is None:
             return []
         flats = [flat for group in inner.param_groups for flat in group["params"][:1]]
-        kinds = STATE_KINDS.get(type(inner), {})
-        return [Partition(flat, inner.state.get(flat, {}), kinds) for flat in flats]
+        return [Partition(flat, inner.state.get(flat, {}), self._kept) for flat in flats]
 
-    def restore_state(self, partition: int, state: Mapping[str, torch.Tensor]) -> None:
+    def restore_state(self, partition: int, state: Mapping[str, Any]) -> None:
         self.wrapped.optimizer.optimizer.state[self.list_partitions()[partition].weights].update(state)
 
     def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:

@@ -25,6 +25,7 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
+from training.engine.optimizer import describe_groups, describe_optimizer
 from training.inputs.datasets import build_row_plan, describe_data
 from training.objectives.registry import describe_objective, get_objective
 
@@ -78,8 +79,8 @@ def compute_step_budget(
         total_steps=total_steps,
         seed=config.seed,
         precision=config.precision.value,
-        optimizer=config.optimizer.name.value,
-        data=describe_data(config, datasets["train_file"]) | describe_objective(config),
+        optimizer=describe_optimizer(config),
+        data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_groups(config),
     )
     if resume_from is not None:
         start = _resume(start, resume_from, config)

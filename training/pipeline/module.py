@@ -188,7 +188,7 @@ class StageModule(PipelineModule):
         self.deferred_share = self._split_projections() if self._schedule.splits_backward else None
         if self._compiles:
             self._compile_layers()
-        self._fill_groups()
+        self.placeholders = torch.nn.ParameterList()
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # set by DeepSpeed's _build on the meta parameters that are gone now
 
@@ -240,25 +240,19 @@ class StageModule(PipelineModule):
             if isinstance(module, PipelineDecoderLayer):
                 module.context.bounds = bounds
 
-    def _fill_groups(self) -> None:
-        """Puts a zero into each of the optimizer's groups, matrices and vectors, that would be empty on this stage.
+    def add_placeholder(self) -> torch.nn.Parameter:
+        """A trained zero in no layer, so in no file, for a parameter group of the optimizer that would be empty on this
+        stage.
 
-        ZeRO sums the gradient's norm group by group over the stages, so a stage with fewer groups than another leaves
-        that waiting forever (seen with deepspeed 0.19.8: a last stage of the head alone, or one where all is frozen).
-        In no layer, so in no file.
+        DeepSpeed drops an empty group, and ZeRO sums the gradient's norm group by group over the stages, so a stage
+        with fewer groups than another leaves that waiting forever (seen with deepspeed 0.19.8: a last stage of the head
+        alone, or one where all is frozen).
         """
         device = get_accelerator().device_name(self.local_rank)
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        shapes = [shape for shape in ((1, 1), (1,)) if not any((p.ndim > 1) == (len(shape) > 1) for p in trained)]
-        if self.parallel.size > 1 and not shapes and not any(p.model_parallel for p in trained):
-            shapes = [
-                (1,)
-            ]  # of what ranks have alike only the first counts for the norm; the others must count something
-        self.placeholders = torch.nn.ParameterList(
-            torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes
-        )
-        for placeholder in self.placeholders:
-            placeholder.model_parallel = True
+        placeholder = torch.nn.Parameter(torch.zeros((1,), dtype=self._dtype, device=device))
+        placeholder.model_parallel, placeholder.ds_pipe_replicated = True, False  # type: ignore[attr-defined]
+        self.placeholders.append(placeholder)
+        return placeholder
 
     def _module_of(self, index: int) -> torch.nn.Module:
         layer = self._layers[index]

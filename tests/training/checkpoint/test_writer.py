@@ -149,14 +149,14 @@ def test_no_room_for_any_checkpoint_is_told_before_the_first_step(
     )
     monkeypatch.setattr(checkpoint_writer, "plan_share", lambda _: [layer, state])
     needed = 4 * 10**6 * 4 + 16 * 2**20  # the layer, its fp32 weights and two moments
-    for free, num_moments in ((needed, 2), (needed - 1, 1)):
+    for free, state_bytes in ((needed, 8), (needed - 1, 4)):
         monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        writer.check_room(num_moments)
+        writer.check_room(state_bytes)
     with pytest.raises(
         UserError,
         match="a checkpoint of this run does not fit: .* needs 0.03 GB and its disk has 0.03 GB free; make room",
     ):
-        writer.check_room(2)
+        writer.check_room(8)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,9 +9,10 @@ n trainable parameters of the stage, dp replicas.
 
 from __future__ import annotations
 
-from training.config.schema import Device, Offload, OptimizerName, Precision
+from training.config.schema import Device, Offload, Precision
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import REDUCE_BUCKET
+from training.engine.optimizer import count_state_bytes
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import Memory
 
@@ -113,7 +114,7 @@ def _part(stage: Stage) -> int:
 
 
 def _moments(stage: Stage) -> int:
-    return 8 * _part(stage) if stage.run.config.optimizer.name is OptimizerName.adamw else 0
+    return round(count_state_bytes(stage.run.config) * _part(stage))
 
 
 MODEL_STATES = Lever(stage_memory=compute_model_states)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from training.config.schema import Offload, OptimizerName, Precision
+from training.config.schema import Offload, Precision
+from training.engine.optimizer import count_state_bytes
 from training.planner.hardware import GB
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import bytes_of
@@ -15,7 +16,7 @@ def compute_update(stage: Stage) -> StepCost:
     run = stage.run
     config, hardware = run.config, run.hardware
     part = stage.num_trainable / run.layout.num_weight_replicas
-    moved = count_update_bytes(config.optimizer.name, config.precision) * part
+    moved = count_update_bytes(count_state_bytes(config), config.precision) * part
     if config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))
     ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
@@ -23,16 +24,17 @@ def compute_update(stage: Stage) -> StepCost:
     return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))
 
 
-def count_update_bytes(optimizer: OptimizerName, precision: Precision) -> int:
+def count_update_bytes(state_bytes: float, precision: Precision) -> float:
     """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
+
+    state_bytes: what the optimizer keeps of it, which it reads and writes.
 
     `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero;
     `DeepSpeedZeroOptimizer` takes the norm in fp64, copies the gradient and clips that. Then the gradient is read,
-    master weight and AdamW's moments read and written, and the weight copied from its master.
+    master weight and state read and written, and the weight copied from its master.
     """
     gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
-    moments = 16 if optimizer is OptimizerName.adamw else 0
-    return gradient + 4 + (4 + 4) + moments + 4 + bytes_of(precision)
+    return gradient + 4 + (4 + 4) + 2 * state_bytes + 4 + bytes_of(precision)
 
 
 OPTIMIZER_STEP = Lever(stage_cost=compute_update)

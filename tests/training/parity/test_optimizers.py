@@ -1,0 +1,194 @@
+"""Steps of each optimizer through stages and replicas against its reference on the plain Hugging Face model.
+
+The references are those of others: torch's, and of Lion that of bitsandbytes. They see whole weights; here ZeRO hands
+each rank a flat piece. The epsilon of Adam is larger than usual: it divides what is nothing but rounding by its size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import BOUND, Case, merge, train_case, train_oracle, worst_difference
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import get_linear_schedule_with_warmup
+
+STEPS = 4
+LAYOUTS = {  # stages, ranks, tensor_parallel_size
+    "pp2": (2, 2, 1),
+    "dp2": (1, 2, 1),
+    "tp2": (1, 2, 2),
+    "pp2xdp2": (2, 4, 1),
+}
+DECAY = "weight_decay=0.1"
+ADAMW = ("optimizer=adamw", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
+Groups = list[dict]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("optimizers")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    return root
+
+
+@pytest.fixture
+def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tuple[Case, dict]]:
+    """train(layout, *overrides): the case, and what all its ranks have."""
+
+    def run(layout: str, *overrides: str, tied: bool = False) -> tuple[Case, dict]:
+        num_stages, world_size, parallel = LAYOUTS[layout]
+        keys = (f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
+        case = Case(root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
+        return case, merge(workers(world_size).run(train_case, case))
+
+    return run
+
+
+def split_decayed(model: torch.nn.Module, weight_decay: float) -> Groups:
+    """Matrices decay, vectors do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def by_adamw(groups: Groups, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-2)
+
+
+def by_lion(groups: Groups) -> torch.optim.Optimizer:
+    optim = pytest.importorskip("bitsandbytes.optim")
+    return optim.Lion32bit(groups, lr=1e-3, betas=(0.9, 0.99))
+
+
+def by_radam(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(groups, lr=1e-2, eps=1e-2)
+
+
+def by_momentum(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[Groups], torch.optim.Optimizer]]] = {
+    "adamw": (ADAMW, by_adamw),
+    "lion": (("optimizer=lion", "learning_rate=1e-3", DECAY), by_lion),
+    "radam": (
+        ("optimizer=custom", "+optimizer.custom={_target_: torch.optim.RAdam, eps: 0.01}", "learning_rate=1e-2", DECAY),
+        by_radam,
+    ),
+    "momentum": (
+        (
+            "optimizer=custom",
+            "+optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9, nesterov: true}",
+            "learning_rate=0.05",
+            DECAY,
+        ),
+        by_momentum,
+    ),
+}
+FAST = {("lion", "dp2"), ("radam", "pp2")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) in FAST else pytest.mark.full)
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_steps_equal_the_reference(train, kind: str, layout: str) -> None:
+    overrides, build = KINDS[kind]
+    case, result = train(layout, *overrides)
+    compare(result, train_oracle(case, build_optimizer=lambda model: (build(split_decayed(model, 0.1)), None)))
+
+
+def compare(result: dict, oracle: dict) -> None:
+    worst, name = worst_difference(result["weights"], oracle["weights"])
+    assert worst < BOUND, name
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+# The first pattern that matches counts; biases and norms decay where an entry says so.
+GROUPS = (
+    ("embed_tokens|lm_head", 3e-3, 0.0),
+    (r"layers\.[12]\.", None, 0.3),
+    ("norm", 2e-2, 0.05),
+    (r"layers\.\d+\.mlp", 5e-3, None),
+)
+LORA_GROUPS = (("lora_B", 4e-2, None), (r"layers\.0\.", None, 0.2))
+SCHEDULED = ("lr_scheduler_type=linear", "min_lr_ratio=0", "warmup_steps=1", "warmup_ratio=null")
+
+
+def write_groups(entries: tuple[tuple[str, float | None, float | None], ...]) -> str:
+    keys = ("pattern", "learning_rate", "weight_decay")
+    written = (
+        ", ".join(
+            f"{key}: '{value}'" if key == "pattern" else f"{key}: {value}"
+            for key, value in zip(keys, entry, strict=True)
+            if value is not None
+        )
+        for entry in entries
+    )
+    return f"parameter_groups=[{', '.join('{' + entry + '}' for entry in written)}]"
+
+
+def build_grouped(
+    model: torch.nn.Module, entries: tuple[tuple[str, float | None, float | None], ...]
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """One group for each parameter, and the schedule of transformers."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = 0.1 if parameter.ndim > 1 else 0.0
+            entry = next((each for each in entries if re.search(each[0], name)), (None, None, None))
+            groups.append(
+                {
+                    "params": [parameter],
+                    "lr": 1e-2 if entry[1] is None else entry[1],
+                    "weight_decay": decay if entry[2] is None else entry[2],
+                }
+            )
+    optimizer = by_adamw(groups)
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
+    schedule.step()  # transformers' first step has a rate of 0
+    return optimizer, schedule
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        pytest.param(layout, tied, marks=() if (layout, tied) == ("pp2", True) else pytest.mark.full)
+        for layout in LAYOUTS
+        for tied in (False, True)
+    ],
+)
+def test_groups_have_rates_and_decays_of_their_own(train, layout: str, tied: bool) -> None:
+    case, result = train(layout, *ADAMW, *SCHEDULED, write_groups(GROUPS), tied=tied)
+    oracle = train_oracle(case, build_optimizer=partial(build_grouped, entries=GROUPS))
+    compare(result, oracle)
+    alike = train_oracle(case, build_optimizer=partial(build_grouped, entries=()))
+    assert worst_difference(oracle["weights"], alike["weights"])[0] > 1e-2  # the groups do something
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_an_adapter(train, root: Path, tmp_path: Path, layout: str) -> None:
+    model = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    adapter = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter")
+    case, result = train(layout, *ADAMW, *SCHEDULED, *adapter, write_groups(LORA_GROUPS))
+    oracle = train_oracle(case, model, partial(build_grouped, entries=LORA_GROUPS))
+    worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
+    assert worst < BOUND, name

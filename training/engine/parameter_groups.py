@@ -1,0 +1,98 @@
+"""The groups that an optimizer's parameters fall into: those of `parameter_groups`, and all others.
+
+Every stage has every group, in the same order, with no parameters in it where none are here: the engine sums norms over
+stages group by group. A pattern is searched for in a parameter's Hugging Face name, as `freeze` does, so it means the
+same at every layout; a tied weight has one name on both of its stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from errors import UserError
+from models.adapters import Adapter
+from models.layer import Layer
+from training.config.schema import RunConfig
+from training.pipeline.trainable import choose_trained
+
+# Of a group: its learning rate over that of the run, whose schedule scales all of them.
+LR_RATIO = "lr_ratio"
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
+    """torch's parameter groups: matrices and vectors of what no pattern matches, then the same of each entry. The first
+    entry that matches a parameter has it.
+
+    named: the trained parameters of this rank, with their Hugging Face names. Vectors (norms, biases) do not decay
+    unless an entry says by how much.
+    """
+    chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(config.parameter_groups) + 1))]
+    for name, parameter in named:
+        chosen[2 * _find_entry(name, config) + (parameter.ndim <= 1)].append(parameter)
+    groups = []
+    for number, parameters in enumerate(chosen):
+        entry = config.parameter_groups[number // 2 - 1] if number >= 2 else None
+        decay = config.weight_decay if number % 2 == 0 else 0.0
+        rate = config.learning_rate
+        if entry is not None:
+            decay = decay if entry.weight_decay is None else entry.weight_decay
+            rate = rate if entry.learning_rate is None else entry.learning_rate
+        ratio = rate / config.learning_rate if config.learning_rate else 1.0
+        groups.append({"params": parameters, "lr": rate, "weight_decay": decay, LR_RATIO: ratio})
+    return groups
+
+
+def _find_entry(name: str, config: RunConfig) -> int:
+    """1 for the first entry of `parameter_groups`, and so on; 0 where none matches."""
+    entries = enumerate(config.parameter_groups, start=1)
+    return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
+
+
+def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
+    """Raises UserError for a pattern that is none or matches nothing that is trained, and for a number out of range."""
+    for number, entry in enumerate(config.parameter_groups, start=1):
+        where = f"parameter_groups, entry {number}"
+        try:
+            re.compile(entry.pattern)
+        except re.error as error:
+            raise UserError(f"{where}: '{entry.pattern}' is not a valid regular expression ({error})") from None
+        if entry.learning_rate is None and entry.weight_decay is None:
+            raise UserError(f"{where}: '{entry.pattern}' changes nothing; give learning_rate, weight_decay or both")
+        for key in ("learning_rate", "weight_decay"):
+            value = getattr(entry, key)
+            if value is not None and not 0 <= value < float("inf"):
+                raise UserError(f"{where}: {key}={value}: 0 or more")
+        if entry.learning_rate is not None and not config.learning_rate:
+            raise UserError(
+                f"{where}: learning_rate={entry.learning_rate}, but the run's learning_rate is 0: its schedule, as a "
+                "share of that, scales each group's; give learning_rate more than 0"
+            )
+    if not config.parameter_groups:
+        return
+    names = _list_trained(config, layers, adapter)
+    taken = {_find_entry(name, config) for name in names}
+    for number, entry in enumerate(config.parameter_groups, start=1):
+        if number not in taken:
+            by_earlier = [name for name in names if re.search(entry.pattern, name)]
+            raise UserError(
+                f"parameter_groups, entry {number}: '{entry.pattern}' matches no weight that is trained"
+                + (f" but such as '{by_earlier[0]}', which an earlier entry has" if by_earlier else "")
+                + f"; they are named like '{names[0]}'"
+            )
+
+
+def _list_trained(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
+    """The names of all parameters that are trained, on whichever stage."""
+    names = []
+    for index, layer in enumerate(layers):
+        if layer.owns_weights:
+            module = layer.build_on_meta()
+            choose_trained(module, index, layer, adapter, config.freeze)
+            names += [layer.hf_prefix + name for name, each in module.named_parameters() if each.requires_grad]
+    return names
