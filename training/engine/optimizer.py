@@ -108,8 +108,8 @@ def _make_custom(groups: Groups, spec: dict[str, Any], learning_rate: float) -> 
         raise UserError(f"optimizer.custom: {name} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.Adagrad):  # 0.19.8, runtime/zero/stage_1_and_2.py: one group of all weights
         raise UserError(
-            f"optimizer.custom: DeepSpeed makes {name} anew and drops its groups, so vectors would decay as matrices do; "
-            "give another optimizer, such as torch.optim.RMSprop"
+            f"optimizer.custom: DeepSpeed makes {name} anew and drops its groups, so vectors would decay as matrices "
+            "do; give another optimizer, such as torch.optim.RMSprop"
         )
     return optimizer
 

@@ -79,11 +79,11 @@ def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: 
     taken = {_find_entry(name, config) for name in names}
     for number, entry in enumerate(config.parameter_groups, start=1):
         if number not in taken:
-            by_earlier = [name for name in names if re.search(entry.pattern, name)]
+            earlier = next((name for name in names if re.search(entry.pattern, name)), None)
+            but = "" if earlier is None else f" but such as '{earlier}', which an earlier entry has"
             raise UserError(
-                f"parameter_groups, entry {number}: '{entry.pattern}' matches no weight that is trained"
-                + (f" but such as '{by_earlier[0]}', which an earlier entry has" if by_earlier else "")
-                + f"; they are named like '{names[0]}'"
+                f"parameter_groups, entry {number}: '{entry.pattern}' matches no weight that is trained{but}; they are "
+                f"named like '{names[0]}'"
             )
 
 

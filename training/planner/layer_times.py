@@ -27,7 +27,7 @@ from models.layer import Layer
 from models.losses.cross_entropy import build_loss
 from models.reward import is_reward_model
 from training.config.precision import DTYPES
-from training.config.schema import OptimizerName, Precision, RunConfig
+from training.config.schema import Precision, RunConfig
 from training.distributed.topology import Layout
 from training.engine.gradient_sums import add_gradient
 from training.pipeline.trainable import build_adapter, choose_trained
@@ -105,9 +105,7 @@ def measure(task: Task) -> LayerTimes:
         try:
             return LayerTimes(
                 pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
-                memory_bandwidth=count_update_bytes(OptimizerName.adamw, Precision.fp32)
-                * task.updated
-                / _time_update(task.updated),
+                memory_bandwidth=count_update_bytes(8, Precision.fp32) * task.updated / _time_update(task.updated),
                 exchange_bandwidth=_measure_exchange(task, dtype) if dist.get_world_size() > 1 else None,
             )
         finally:

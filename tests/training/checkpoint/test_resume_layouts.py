@@ -27,11 +27,20 @@ EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TEN
 # At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of
 # the noise in A's gradient.
 LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
+# None of them is on every stage
+GROUPS = ("parameter_groups=[{pattern: embed, learning_rate: 3e-3}, {pattern: 'layers[.][34]', weight_decay: 0}]",)
+RADAM = "+optimizer.custom={_target_: torch.optim.RAdam, betas: [0.9, 0.95]}"
+OPTIMIZERS = {
+    "lion": ("tiedTrue", ("optimizer=lion", "learning_rate=1e-4")),
+    "radam": ("tiedTrue", ("optimizer=custom", RADAM)),
+}
+OPTIMIZER_PAIRS = [("pp2", "pp1xdp2"), ("pp1xdp2", "tp2"), ("tp2xpp2", "pp1"), ("pp2xdp2", "pp4")]
 KINDS = {
     "untied": ("tiedFalse", ()),
     "tied": ("tiedTrue", ()),
     "lora": ("tiedFalse", LORA),
     "tied lora": ("tiedTrue", LORA),
+    "groups": ("tiedTrue", GROUPS),
 }  # model, overrides
 EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
 EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2"), ("pp4", "pp1xdp2"), ("tp2xpp2", "pp1")]
@@ -94,7 +103,7 @@ def read_steps(output_dir: Path, first: int) -> list[tuple[float, float]]:
 
 
 def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None:
-    model, overrides = (KINDS | EXPERTS)[kind]
+    model, overrides = (KINDS | EXPERTS | OPTIMIZERS)[kind]
     whole = run(f"{saved}-{kind}-whole", saved, model, *overrides)
     begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
     ended = run(f"{saved}-{kind}-at-{resumed}", resumed, model, *overrides, f"resume={begun}")
@@ -120,6 +129,16 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
 def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [pytest.param(*pair, marks=pytest.mark.full) for pair in OPTIMIZER_PAIRS],
+    ids=str,
+)
+def test_each_optimizer_goes_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 

@@ -48,8 +48,8 @@ def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConf
     ("entry", "error"),
     [
         (
-            ParameterGroup("attention", 1e-4),
-            "entry 3: 'attention' matches no weight that is trained; they are named like",
+            ParameterGroup("router", 1e-4),
+            "entry 3: 'router' matches no weight that is trained; they are named like",
         ),
         (
             ParameterGroup("up_proj", 1e-4),
