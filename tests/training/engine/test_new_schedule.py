@@ -110,5 +110,5 @@ def test_the_search_tries_it_beside_1f1b(case: Case) -> None:
     hardware = complete_hardware(config.hardware, config.precision, 2)
     found = search_plans(config, architecture, build_layers(architecture), hardware)
     tried = {(candidate.plan.layout.num_stages, candidate.plan.layout.schedule) for candidate in found}
-    assert tried == {(1, "1f1b"), (2, "1f1b"), (2, "gpipe")}
+    assert {(1, "1f1b"), (2, "1f1b"), (2, "gpipe")} <= tried and (1, "gpipe") not in tried
     assert all(f"schedule={candidate.plan.layout.schedule}" in candidate.overrides for candidate in found)
