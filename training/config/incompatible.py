@@ -16,7 +16,7 @@ from typing import Any
 
 from data.encoders.kinds import find_kind
 from errors import UserError
-from training.config.schema import RunConfig
+from training.config.schema import OptimizerName, RunConfig
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,16 @@ INCOMPATIBLE = (
         "give tensor_parallel_size=1",
     ),
     Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
+    Pair(
+        _is("optimizer.state_dtype", "bf16"),
+        Feature(
+            "an optimizer other than adamw",
+            lambda run: run.config.optimizer.name is not OptimizerName.adamw,
+            "optimizer.name",
+        ),
+        "it is how that one keeps its averages",
+        "give optimizer.state_dtype=fp32, or optimizer=adamw",
+    ),
     Pair(
         _given("freeze", "freeze"),
         _LORA,

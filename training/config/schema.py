@@ -93,6 +93,11 @@ class OnNonfinite(Enum):
     skip = "skip"
 
 
+class StateDtype(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class OptimizerName(Enum):
     adamw = "adamw"
     lion = "lion"
@@ -193,6 +198,7 @@ class OptimizerConfig:
     name: OptimizerName = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    state_dtype: StateDtype = StateDtype.fp32
     custom: Any = None
 
 

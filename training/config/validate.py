@@ -12,13 +12,16 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from training.config.incompatible import Run, check_together
-from training.config.schema import RunConfig, SchedulerConfig
+from training.config.schema import RunConfig, SchedulerConfig, StateDtype
 from training.config.sources import list_evaluations, read_files
 
 # Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
 # tests/training/parity/test_parity.py guards the newer ones). Those before 0.19.8 have no `_train_schedule` to override
 # and a BF16_Optimizer that does not say when it skips a step (training/engine/deepspeed_internals.py lists such names).
 MIN_DEEPSPEED = "0.19.8"
+
+# Half of a step of bf16 is at most 1/256: so an average in bf16 always comes down when what it averages is 0.
+MAX_BF16_BETA = 0.996
 
 
 def check_deepspeed_version(installed: str | None = None) -> None:
@@ -120,6 +123,12 @@ def _check_ranges(config: RunConfig) -> None:
     betas, eps = config.optimizer.betas, config.optimizer.eps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"optimizer.betas={list(betas)}: two numbers from 0 to below 1, such as [0.9,0.95]")
+    if config.optimizer.state_dtype is StateDtype.bf16 and max(betas) > MAX_BF16_BETA:
+        raise UserError(
+            f"optimizer.betas={list(betas)}: at most {MAX_BF16_BETA} with optimizer.state_dtype=bf16, where an average "
+            "that moves by less a step is rounded back to what it was; give optimizer.betas=[0.9,0.95], or "
+            "optimizer.state_dtype=fp32"
+        )
     if not eps > 0:
         raise UserError(f"optimizer.eps={eps}: more than 0")
 

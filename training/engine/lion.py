@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-PIECE = 2**22  # elements updated at a time: the one buffer of an update takes 16 MiB, whatever the partition
+from training.engine.pieces import split_flat
+
+NUM_BUFFERS = 1
 
 
 class Lion(torch.optim.Optimizer):
@@ -38,8 +40,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[weights]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weights)
-                flat = (t.view(-1).split(PIECE) for t in (weights, weights.grad.contiguous(), state["exp_avg"]))
-                for piece, gradient, exp_avg in zip(*flat, strict=True):
+                for piece, gradient, exp_avg in split_flat(weights, weights.grad, state["exp_avg"]):
                     _update(piece, gradient, exp_avg, group["lr"], group["betas"], group["weight_decay"])
 
 

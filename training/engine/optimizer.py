@@ -13,34 +13,52 @@ import torch
 
 from data.components import TARGET, find_component
 from errors import UserError
-from training.config.schema import OptimizerName, RunConfig
+from training.config.schema import OptimizerName, RunConfig, StateDtype
+from training.engine import lion, rounded_adamw
 from training.engine.elementwise_probe import probe_optimizer
 from training.engine.lion import Lion
 from training.engine.parameter_groups import group_parameters
+from training.engine.pieces import count_buffer_bytes
+from training.engine.rounded_adamw import RoundedAdamW
 from training.engine.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
 Groups = list[dict[str, Any]]
 
 ELEMENTWISE = StateTensor(StateKind.elementwise)
 STEP = StateTensor(StateKind.scalar)
+ROUNDED = StateTensor(StateKind.elementwise, torch.bfloat16)
+COUNT = StateTensor(StateKind.number, None)
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """build: of parameter groups, which have rates and decays of their own. declare: what it keeps."""
+    """build: of parameter groups, which have rates and decays of their own. declare: what it keeps. num_buffers: of a
+    piece of the weights in fp32, for an update (training/engine/pieces.py)."""
 
     build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
     declare: Callable[[RunConfig], DeclaredState]
+    num_buffers: int = 0
 
 
 def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """The run's optimizer over `groups`, as `group_parameters` makes them."""
-    return OPTIMIZERS[config.optimizer.name].build(groups, config)
+    return _choose(config).build(groups, config)
 
 
 def declare_state(config: RunConfig) -> DeclaredState:
     """What the run's optimizer keeps for each parameter. Raises UserError for a user's that ZeRO cannot run."""
-    return OPTIMIZERS[config.optimizer.name].declare(config)
+    return _choose(config).declare(config)
+
+
+def _choose(config: RunConfig) -> OptimizerKind:
+    if config.optimizer.state_dtype is StateDtype.bf16:
+        return ROUNDED_ADAMW
+    return OPTIMIZERS[config.optimizer.name]
+
+
+def count_update_buffers(config: RunConfig, num_elements: int) -> int:
+    """Bytes that an update of so many elements takes for itself."""
+    return count_buffer_bytes(num_elements, _choose(config).num_buffers)
 
 
 def count_state_bytes(config: RunConfig) -> float:
@@ -54,12 +72,13 @@ def describe_optimizer(config: RunConfig) -> str:
     return optimizer.name.value if optimizer.name is not OptimizerName.custom else str(optimizer.custom[TARGET])
 
 
-def describe_groups(config: RunConfig) -> dict[str, str]:
-    """What of the groups a run must keep to continue with the same loss: name -> value."""
-    if not config.parameter_groups:
-        return {}
+def describe_updates(config: RunConfig) -> dict[str, str]:
+    """What a run must keep, beside the optimizer, to continue with the same loss: name -> value."""
     entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
-    return {"parameter_groups": json.dumps(entries)}
+    dtype = config.optimizer.state_dtype
+    return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
+        {} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value}
+    )
 
 
 def check_optimizer(config: RunConfig) -> None:
@@ -134,12 +153,19 @@ def _probe_custom(spec: str) -> DeclaredState:
     return probe_optimizer(partial(_make_custom, spec=fields, learning_rate=1.0), fields[TARGET])
 
 
+ROUNDED_ADAMW = OptimizerKind(
+    lambda groups, config: RoundedAdamW(groups, config.learning_rate, _betas(config), config.optimizer.eps),
+    lambda config: {"exp_avg": ROUNDED, "exp_avg_sq": ROUNDED, "step": COUNT},
+    rounded_adamw.NUM_BUFFERS,
+)
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     OptimizerName.adamw: OptimizerKind(
         _build_adamw, lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
     ),
     OptimizerName.lion: OptimizerKind(
-        lambda groups, config: Lion(groups, betas=_betas(config)), lambda config: {"exp_avg": ELEMENTWISE}
+        lambda groups, config: Lion(groups, betas=_betas(config)),
+        lambda config: {"exp_avg": ELEMENTWISE},
+        lion.NUM_BUFFERS,
     ),
     OptimizerName.sgd: OptimizerKind(lambda groups, config: torch.optim.SGD(groups), lambda config: {}),
     OptimizerName.custom: OptimizerKind(_build_custom, _declare_custom),

@@ -25,7 +25,7 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
-from training.engine.optimizer import describe_groups, describe_optimizer
+from training.engine.optimizer import describe_optimizer, describe_updates
 from training.inputs.datasets import build_row_plan, describe_data
 from training.objectives.registry import describe_objective, get_objective
 
@@ -80,7 +80,7 @@ def compute_step_budget(
         seed=config.seed,
         precision=config.precision.value,
         optimizer=describe_optimizer(config),
-        data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_groups(config),
+        data=describe_data(config, datasets["train_file"]) | describe_objective(config) | describe_updates(config),
     )
     if resume_from is not None:
         start = _resume(start, resume_from, config)

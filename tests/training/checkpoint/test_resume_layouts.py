@@ -30,7 +30,9 @@ LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
 # None of them is on every stage
 GROUPS = ("parameter_groups=[{pattern: embed, learning_rate: 3e-3}, {pattern: 'layers[.][34]', weight_decay: 0}]",)
 RADAM = "+optimizer.custom={_target_: torch.optim.RAdam, betas: [0.9, 0.95]}"
+STATE_IN_BF16 = "optimizer.state_dtype=bf16"
 OPTIMIZERS = {
+    "adamw in bf16": ("tiedTrue", (STATE_IN_BF16,)),
     "lion": ("tiedTrue", ("optimizer=lion", "learning_rate=1e-4")),
     "radam": ("tiedTrue", ("optimizer=custom", RADAM)),
 }
@@ -143,7 +145,9 @@ def test_each_optimizer_goes_on_at_another_layout(run, saved: str, resumed: str,
 
 
 @pytest.mark.parametrize(
-    "overrides", [("precision=bf16",), ("precision=bf16", "offload_optimizer=cpu")], ids=["bf16", "offloaded"]
+    "overrides",
+    [("precision=bf16", STATE_IN_BF16), ("precision=bf16", "offload_optimizer=cpu", "optimizer=adamw")],
+    ids=["bf16", "offloaded"],
 )
 def test_state_and_weights_are_the_saved_bits_at_another_layout(
     run, root: Path, workers: Callable[[int], WorkerGroup], overrides: tuple[str, ...]

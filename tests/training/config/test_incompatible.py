@@ -55,6 +55,10 @@ EXAMPLES = {
         "hardware=here",
         "hardware.peak_flops=null",
     ),
+    "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
+        "optimizer=lion",
+        "optimizer.state_dtype=bf16",
+    ),
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
     "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
         "moe.update_router_bias=0.001",

@@ -64,6 +64,10 @@ def test_the_defaults_pass() -> None:
         ("num_workers=-1", "num_workers=-1: 0 or more"),
         ("activation_checkpoint_interval=-1", "activation_checkpoint_interval=-1: 0 or more"),
         ("num_train_epochs=0", "num_train_epochs=0.0: more than 0"),
+        (
+            "optimizer.betas=[0.9,0.999] optimizer.state_dtype=bf16",
+            "optimizer.betas=[0.9, 0.999]: at most 0.996 with optimizer.state_dtype=bf16",
+        ),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: two numbers"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0]: two numbers from 0 to below 1"),
         ("optimizer.eps=0", "optimizer.eps=0.0: more than 0"),

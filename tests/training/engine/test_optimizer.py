@@ -9,9 +9,16 @@ import torch
 from support.configs import build_config
 
 from errors import UserError
-from training.config.schema import OptimizerName, RunConfig
+from training.config.schema import OptimizerName, RunConfig, StateDtype
 from training.engine import optimizer
-from training.engine.optimizer import ELEMENTWISE, STEP, check_optimizer, count_state_bytes, declare_state
+from training.engine.optimizer import (
+    ELEMENTWISE,
+    STEP,
+    check_optimizer,
+    count_state_bytes,
+    declare_state,
+    describe_updates,
+)
 from training.engine.state_kinds import StateKind, StateTensor, check_state
 
 KEPT = {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
@@ -33,6 +40,13 @@ def test_the_optimizers_of_a_run_keep_what_is_declared(name: str, config: RunCon
     config.optimizer.name = OptimizerName(name)
     check_optimizer(config)
     assert count_state_bytes(config) == BYTES[name]
+
+
+def test_averages_in_bf16_are_half_of_the_state(config: RunConfig) -> None:
+    config.optimizer.state_dtype = StateDtype.bf16
+    check_optimizer(config)
+    assert count_state_bytes(config) == 4
+    assert describe_updates(config) == {"optimizer.state_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from errors import UserError
 from models.architecture import build_layers
 from models.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
-from training.engine.optimizer import describe_groups
+from training.engine.optimizer import describe_updates
 from training.engine.parameter_groups import LR_RATIO, check_parameter_groups, group_parameters
 
 
@@ -39,9 +39,9 @@ def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConf
     assert [group["lr"] for group in groups] == [1e-3, 1e-3, 1e-4, 1e-4, 1e-3, 1e-3]
     assert [group[LR_RATIO] for group in groups] == pytest.approx([1, 1, 0.1, 0.1, 1, 1])
     assert [len(group["params"]) for group in group_parameters([], config)] == [0] * 6
-    assert describe_groups(config) == {"parameter_groups": '[["mlp", 0.0001, null], ["norm|mlp", null, 0.3]]'}
+    assert describe_updates(config) == {"parameter_groups": '[["mlp", 0.0001, null], ["norm|mlp", null, 0.3]]'}
     config.parameter_groups = []
-    assert len(group_parameters(named, config)) == 2 and describe_groups(config) == {}
+    assert len(group_parameters(named, config)) == 2 and describe_updates(config) == {}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,18 @@ def by_adamw(groups: Groups, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-2)
 
 
+def by_rounded_adamw(groups: Groups) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(groups, lr=2e-4, betas=(0.9, 0.95), eps=1e-2)
+    optimizer.register_step_post_hook(round_state)
+    return optimizer
+
+
+def round_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].bfloat16())
+
+
 def by_lion(groups: Groups) -> torch.optim.Optimizer:
     optim = pytest.importorskip("bitsandbytes.optim")
     return optim.Lion32bit(groups, lr=1e-3, betas=(0.9, 0.99))
@@ -82,6 +94,7 @@ def by_momentum(groups: Groups) -> torch.optim.Optimizer:
 
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Groups], torch.optim.Optimizer]]] = {
     "adamw": (ADAMW, by_adamw),
+    "adamw in bf16": ((*ADAMW, "learning_rate=2e-4", "optimizer.state_dtype=bf16"), by_rounded_adamw),
     "lion": (("optimizer=lion", "learning_rate=1e-3", DECAY), by_lion),
     "radam": (
         ("optimizer=custom", "+optimizer.custom={_target_: torch.optim.RAdam, eps: 0.01}", "learning_rate=1e-2", DECAY),
@@ -111,7 +124,11 @@ FAST = {("lion", "dp2"), ("radam", "pp2")}
 def test_steps_equal_the_reference(train, kind: str, layout: str) -> None:
     overrides, build = KINDS[kind]
     case, result = train(layout, *overrides)
-    compare(result, train_oracle(case, build_optimizer=lambda model: (build(split_decayed(model, 0.1)), None)))
+    oracle = train_oracle(case, build_optimizer=lambda model: (build(split_decayed(model, 0.1)), None))
+    compare(result, oracle)
+    if "bf16" in kind:
+        exact = train_oracle(case, build_optimizer=lambda model: (by_adamw(split_decayed(model, 0.1), 2e-4), None))
+        assert worst_difference(oracle["weights"], exact["weights"])[0] > BOUND  # rounding would be seen
 
 
 def compare(result: dict, oracle: dict) -> None:

@@ -9,10 +9,12 @@ n trainable parameters of the stage, dp replicas.
 
 from __future__ import annotations
 
+import dataclasses
+
 from training.config.schema import Device, Offload, Precision
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import REDUCE_BUCKET
-from training.engine.optimizer import count_state_bytes
+from training.engine.optimizer import count_state_bytes, count_update_buffers
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import Memory
 
@@ -27,7 +29,10 @@ def compute_model_states(stage: Stage) -> Memory:
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)
     allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
-    return weights + Memory(optimizer=4 * _part(stage) + _moments(stage)) + allocate[config.precision](stage)
+    allocated = allocate[config.precision](stage)
+    step = max(allocated.step, count_update_buffers(config, _part(stage)))  # gradients are reduced by then
+    held = Memory(optimizer=4 * _part(stage) + _moments(stage))
+    return weights + held + dataclasses.replace(allocated, step=step)
 
 
 def _allocate_bf16(stage: Stage) -> Memory:
