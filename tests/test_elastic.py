@@ -23,6 +23,7 @@ def list_arguments(root: Path, out: Path) -> list[str]:
         *(f"output_dir={out}", f"data.cache_dir={root}/cache", "precision=fp32", "max_steps=12", "logging_steps=1"),
         *("eval_on_start=false", "eval_steps=null", "save_steps=2", "num_stages=2", "stuck_minutes=0.5"),
         *("micro_batch_size=2", "global_batch_size=null", "data.packing=false", "max_seq_length=256"),
+        *("optimizer=sgd", "learning_rate=0.05"),  # Adam would divide the rounding of another layout by itself
     ]
 
 
@@ -71,7 +72,7 @@ def test_a_run_that_loses_a_rank_goes_on_without_it(tmp_path: Path, num_ranks: i
         json.loads((tmp_path / "whole" / "checkpoints" / "global_step12" / "trainer_state.json").read_text()),
     )
     assert size == whole["global_batch_size"] and state["num_stages"] * state["dp_size"] < num_ranks
-    assert read_losses(out) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-4)
+    assert read_losses(out) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-5)
     assert len((out / "hostfile").read_text().splitlines()) == state["num_stages"] * state["dp_size"]
 
 
