@@ -8,9 +8,9 @@ fails.
         deepspeed --hostfile {hostfile} trainer_base_ds_mp.py -cn X global_batch_size=64 train_file=data.jsonl
 
 With `--elastic` the command of `--hosts_command` is run before each start: it prints the hosts that are left, a line
-"NAME slots=N" each. The first start takes the layout that is given. Where a later one finds another number of slots,
-`plan=search` chooses the layout, of as many ranks as can be used; the global batch stays. In the command, {hostfile} is
-a file of the hosts that are used and {num_ranks} the number of ranks.
+"NAME slots=N" each. The first start takes the layout that is given. Where a later one, also one of this script started
+again, finds another number of slots, `plan=search` chooses the layout, of as many ranks as can be used; the global
+batch stays. In the command, {hostfile} is a file of the hosts that are used and {num_ranks} the number of ranks.
 
 Started again itself, such as by a scheduler, it continues what is there, and ends when that has finished. Whether a
 run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
@@ -37,6 +37,7 @@ from pathlib import Path
 MARK = b"SUPERVISED_RUN"  # in the environment of each process that the command starts
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_LEAVE = 10  # for what is left of a run, between SIGTERM and SIGKILL
+FIRST_SLOTS = "first_slots"  # in output_dir, with --elastic
 WATCHED = ("metrics.jsonl", "checkpoints", "logs", "logs/*", "checkpoints/*", "hf*")
 
 
@@ -170,20 +171,30 @@ class Elastic:
         """The command for the hosts that are left. Raises ElasticError when there are none, or nothing fits them."""
         hosts = read_hosts(self._hosts_command)
         num_slots = sum(hosts.values())
-        if self._num_slots in (None, num_slots):
-            self._num_slots = num_slots
+        if self._num_slots is None:
+            self._num_slots = self._recall_slots(command, num_slots)
+        if self._num_slots == num_slots:
             return self._fill_in(command, hosts, num_slots)
-        assert self._num_slots is not None
         batch, reason = self._find_batch(command, self._num_slots), ""
         for num_ranks in range(num_slots, 0, -1):
             keys, reason = search_layout(change_keys(command, batch), num_ranks)
             if keys:
                 say(
-                    f"{num_slots} slots are left of {self._num_slots} ({', '.join(hosts)}); {num_ranks} can be used: "
+                    f"slots left: {num_slots} of {self._num_slots} ({', '.join(hosts)}); used: {num_ranks}, with "
                     f"{' '.join(keys)}"
                 )
                 return self._fill_in(change_keys(command, keys), hosts, num_ranks)
-        raise ElasticError(f"no layout fits the {num_slots} slots that are left of {self._num_slots}: {reason}")
+        raise ElasticError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
+
+    def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
+        """Those of the first start of the run, which this script may not have seen: a scheduler has started it again."""
+        file = self._output_dir / FIRST_SLOTS
+        continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
+        if continues and file.is_file():
+            return int(file.read_text())
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{num_slots}\n")
+        return num_slots
 
     def _find_batch(self, command: Sequence[str], num_slots: int) -> list[str]:
         """The keys that keep the global batch of the first start, which may follow from its number of ranks."""

@@ -64,8 +64,8 @@ def test_a_run_that_loses_a_rank_goes_on_without_it(tmp_path: Path, num_ranks: i
         lose_a_host,
     )
     assert ended.code == 0, ended.output
-    (said,) = (line for line in ended.output.splitlines() if "slots are left of" in line)
-    assert f"{num_ranks - 1} slots are left of {num_ranks} (host-0" in said
+    (said,) = (line for line in ended.output.splitlines() if "slots left" in line)
+    assert f"slots left: {num_ranks - 1} of {num_ranks} (host-0" in said
     state = json.loads(next((out / "checkpoints").glob("global_step12/trainer_state.json")).read_text())
     size, whole = (
         state["global_batch_size"],
@@ -120,7 +120,7 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert elastic.fit(command) == ["launch", "--hostfile", file, "-n", "4", *command[5:]]
     hosts.write_text("a slots=1\nb slots=2\n")
     if fewest == 3:
-        with pytest.raises(ElasticError, match="no layout fits the 3 slots that are left of 4: error: nothing fits"):
+        with pytest.raises(ElasticError, match="no layout fits the slots that are left, 3 of 4: error: nothing fits"):
             elastic.fit(command)
         return
     fitted = elastic.fit(command)
@@ -128,4 +128,8 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
         fitted[:5] == ["launch", "--hostfile", file, "-n", "2"] and Path(file).read_text() == "a slots=1\nb slots=1\n"
     )
     assert fitted[5:] == [str(script), "resume=latest", "num_stages=2", "global_batch_size=16"]
-    assert "3 slots are left of 4 (a, b); 2 can be used: num_stages=2 global_batch_size=16" in capsys.readouterr().err
+    assert "slots left: 3 of 4 (a, b); used: 2, with num_stages=2 global_batch_size=16" in capsys.readouterr().err
+    # Started again itself, on as many hosts as there are then: the run's first start is still that of four
+    assert Elastic(f"cat {hosts}", tmp_path / "out").fit(command) == fitted
+    anew = [*command[:-1], "overwrite_output_dir=true"]
+    assert Elastic(f"cat {hosts}", tmp_path / "out").fit(anew)[4:] == ["3", *anew[5:]]

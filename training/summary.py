@@ -64,7 +64,7 @@ def show_start(
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)
-    show_panel(f"{Path(config.output_dir).name}: training on {setup.layout.world_size} ranks", facts)
+    show_panel(f"{Path(config.output_dir).name}: training on {setup.layout.describe_ranks()}", facts)
 
 
 def show_evaluation(
@@ -84,7 +84,7 @@ def show_evaluation(
         "precision": f"{config.precision.value}; attention {setup.source.config._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
     }
-    show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.world_size} ranks", facts)
+    show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.describe_ranks()}", facts)
 
 
 def describe_layout(setup: RunSetup, hosts: Sequence[str]) -> Facts:
@@ -208,5 +208,6 @@ def show_end(
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
     facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
-    facts["evaluate it"] = "the same command with evaluate_only=true resume=latest eval_file=FILE"
+    resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
+    facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
     show_panel(f"done: {step} steps", facts)

@@ -1,8 +1,8 @@
 """Conversations: `chat template up to an assistant turn | the turn up to its end token | ... | the last one`.
 
 Loss is on assistant turns alone (all, the last, or those that say so), each with its end token; system, user and tool
-turns are masked. Three layouts of a record are read, distinguished by its fields: `messages` (role, content),
-ShareGPT's `conversations` (from, value), and Alpaca's `instruction`, `input`, `output`.
+turns are masked. Four layouts of a record are read, distinguished by its fields: `messages` (role, content),
+ShareGPT's `conversations` (from, value), Alpaca's `instruction`, `input`, `output`, and a prompt with its completion.
 """
 
 import traceback
@@ -43,9 +43,12 @@ ALPACA_FIELDS = ("instruction", "output")
 
 @dataclass(frozen=True)
 class ChatEncoder(PieceEncoder):
-    """Records with `messages_field`, or in the layout of ShareGPT or Alpaca. `tools` goes to the chat template."""
+    """Records with `messages_field`, in the layout of ShareGPT or Alpaca, or with a prompt and a completion, which are
+    one question and its answer. `tools` goes to the chat template."""
 
     messages_field: str = "messages"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
     train_on: TrainOn = TrainOn.all_turns
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
@@ -62,10 +65,15 @@ class ChatEncoder(PieceEncoder):
             return read_sharegpt(record, location)
         if all(field in record for field in ALPACA_FIELDS):
             return read_alpaca(record, location)
+        pair = (self.prompt_field, self.completion_field)
+        if all(field in record for field in pair):
+            question, answer = (check_text(record[field], f"{location}: field '{field}'") for field in pair)
+            return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
         present = ", ".join(f"'{field}'" for field in record) or "no fields"
         raise UserError(
-            f"{location}: no field '{self.messages_field}', nor those of ShareGPT ('{SHAREGPT_FIELD}') or Alpaca"
-            f" ('instruction', 'output'); the record has {present}; set data.messages_field"
+            f"{location}: no field '{self.messages_field}', nor those of ShareGPT ('{SHAREGPT_FIELD}'), Alpaca "
+            f"('instruction', 'output') or a prompt ('{self.prompt_field}', '{self.completion_field}'); the record has "
+            f"{present}; set data.messages_field, or data.prompt_field and data.completion_field"
         )
 
 

@@ -202,10 +202,13 @@ class Layout:
             )
         return text
 
+    def describe_ranks(self) -> str:
+        return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+
     def describe(self) -> str:
         chunks = {PIPE: f" ({self.num_chunks} chunks each)"} if self.num_chunks > 1 else {}
         return (
-            f"{self.topology.describe(chunks)} = {self.world_size} ranks; global batch {self.global_batch_size} = "
+            f"{self.topology.describe(chunks)} = {self.describe_ranks()}; global batch {self.global_batch_size} = "
             f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x dp {self.dp_size}"
         )
 

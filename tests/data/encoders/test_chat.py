@@ -42,6 +42,13 @@ def test_alpaca_is_a_question_and_its_answer(chat_tokenizer) -> None:
         assert encode({"instruction": "Count.", "output": "Eight.", **nothing}, chat_tokenizer) == without
 
 
+def test_a_prompt_and_its_completion_are_a_question_and_its_answer(chat_tokenizer) -> None:
+    asked = encode({"messages": [{"role": "user", "content": "Count."}, MESSAGES[2]]}, chat_tokenizer)
+    assert encode({"prompt": "Count.", "completion": "Eight."}, chat_tokenizer) == asked
+    named = {"prompt_field": "question", "completion_field": "answer"}
+    assert encode({"question": "Count.", "answer": "Eight."}, chat_tokenizer, **named) == asked
+
+
 def test_another_field(chat_tokenizer) -> None:
     expected = encode({"messages": MESSAGES}, chat_tokenizer)
     assert encode({"talk": MESSAGES, "messages": "no"}, chat_tokenizer, messages_field="talk") == expected
@@ -109,7 +116,7 @@ def turns(*roles: str) -> dict:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a"}, "chat.jsonl:7: no field 'messages', nor those of ShareGPT ('conversations') or Alpaca"),
+        ({"prompt": "a"}, "chat.jsonl:7: no field 'messages', nor those of ShareGPT ('conversations'), Alpaca"),
         ({"prompt": "a"}, "the record has 'prompt'; set data.messages_field"),
         (turns("user"), "chat.jsonl:7: no assistant turn among the messages"),
         (
