@@ -187,7 +187,7 @@ class Elastic:
         raise ElasticError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
 
     def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
-        """Those of the first start of the run, which this script may not have seen: a scheduler has started it again."""
+        """Those of the first start of the run, which this script has not seen where it was started again itself."""
         file = self._output_dir / FIRST_SLOTS
         continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
         if continues and file.is_file():
