@@ -145,6 +145,9 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         return _unknown_key(full_key or unknown)
     if full_key is None:
         return f"{reason} (in: {' '.join(overrides)})"
+    if full_key.isdecimal():  # OmegaConf (2.3.1) names an entry of a list of lists without its key
+        lists = [key.lstrip("+") for key, _, value in (word.partition("=") for word in overrides) if value[:1] == "["]
+        full_key = f"{' or '.join(lists)}, entry {int(full_key) + 1}"
     for pattern, wanted in _WRONG_TYPES.items():
         if match := re.match(pattern, reason):
             given = match.groupdict()

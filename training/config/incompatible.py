@@ -323,7 +323,7 @@ INCOMPATIBLE = (
     Pair(
         _EARLY_STOPPING,
         Feature(
-            "neither eval_steps nor eval_epochs", lambda run: not (run.config.eval_steps or run.config.eval_epochs)
+            "eval_steps=null and eval_epochs=null", lambda run: not (run.config.eval_steps or run.config.eval_epochs)
         ),
         "the run is evaluated at its end alone",
         "give one of them",

@@ -28,8 +28,8 @@ class NextToken(Objective):
             model_config, config.label_smoothing, counts_correct=config.eval_token_accuracy, parallel=parallel
         )
 
-    def has_metrics(self, config: RunConfig) -> bool:
-        return config.loss is None and config.eval_token_accuracy
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return ("token_accuracy",) if config.loss is None and config.eval_token_accuracy else ()
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
         return TokenAccuracy(loss, device) if isinstance(loss, TokenLoss) and loss.counts_correct else None

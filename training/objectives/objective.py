@@ -84,9 +84,9 @@ class Objective:
         """
         return None
 
-    def has_metrics(self, config: RunConfig) -> bool:
-        """Whether evaluations report more than the loss."""
-        return type(self).build_metrics is not Objective.build_metrics
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
+        """What evaluations report beside the loss, without "eval_"; None where that is not known before the first."""
+        return () if type(self).build_metrics is Objective.build_metrics else None
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
         """None where the loss is all there is to report. loss: what `build_loss` built."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.losses.pairs import PairFormula, PairLoss
+from models.losses.pairs import REWARDS, PairFormula, PairLoss
 from models.parallel.shard import TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
@@ -34,6 +34,9 @@ class PreferenceObjective(Objective):
 
     def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
         return PairLoss(model_config, self.build_formula(config), parallel=parallel)
+
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return (*REWARDS, *self.build_formula(config).reported)
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, PairLoss)

@@ -56,18 +56,20 @@ def check_objective(config: RunConfig) -> None:
 
 
 def check_metric_name(config: RunConfig) -> None:
-    """Raises UserError for a `metric_for_best_model` that no evaluation of this run reports, as far as names tell; the
-    first evaluation knows the rest."""
+    """Raises UserError for a `metric_for_best_model` that no evaluation of this run reports, as far as the objective
+    knows; the first evaluation knows the rest."""
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
-    losses = list(dict.fromkeys(["eval_loss", *(f"{name}loss" for name in names)]))
-    has_others = get_objective(config).has_metrics(config)
-    may_be_other = has_others and any(metric.startswith(name) for name in names)
-    if config.eval_file is not None and metric not in losses and not may_be_other:
-        others = f", and what task={get_objective(config).name} reports of each file" if has_others else ""
+    others = get_objective(config).list_metrics(config)
+    reported = list(
+        dict.fromkeys(["eval_loss", *(name + each for name in names for each in ("loss", *(others or ())))])
+    )
+    may_be_other = others is None and any(metric.startswith(name) for name in names)
+    if config.eval_file is not None and metric not in reported and not may_be_other:
+        unknown = f", and what task={get_objective(config).name} reports of each file" if others is None else ""
         raise UserError(
             f"metric_for_best_model: '{metric}' is not reported by this run's evaluations; give one of "
-            f"{', '.join(losses)}{others}"
+            f"{', '.join(reported)}{unknown}"
         )
 
 

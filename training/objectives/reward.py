@@ -47,6 +47,9 @@ class Reward(Objective):
     def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
         return RewardLoss(config.reward.centering_coef)
 
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return RewardLoss.metrics
+
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, RewardLoss)
         return ReportedMeans(loss, device)

@@ -52,6 +52,9 @@ def test_a_metric_that_no_evaluation_reports_is_refused_at_the_start() -> None:
         (two,): ("eval_loss", "eval_math_loss", "code_loss", "eval_code_token_accuracy"),
         (one, "data=preference"): ("eval_rewards_accuracy",),
         (two, "data=preference"): ("eval_math_rewards_accuracy",),
+        (one, "data=preference", "dpo.sft_coef=0.1"): ("eval_nll_loss",),
+        (one, "data=preference", "task=orpo"): ("eval_log_odds_ratio",),
+        (one, "data=preference", "task=reward"): ("rewards_margin",),
     }
     for keys, metrics in fitting.items():
         for metric in metrics:
@@ -63,7 +66,10 @@ def test_a_metric_that_no_evaluation_reports_is_refused_at_the_start() -> None:
             "eval_physics_loss",
             "give one of eval_loss, eval_math_loss, eval_code_loss$",
         ),
-        ((two, "data=preference"), "rewards_accuracy", "eval_code_loss, and what task=dpo reports of each file$"),
+        ((one,), "accuracy", "give one of eval_loss, eval_token_accuracy$"),
+        ((two, "data=preference"), "rewards_accuracy", "eval_code_rewards_margin, eval_code_rewards_accuracy$"),
+        ((one, "data=preference", "task=reward"), "token_accuracy", "eval_rewards_margin, eval_rewards_accuracy$"),
+        ((one, "data=preference"), "nll_loss", "eval_rewards_accuracy$"),
     ):
         with pytest.raises(UserError, match=f"'eval_.*' is not reported by this run's evaluations; .*{known}"):
             check_metric_name(set_keys(build_config(), *keys, f"metric_for_best_model={metric}"))

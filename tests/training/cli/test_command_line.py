@@ -122,6 +122,7 @@ def test_an_unknown_key_comes_with_the_nearest_known_one(line: str, message: str
         ("eval_on_start=maybe", "eval_on_start=maybe: must be true or false"),
         ("precision=fp8", "precision=fp8: must be one of fp32, bf16, fp16"),
         ("optimizer.betas=0.9", "optimizer.betas: must be a list, such as [1,2]"),
+        ("skip_data_intervals=[[1,2],5]", "skip_data_intervals, entry 2: must be a list, such as [1,2]"),
         ("optimizer.betas=[a]", "optimizer.betas[0]=a: must be a number"),
         ("output_dir=null", "output_dir: must be a value; null is not allowed"),
         (

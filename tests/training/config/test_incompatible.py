@@ -140,7 +140,7 @@ EXAMPLES = {
         "early_stopping_patience=1",
         "eval_steps=1",
     ),
-    "early_stopping_patience does not go together with neither eval_steps nor eval_epochs: ": (
+    "early_stopping_patience does not go together with eval_steps=null and eval_epochs=null: ": (
         "early_stopping_patience=1",
         "eval_file=a.jsonl",
     ),
