@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from training.checkpoint.blockwise_state import SCALE_MARK
 from training.checkpoint.optimizer_state import SCALAR, WEIGHT
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
@@ -73,6 +74,6 @@ def _list_fragments(ranks: Sequence[Coverage]) -> dict[str, dict[str, list[tuple
     for key, length in (item for rank in ranks for item in rank.saved.items()):
         kind, _, label = key.partition("/")
         name, _, start = label.rpartition("@")
-        if kind != SCALAR:
+        if kind != SCALAR and SCALE_MARK not in kind:  # scales are of blocks; their elements are counted
             by_kind.setdefault(kind, {}).setdefault(name, []).append((int(start), length))
     return by_kind

@@ -36,9 +36,10 @@ from safetensors import safe_open
 
 from errors import UserError
 from models.parallel.shard import ShardLayout
+from training.checkpoint.blockwise_state import SCALE_MARK, BlockRestore, BlockRun, name_scales
 from training.distributed.topology import PIPE, Topology
-from training.engine.engine import Engine, Partition
-from training.engine.state_kinds import StateKind, StateTensor, check_state
+from training.engine.engine import Engine, Partition, PartitionSlice
+from training.engine.state_kinds import DeclaredState, StateKind, StateTensor, check_state, count_blocks
 from training.pipeline.placement import parse_shard, render_shard
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
@@ -56,7 +57,8 @@ class Fragment:
     )
     shard: ShardLayout | None  # where the parameter lies in the whole one, where it is a shard
     start: int  # the first element, in the flattened parameter
-    states: dict[str, torch.Tensor]  # kind -> view of the partition, fp32 [number of elements]
+    states: dict[str, torch.Tensor | BlockRun]  # kind -> view of the partition, [number of elements]
+    held: PartitionSlice
 
     @property
     def label(self) -> str:
@@ -83,12 +85,15 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     for partition in engine.list_partitions():
         if partition.state:
             check_state(partition.weights, partition.state, partition.declared)
-    tensors = {
-        f"{kind}/{fragment.label}": tensor
-        for fragment in _list_fragments(engine)
-        if fragment.owned
-        for kind, tensor in fragment.states.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    declared = {name: kept for partition in engine.list_partitions() for name, kept in partition.declared.items()}
+    for fragment in _list_fragments(engine):
+        for kind, state in fragment.states.items() if fragment.owned else ():
+            if isinstance(state, BlockRun):
+                tensors[f"{kind}/{fragment.label}"] = state.codes
+                tensors[f"{name_scales(declared[kind].scales, state.phase)}/{fragment.label}"] = state.scales
+            else:
+                tensors[f"{kind}/{fragment.label}"] = state
     scalars = {name: torch.as_tensor(value, dtype=torch.float64).cpu() for name, value in _read_scalars(engine).items()}
     return tensors | {f"{SCALAR}/{name}@0": value.reshape(1) for name, value in scalars.items()}
 
@@ -102,15 +107,24 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
     files = sorted(step_dir.glob(FILE_PATTERN))
     kinds, scalars = _survey(files)
     kinds = (kinds if with_moments else set()) | {WEIGHT}
+    restores: Restores = {}
     for number, partition in enumerate(engine.list_partitions()):
         if kinds != {WEIGHT}:
-            engine.restore_state(number, _make_state(partition, kinds, scalars, step_dir))
+            state = _make_state(partition, kinds, scalars, step_dir)
+            engine.restore_state(number, state)
+            for name in _names_of(partition.declared, StateKind.blockwise, state):
+                kept = partition.declared[name]
+                restores[number, name] = BlockRestore(
+                    state[name], state[kept.scales], state[kept.table], scales_name=kept.scales
+                )
     wanted: dict[tuple[str, str], Fragment] = {}
     for fragment in _list_fragments(engine):
-        wanted |= {(kind, fragment.name): fragment for kind in kinds}
+        wanted |= {(kind, fragment.name): fragment for kind in kinds & fragment.states.keys()}
     missing = {key: fragment.states[key[0]].numel() for key, fragment in wanted.items()}
     for file in files:
-        _read_overlaps(file, wanted, missing)
+        _read_overlaps(file, wanted, missing, restores)
+    for restore in restores.values():
+        restore.finish()
     if lacking := sorted(name for (_, name), count in missing.items() if count):
         raise UserError(
             f"resume: {step_dir} holds no optimizer state for '{lacking[0]}' ({len(lacking)} such); it was saved with "
@@ -123,7 +137,11 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
 def _make_state(partition: Partition, kinds: Set[str], scalars: Mapping[str, float], step_dir: Path) -> dict[str, Any]:
     """The state of a partition: scalars as they were saved, the rest zeros, to be filled. kinds, scalars: of the files.
     Raises UserError when these are not what the optimizer needs."""
-    needed = {name: kept.kind is not StateKind.elementwise for name, kept in partition.declared.items()}
+    needed = {
+        name: kept.kind in (StateKind.scalar, StateKind.number)
+        for name, kept in partition.declared.items()
+        if kept.kind is not StateKind.table
+    }
     found = dict.fromkeys(kinds - {WEIGHT}, False) | {name: True for name in scalars if name in needed}
     if found != needed:
         raise UserError(
@@ -133,10 +151,19 @@ def _make_state(partition: Partition, kinds: Set[str], scalars: Mapping[str, flo
         )
     return {
         name: _make_scalar(kept, scalars[name], partition.weights.device)
-        if is_scalar
-        else torch.zeros_like(partition.weights, dtype=kept.dtype, requires_grad=False)
-        for (name, kept), is_scalar in zip(partition.declared.items(), needed.values(), strict=True)
+        if needed.get(name)
+        else _make_empty(kept, partition.weights)
+        for name, kept in partition.declared.items()
     }
+
+
+def _make_empty(kept: StateTensor, weights: torch.Tensor) -> torch.Tensor:
+    if kept.kind is StateKind.scales:
+        return torch.zeros(count_blocks(weights.numel()), dtype=kept.dtype, device=weights.device)
+    if kept.kind is StateKind.table:
+        assert kept.build_table is not None
+        return kept.build_table().to(weights.device)
+    return torch.zeros_like(weights, dtype=kept.dtype, requires_grad=False)
 
 
 def _make_scalar(kept: StateTensor, value: float, device: torch.device) -> torch.Tensor | int | float:
@@ -152,23 +179,29 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         if held is None:
             continue
         partition = partitions[held.partition]
-        states = {WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)}
-        for kind in _names_of(partition, StateKind.elementwise):
+        states: dict[str, torch.Tensor | BlockRun] = {
+            WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)
+        }
+        for kind in _names_of(partition.declared, StateKind.elementwise, partition.state):
             states[kind] = partition.state[kind].narrow(0, held.start, held.length)
-        yield Fragment(name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states)
+        for kind in _names_of(partition.declared, StateKind.blockwise, partition.state):
+            whole = BlockRun(partition.state[kind], partition.state[partition.declared[kind].scales], phase=0)
+            states[kind] = whole.narrow(held.start, held.length)
+        yield Fragment(name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states, held)
 
 
 def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for partition in engine.list_partitions():
-        names = _names_of(partition, StateKind.scalar) + _names_of(partition, StateKind.number)
-        scalars |= {name: partition.state[name] for name in names}
+        for kind in (StateKind.scalar, StateKind.number):
+            names = _names_of(partition.declared, kind, partition.state)
+            scalars |= {name: partition.state[name] for name in names}
     return scalars | engine.read_loss_scaler()
 
 
-def _names_of(partition: Partition, kind: StateKind) -> list[str]:
-    """The tensors of one kind in the state of a partition; none before the optimizer's first step."""
-    return [name for name, kept in partition.declared.items() if kept.kind is kind and name in partition.state]
+def _names_of(declared: DeclaredState, kind: StateKind, state: Mapping[str, Any]) -> list[str]:
+    """What there is of one kind in a state; nothing before the optimizer's first step."""
+    return [name for name, kept in declared.items() if kept.kind is kind and name in state]
 
 
 def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
@@ -182,14 +215,18 @@ def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
                 if kind == SCALAR:
                     scalars[name] = saved.get_tensor(key).item()
                 else:
-                    kinds.add(kind)
+                    kinds.add(kind.partition(SCALE_MARK)[0])
     return kinds, scalars
 
 
-def _read_overlaps(file: Path, wanted: dict[tuple[str, str], Fragment], missing: dict[tuple[str, str], int]) -> None:
+def _read_overlaps(
+    file: Path, wanted: dict[tuple[str, str], Fragment], missing: dict[tuple[str, str], int], restores: Restores
+) -> None:
     """Copies what `file` has of the wanted fragments, and counts it off."""
     with safe_open(file, framework="pt") as saved:
-        for key in saved.keys():
+        keys = list(saved.keys())
+        scales = {(key.partition(SCALE_MARK)[0], key.partition("/")[2]): key for key in keys if SCALE_MARK in key}
+        for key in keys:
             kind, name, shard, start = _parse(key)
             fragment = wanted.get((kind, name))
             if fragment is None:
@@ -197,10 +234,18 @@ def _read_overlaps(file: Path, wanted: dict[tuple[str, str], Fragment], missing:
             piece, target = saved.get_tensor(key), fragment.states[kind]  # mapped: what is not copied is not read
             here, there = (shard, start, piece.numel()), (fragment.shard, fragment.start, target.numel())
             for low, to, length in _list_overlaps(here, there):
-                target[to : to + length].copy_(piece[low : low + length])
+                if isinstance(target, torch.Tensor):
+                    target[to : to + length].copy_(piece[low : low + length])
+                else:
+                    restore = restores[fragment.held.partition, kind]
+                    scale_key = scales[restore.scales_name, key.partition("/")[2]]
+                    phase = int(scale_key.partition("/")[0].partition(SCALE_MARK)[2])
+                    run = BlockRun(piece, saved.get_tensor(scale_key), phase)
+                    restore.put(fragment.held.start + to, run.narrow(low, length))
                 missing[kind, name] -= length
 
 
+Restores = dict[tuple[int, str], BlockRestore]  # of a partition's state in blocks, by its name
 Run = tuple[
     ShardLayout | None, int, int
 ]  # where a parameter lies in the whole one; the first element of a run in the flattened parameter, and how many

@@ -194,6 +194,12 @@ INCOMPATIBLE = (
     ),
     Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
     Pair(
+        _is("optimizer.name", "adamw_8bit"),
+        _is("offload_optimizer", "cpu"),
+        "bitsandbytes' update takes some 40 times as long on a host",
+        "give optimizer=adamw optimizer.state_dtype=bf16, or offload_optimizer=none",
+    ),
+    Pair(
         _is("optimizer.state_dtype", "bf16"),
         Feature(
             "an optimizer other than adamw",

@@ -100,6 +100,7 @@ class StateDtype(Enum):
 
 class OptimizerName(Enum):
     adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
     lion = "lion"
     sgd = "sgd"
     custom = "custom"

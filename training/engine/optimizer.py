@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ ELEMENTWISE = StateTensor(StateKind.elementwise)
 STEP = StateTensor(StateKind.scalar)
 ROUNDED = StateTensor(StateKind.elementwise, torch.bfloat16)
 COUNT = StateTensor(StateKind.number, None)
+SCALES = StateTensor(StateKind.scales)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,36 @@ def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=_betas(config), eps=config.optimizer.eps, fused=True)
 
 
+def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """bitsandbytes'. Without its exception for small tensors, of which ZeRO's flat pieces hold many: what is kept would
+    depend on the layout. Raises UserError where the package is missing."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "optimizer=adamw_8bit needs the package bitsandbytes (pip install bitsandbytes); without it give "
+            "optimizer=adamw optimizer.state_dtype=bf16"
+        )
+    from bitsandbytes.optim import AdamW8bit  # imported on use: it takes a second
+
+    return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)
+
+
+def _build_table(signed: bool) -> torch.Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map(signed=signed)
+
+
+def _declare_adamw_8bit(config: RunConfig) -> DeclaredState:
+    def codes(number: int) -> StateTensor:
+        return StateTensor(StateKind.blockwise, torch.uint8, scales=f"absmax{number}", table=f"qmap{number}")
+
+    def table(signed: bool) -> StateTensor:
+        return StateTensor(StateKind.table, build_table=partial(_build_table, signed))
+
+    tables = {"qmap1": table(signed=True), "qmap2": table(signed=False)}
+    return {"state1": codes(1), "state2": codes(2), "absmax1": SCALES, "absmax2": SCALES, "step": COUNT} | tables
+
+
 def _build_custom(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """What `optimizer.custom` names. Raises UserError for what is none, or does not take its fields."""
     optimizer = _make_custom(groups, config.optimizer.custom, config.learning_rate)
@@ -162,6 +194,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     OptimizerName.adamw: OptimizerKind(
         _build_adamw, lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
     ),
+    OptimizerName.adamw_8bit: OptimizerKind(_build_adamw_8bit, _declare_adamw_8bit),
     OptimizerName.lion: OptimizerKind(
         lambda groups, config: Lion(groups, betas=_betas(config)),
         lambda config: {"exp_avg": ELEMENTWISE},

@@ -173,6 +173,66 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
         )
 
 
+EIGHT_BITS = ("precision=bf16", "optimizer=adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    "resumed", ["pp2xdp2", "pp1xdp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("pp1", "pp4", "tp2"))]
+)
+def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
+    run, root: Path, workers: Callable[[int], WorkerGroup], resumed: str
+) -> None:
+    """Blocks are cut elsewhere, so what was saved is quantized again; at the same layout it is the same bits."""
+    create_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
+    begun = run("eight", "pp2xdp2", "tiedTrue", *EIGHT_BITS, f"stop_after_steps={STEPS_BEFORE}")
+    step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
+    saved = [load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN))]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[resumed]
+    parallel = f"tensor_parallel_size={2 if resumed in TENSOR_PARALLEL else 1}"
+    reread = (*EIGHT_BITS, parallel, f"model_name_or_path={step_dir}")
+    case = Case(step_dir, root / "train.jsonl", root, num_stages, world_size, overrides=reread)
+    found = [state for state, _ in workers(world_size).run(reload_state, case, step_dir)]
+    if resumed == "pp2xdp2":
+        assert all(torch.equal(one[key], other[key]) for one, other in zip(found, saved, strict=True) for key in one)
+        return
+    assert found[0]["scalar/step@0"].item() == STEPS_BEFORE
+    for number, signed in ((1, True), (2, False)):
+        before, after = (unite_blocks(parts, number, create_map(signed=signed)) for parts in (saved, found))
+        steps = create_map(signed=signed).diff().max()
+        assert before.keys() == after.keys() and len(before) > 40
+        for name, (values, _) in before.items():
+            again, scales = after[name]
+            assert ((values - again).abs() <= steps * scales).all(), name
+            assert values.abs().sum() > 0
+
+
+def unite_blocks(
+    parts: list[dict[str, torch.Tensor]], number: int, table: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The values of whole parameters, in some order of their elements for a sharded one, and the scale of each."""
+    from models.parallel.shard import ShardLayout
+    from training.checkpoint.blockwise_state import BlockRun
+    from training.checkpoint.optimizer_state import _list_runs, _parse
+
+    pieces: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+    for part in parts:
+        for key, scales in part.items():
+            kind, _, label = key.partition("/")
+            if kind.startswith(f"absmax{number}+"):
+                block_run = BlockRun(part[f"state{number}/{label}"], scales, int(kind.partition("+")[2]))
+                _, name, shard, start = _parse(key)
+                assert shard is None or isinstance(shard, ShardLayout)
+                values, spread = block_run.dequantize(table), block_run.spread_scales()
+                for low, whole, length in _list_runs(shard, start, values.numel(), is_same=False):
+                    taken = slice(low, low + length)
+                    pieces.setdefault(name, []).append((whole, values[taken], spread[taken]))
+    united = {}
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        united[name] = tuple(torch.cat([piece[column] for piece in found]) for column in (1, 2))
+    return united
+
+
 def reload_state(case: Case, step_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """On each rank: what the optimizer holds after a resume, by the names of the files; and the weights of the
     model."""

@@ -55,6 +55,10 @@ EXAMPLES = {
         "hardware=here",
         "hardware.peak_flops=null",
     ),
+    "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
+        "optimizer=adamw_8bit",
+        "offload_optimizer=cpu",
+    ),
     "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
         "optimizer=lion",
         "optimizer.state_dtype=bf16",

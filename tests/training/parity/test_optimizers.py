@@ -37,6 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (False, True):
         save_llama(root / f"tied{tied}", tied=tied)
         save_tokenizer(root / f"tied{tied}")
+    save_llama(root / "odd", hidden_size=40, intermediate_size=76)  # weights are no multiples of a block
+    save_tokenizer(root / "odd")
     save_records(root / "train.jsonl", 40)
     return root
 
@@ -45,10 +47,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tuple[Case, dict]]:
     """train(layout, *overrides): the case, and what all its ranks have."""
 
-    def run(layout: str, *overrides: str, tied: bool = False) -> tuple[Case, dict]:
+    def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
         num_stages, world_size, parallel = LAYOUTS[layout]
         keys = (f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
-        case = Case(root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
+        case = Case(root / model, root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
         return case, merge(workers(world_size).run(train_case, case))
 
     return run
@@ -193,7 +195,7 @@ def build_grouped(
     ],
 )
 def test_groups_have_rates_and_decays_of_their_own(train, layout: str, tied: bool) -> None:
-    case, result = train(layout, *ADAMW, *SCHEDULED, write_groups(GROUPS), tied=tied)
+    case, result = train(layout, *ADAMW, *SCHEDULED, write_groups(GROUPS), model=f"tied{tied}")
     oracle = train_oracle(case, build_optimizer=partial(build_grouped, entries=GROUPS))
     compare(result, oracle)
     alike = train_oracle(case, build_optimizer=partial(build_grouped, entries=()))
@@ -209,3 +211,78 @@ def test_groups_of_an_adapter(train, root: Path, tmp_path: Path, layout: str) ->
     oracle = train_oracle(case, model, partial(build_grouped, entries=LORA_GROUPS))
     worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
     assert worst < BOUND, name
+
+
+class FlatAdamW8bit:
+    """That of bitsandbytes in one process, on the blocks that an engine has: the weights of each stage and group laid
+    end to end, and cut into as many parts as there are replicas."""
+
+    def __init__(self, stages: list[Groups], num_replicas: int) -> None:
+        optim = pytest.importorskip("bitsandbytes.optim")
+        self._groups = [group for groups in stages for group in groups if group["params"]]
+        self._num_replicas = num_replicas
+        self._flats = [self._cut([p.detach() for p in group["params"]]) for group in self._groups]
+        self._inner = optim.AdamW8bit(
+            [
+                {"params": [torch.nn.Parameter(part) for part in parts], "weight_decay": group["weight_decay"]}
+                for group, parts in zip(self._groups, self._flats, strict=True)
+            ],
+            lr=LR_8BIT, betas=(0.9, 0.95), eps=1e-2, min_8bit_size=0,
+        )  # fmt: skip
+
+    def _cut(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        size = -(-flat.numel() // (2 * self._num_replicas)) * 2  # DeepSpeed aligns parts to two numbers
+        padded = torch.zeros(size * self._num_replicas)
+        padded[: flat.numel()] = flat
+        return [part.clone() for part in padded.split(size)]
+
+    def zero_grad(self) -> None:
+        for group in self._groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group, inner in zip(self._groups, self._inner.param_groups, strict=True):
+            for part, gradient in zip(inner["params"], self._cut([p.grad for p in group["params"]]), strict=True):
+                part.grad = gradient
+        self._inner.step()
+        for group, inner in zip(self._groups, self._inner.param_groups, strict=True):
+            flat, start = torch.cat([part.detach() for part in inner["params"]]), 0
+            for parameter in group["params"]:
+                parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+
+LR_8BIT = 5e-5
+
+
+def split_stages(model: torch.nn.Module, bounds: list[int]) -> list[Groups]:
+    """The groups of each stage: the embedding is layer 0, the norm and the head are the last two."""
+    num_layers = model.config.num_hidden_layers
+    stages: list[Groups] = [
+        [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}] for _ in bounds[1:]
+    ]
+    for name, parameter in model.named_parameters():
+        number = re.search(r"layers\.(\d+)\.", name)
+        index = int(number[1]) + 1 if number else {"embed": 0, "norm": num_layers + 1}.get(name[6:11].strip("."), -1)
+        layer = index if index >= 0 else num_layers + 2
+        stage = next(stage for stage, stop in enumerate(bounds[1:]) if layer < stop)
+        stages[stage][parameter.ndim <= 1]["params"].append(parameter)
+    return stages
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp2", pytest.param("dp2", marks=pytest.mark.full), pytest.param("pp2xdp2", marks=pytest.mark.full)]
+)
+def test_8_bits_equal_the_same_blocks_in_one_process(train, layout: str) -> None:
+    keys = ("optimizer=adamw_8bit", "optimizer.eps=1e-2", f"learning_rate={LR_8BIT}", DECAY)
+    case, result = train(layout, *keys, model="odd")
+    num_replicas = case.world_size // case.num_stages
+    oracle = train_oracle(
+        case, build_optimizer=lambda model: (FlatAdamW8bit(split_stages(model, result["bounds"]), num_replicas), None)
+    )
+    compare(result, oracle)
+    exact = train_oracle(case, build_optimizer=lambda model: (by_adamw(split_decayed(model, 0.1), LR_8BIT), None))
+    assert worst_difference(oracle["weights"], exact["weights"])[0] > 2 * BOUND  # what 8 bits do would be seen

@@ -24,6 +24,7 @@ from models.parallel.tensor_parallel import shard_layers
 from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.distributed.topology import build_layout
+from training.engine import pieces
 from training.pipeline.partition import compute_bounds
 from training.pipeline.schedules import build_schedule, schedule_layout
 from training.planner.hardware import Machine
@@ -35,6 +36,8 @@ SEQ_LENGTH = 128
 BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole matrices, as on real ones
 SMALL_BUCKET = 60_000  # smaller than most matrices
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
+RECOMPUTED = ("activation_checkpoint_interval=1",)
+SMALL_STATES = (("optimizer=adamw", "optimizer.state_dtype=bf16"), ("optimizer=lion",), ("optimizer=adamw_8bit",))
 CARD = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
     efficiency=1, memory_bandwidth=1, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
@@ -65,6 +68,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
         return built
 
     with (
+        patch.object(pieces, "PIECE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
     ):
@@ -137,6 +141,12 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         pytest.param(
             1, ("precision=bf16", "activation_checkpoint_interval=1", "tensor_parallel_size=2"), marks=pytest.mark.full
         ),
+        *(
+            pytest.param(stages, (f"precision={precision}", *RECOMPUTED, *optimizer), marks=pytest.mark.full)
+            for stages in (1, 2)
+            for precision in ("bf16", "fp32")
+            for optimizer in SMALL_STATES
+        ),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )
@@ -160,6 +170,7 @@ def compare_peaks(
 ) -> None:  # fmt: skip
     for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
         monkeypatch.setattr(f"training.planner.levers.model_states.{name}", bucket)
+    monkeypatch.setattr(pieces, "PIECE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
     monkeypatch.setattr("training.planner.levers.model_states.pinned_bytes", lambda nbytes: nbytes)
     width = 2 if "tensor_parallel_size=2" in overrides else 1

@@ -11,6 +11,7 @@ from models.losses.logit_pieces import PIECE
 from training.config.schema import CheckpointMode, Device, Precision
 from training.distributed.topology import Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET
+from training.engine.pieces import PIECE as UPDATED
 from training.pipeline.schedule import Interleaved
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
@@ -104,6 +105,25 @@ def test_fp16() -> None:
 def test_sgd_has_no_moments() -> None:
     assert state("optimizer=sgd").optimizer == 4 * 250
     assert state("optimizer=sgd", OFFLOADED).host == 250 * 10
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_kept"),
+    [
+        (("optimizer.state_dtype=bf16",), 4),
+        (("optimizer=lion",), 4),
+        (("optimizer=adamw_8bit",), 2 * (1 + 4 / 256)),
+        (("optimizer=custom", "+optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9}"), 4),
+    ],
+)
+def test_small_states_take_what_they_say(optimizer: tuple[str, ...], bytes_kept: float) -> None:
+    assert state(*optimizer).optimizer == 4 * 250 + round(bytes_kept * 250)
+
+
+def test_updates_in_pieces_need_a_buffer_of_one() -> None:
+    assert state("optimizer.state_dtype=bf16", n=BIG, machine=CARD, dp=1).step == 2 * 4 * UPDATED
+    assert state("optimizer=lion", n=BIG, machine=CARD, dp=1).step == 4 * UPDATED
+    assert state("optimizer=adamw", n=BIG, machine=CARD, dp=1).step == 0
 
 
 def test_a_frozen_parameter_is_weight_and_nothing_else() -> None:
