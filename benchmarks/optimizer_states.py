@@ -3,7 +3,7 @@
     python benchmarks/optimizer_states.py --train_file gsm8k/train.jsonl [--steps 200] [--kinds fp32 bf16 8bit]
 
 A model of 3.3 M random parameters learns questions and answers from the start, with the same seed, data and learning
-rate; the last 500 records are held out. Each run is one process of the trainer itself. A few minutes on one core each.
+rate; the last 200 records are held out. Each run is one process of the trainer itself. A few minutes on one core each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
     "8bit": ("optimizer=adamw_8bit",),
     "lion": ("optimizer=lion", "learning_rate=1e-4"),
 }
-HELD_OUT = 500  # records
+HELD_OUT = 200  # records
 VOCAB_SIZE = 2048  # of conf/model/llama_tiny.yaml
 
 
@@ -67,7 +67,7 @@ def train(arguments: argparse.Namespace, work: Path, kind: str) -> tuple[float, 
         f"tokenizer_name_or_path={work}/tokenizer", f"train_file={work}/train.jsonl", f"eval_file={work}/eval.jsonl",
         f"data.prompt_field={arguments.prompt_field}", f"data.completion_field={arguments.completion_field}",
         f"data.cache_dir={work}/cache", f"output_dir={out}", "data.packing=true", "max_seq_length=512",
-        "micro_batch_size=4", "global_batch_size=8", "learning_rate=1e-3", "weight_decay=0.1", "precision=bf16",
+        "micro_batch_size=2", "global_batch_size=2", "learning_rate=1e-3", "weight_decay=0.1", "precision=bf16",
         "activation_checkpoint_interval=0", f"max_steps={arguments.steps}", "logging_steps=1",
         *KINDS[kind],
     ]  # fmt: skip

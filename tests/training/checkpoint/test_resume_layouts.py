@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.cases import Case, build_engine, hf_weights, train_run
 from support.families import save_family
 from support.tiny import save_llama, save_records, save_tokenizer
-from support.workers import WorkerGroup
+from support.workers import WorkerError, WorkerGroup
 
 from training.checkpoint.optimizer_state import FILE_PATTERN
 
@@ -171,6 +171,24 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
             torch.equal(weight.flatten(), saved[f"weight/{name}"].bfloat16().float())
             for name, weight in weights.items()
         )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [(GROUPS, "parameter_groups was none, is \\["), ((STATE_IN_BF16,), "optimizer.state_dtype was none, is bf16")],
+    ids=["groups", "state"],
+)
+def test_other_groups_or_averages_go_on_when_they_may(run, changed: tuple[str, ...], named: str) -> None:
+    whole = run("pp2-tied-whole", "pp2", "tiedTrue")
+    resume = f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}"
+    with pytest.raises(WorkerError, match=named):
+        run(f"refused-{named.split()[0]}", "pp2", "tiedTrue", *changed, resume)
+    ended = run(f"allowed-{named.split()[0]}", "pp2", "tiedTrue", *changed, resume, "resume_allow_changes=true")
+    expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, 1)
+    assert found[0][0] == pytest.approx(expected[0][0], rel=BOUND)  # the weights, and the moments behind the next
+    losses = [[loss for loss, _ in steps] for steps in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
 
 
 EIGHT_BITS = ("precision=bf16", "optimizer=adamw_8bit")
