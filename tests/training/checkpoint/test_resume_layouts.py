@@ -194,9 +194,8 @@ def test_other_groups_or_averages_go_on_when_they_may(run, changed: tuple[str, .
 EIGHT_BITS = ("precision=bf16", "optimizer=adamw_8bit")
 
 
-@pytest.mark.parametrize(
-    "resumed", ["pp2xdp2", "pp1xdp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("pp1", "pp4", "tp2"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("resumed", ["pp2xdp2", "pp1xdp2", "pp1", "pp4", "tp2"])
 def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
     run, root: Path, workers: Callable[[int], WorkerGroup], resumed: str
 ) -> None:

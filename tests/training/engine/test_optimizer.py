@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -30,9 +31,14 @@ def use_custom(config: RunConfig, target: str, **fields: object) -> RunConfig:
     return config
 
 
-@pytest.fixture
-def config() -> RunConfig:
+@pytest.fixture(scope="module")
+def composed() -> RunConfig:
     return build_config()
+
+
+@pytest.fixture
+def config(composed: RunConfig) -> RunConfig:
+    return deepcopy(composed)
 
 
 @pytest.mark.parametrize("name", BYTES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from support.configs import build_config
@@ -22,9 +24,14 @@ def layers() -> list[Layer]:
     )
 
 
+@pytest.fixture(scope="module")
+def composed() -> RunConfig:
+    return build_config("learning_rate=1e-3", "weight_decay=0.1")
+
+
 @pytest.fixture
-def config() -> RunConfig:
-    config = build_config("learning_rate=1e-3", "weight_decay=0.1")
+def config(composed: RunConfig) -> RunConfig:
+    config = deepcopy(composed)
     config.parameter_groups = [ParameterGroup("mlp", 1e-4), ParameterGroup("norm|mlp", weight_decay=0.3)]
     return config
 

@@ -112,7 +112,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Groups], torch.optim.Optimizer
         by_momentum,
     ),
 }
-FAST = {("lion", "dp2"), ("radam", "pp2")}
+FAST = {("lion", "dp2")}
 
 
 @pytest.mark.parametrize(
