@@ -8,9 +8,10 @@ continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, th
 loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator. target_indices are
 int64 [N]: where the N targets are in the flattened micro-batch; a GPU that was asked for a size would be waited for.
 
-In training it is targets of the global batch / (dp_size * gradient_accumulation_steps), so the mean that the engine
-takes over micro-batches and data-parallel ranks is the exact loss of the global batch. In evaluation it is 1, so the
-loss is a sum.
+In training it is targets of the global batch / (dp_size * num_parts * gradient_accumulation_steps), so the mean that
+the engine takes over micro-batches, data-parallel ranks and those that share a sequence is the exact loss of the global
+batch. In evaluation it is 1, so the loss is a sum. A rank that has one of several equal parts of each sequence gets its
+tokens and its targets, which are shifted before they are cut; positions and segments it gets whole.
 
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
@@ -52,6 +53,8 @@ class LoaderOptions:
     micro_batch_size: int
     row_plan: RowPlan
     pad_token_id: int
+    part: int = 0  # of each sequence, that the rank reads
+    num_parts: int = 1  # equal ones
     pad_to: PadTo = PadTo.longest
     mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
@@ -77,9 +80,14 @@ class LoaderOptions:
             ids, number, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size
         )
 
+    def take_part(self, of_tokens: Tensor) -> Tensor:
+        """This rank's of the equal parts of rows [B, T]."""
+        width = of_tokens.shape[1] // self.num_parts
+        return of_tokens[:, self.part * width : (self.part + 1) * width].contiguous()
+
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        return compute_seq_length(lengths, self.pad_to, self.max_seq_length)
+        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, self.num_parts)
 
 
 class TrainLoader:
@@ -125,7 +133,7 @@ class TrainLoader:
         seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
         ids = options.take_micro_batch(self._order.sample_ids(step), micro_batch)
         num_terms = self.step_totals(step).count_terms(options.mean_over)
-        denominator = num_terms / (options.dp_size * self._gradient_accumulation_steps)
+        denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
         return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=options)
 
 
@@ -263,11 +271,12 @@ def _collate(
     if options.reads_inputs:
         read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
         ids_and_positions = options.collator.collate_inputs(*read, shape, options.pad_token_id)
-        inputs = (*ids_and_positions, pad_segments([rows.segment_ids(i) for i in ids], shape))
+        input_ids, position_ids = ids_and_positions
+        inputs = (options.take_part(input_ids), position_ids, pad_segments([rows.segment_ids(i) for i in ids], shape))
     if options.reads_labels:
         labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
-        shifted = shift_labels(labels)
+        shifted = options.take_part(shift_labels(labels))
         reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
         targets = (shifted, *reference, denominator, index_targets(shifted))
     return inputs, targets

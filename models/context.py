@@ -27,13 +27,15 @@ from models.documents import (
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
+from models.parallel.context_parallel import WHOLE, ContextParallel
 from models.recurrent import DocumentBatches, batch_documents
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
-# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
+# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states. With
+# context parallelism hidden_states and input_ids are those of the rank's part of the sequence, the integers whole.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -52,6 +54,7 @@ class MicroBatchContext:
         """rotary: the family's rotary embedding, or None for a family without."""
         self.config = config
         self.rotary = rotary
+        self.sequence_part: ContextParallel = WHOLE
         # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
         self.bounds: DocumentBounds | None = None
         self.locates_tokens = False  # set where something asks for `tokens`
@@ -60,6 +63,7 @@ class MicroBatchContext:
         self.tokens: TokenDocuments | None = None
         self.batches: DocumentBatches | None = None
         self._position_ids: torch.Tensor | None = None
+        self._own_positions: torch.Tensor | None = None
         self._shared: dict[str, Any] = {}
         self._by_type: dict[str, dict[str, Any]] = {}
         self._numbers: torch.Tensor | None = None
@@ -78,24 +82,38 @@ class MicroBatchContext:
         with _disable_current_modes():
             if position_ids is not self._position_ids:
                 self._numbers = number_documents(position_ids, self.bounds)
-                self.tokens = locate_tokens(inputs[2], self.bounds) if self.locates_tokens else None
+                own = self._take_part(inputs)
+                self.tokens = locate_tokens(own[2], self.bounds) if self.locates_tokens else None
                 self.batches = self._batch_documents()
-                self._shared, self._by_type = self.derive_shared(inputs), {}
+                self._own_positions = own[1]
+                self._shared, self._by_type = self.derive_shared(own), {}
                 self._position_ids = position_ids
             return self.give(inputs, attention_type, layer_idx)
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
         """What `__call__` returns, from what has been derived."""
         if attention_type not in self._by_type:
-            self._by_type[attention_type] = self.derive_by_type(inputs, attention_type)
-        return {"position_ids": inputs[1], **self._by_type[attention_type], **self._shared}
+            self._by_type[attention_type] = self.derive_by_type(self._describe_whole(inputs), attention_type)
+        return {"position_ids": self._own_positions, **self._by_type[attention_type], **self._shared}
+
+    def _take_part(self, inputs: Activations) -> Activations:
+        """The integers too those of the rank's part of the sequence."""
+        return inputs[0], self.sequence_part.take(inputs[1]), self.sequence_part.take(inputs[2])
+
+    def _describe_whole(self, inputs: Activations) -> Activations:
+        """Hidden states as many as positions: of the whole sequence, of which attention has a part of the heads. Their
+        shape, dtype and device alone count."""
+        hidden_states, position_ids, segment_ids = inputs
+        if self.sequence_part.size > 1:
+            hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)
+        return hidden_states, position_ids, segment_ids
 
     def request_batches(self) -> None:
         """From now on `batches` is what it says; also for a micro-batch that has begun."""
         self._batches_documents, self._position_ids = True, None
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
-        """Keyword arguments that are the same for all layers."""
+        """Keyword arguments that are the same for all layers. inputs: of the rank's part of the sequence."""
         if self.rotary is None:
             return {}
         hidden_states, position_ids, _ = inputs
@@ -135,7 +153,8 @@ class MicroBatchContext:
         return batch_documents(self._numbers, None if self._numbers.device.type == "cpu" else self.bounds)
 
     def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
-        """Keyword arguments of one type of attention, as the attention implementation wants them."""
+        """Keyword arguments of one type of attention, as the attention implementation wants them. inputs: of the whole
+        sequence."""
         implementation = self.config._attn_implementation
         if implementation == VARLEN:
             return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}

@@ -14,6 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from models.context import Activations, MicroBatchContext
 from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 from models.layer import Fused, Layer, Style, Styles
+from models.parallel.context_parallel import WHOLE, ContextParallel
 
 LEARNED_POSITIONS = True
 NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_head.")
@@ -22,13 +23,15 @@ NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_
 class PositionEmbedding(nn.Embedding):
     """Adds the learned position to the token embedding."""
 
+    sequence_part: ContextParallel = WHOLE
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.embd_pdrop)
 
     def forward(self, inputs: Activations) -> Activations:
         hidden_states, position_ids, _ = inputs
-        return self.dropout(hidden_states + super().forward(position_ids)), *inputs[1:]
+        return self.dropout(hidden_states + super().forward(self.sequence_part.take(position_ids))), *inputs[1:]
 
 
 class DecoderLayer(PipelineDecoderLayer, GPT2Block):

@@ -23,7 +23,7 @@ from training.inputs import loaders
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.reference_logprobs import prepare_reference
 from training.objectives.user_loss import build_run_loss
-from training.pipeline.module import StageModule, join_tensor_parallel
+from training.pipeline.module import StageModule, join_context_parallel, join_tensor_parallel
 from training.pipeline.schedules import build_schedule
 from training.setup import RunSetup
 
@@ -38,6 +38,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     parallel = join_tensor_parallel(setup.layout.topology, ranks.rank)
     fuses = config.fused_kernels is FusedKernels.auto
     obstacle = find_obstacle(current_device()) if fuses else None
+    sequence_part = join_context_parallel(setup.layout.topology, ranks.rank)
     module = StageModule(
         setup.layers,
         setup.bounds,
@@ -51,6 +52,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         compiles=config.compile,
         fuses=fuses and obstacle is None,
         parallel=parallel,
+        sequence_part=sequence_part,
         topology=setup.layout.topology,
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,

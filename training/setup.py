@@ -285,9 +285,9 @@ def predict_run(
     """
     layout, architecture = setup.layout, setup.source.config
     order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
-    lengths = broadcast_from_main(lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to), ranks)
+    lengths = broadcast_from_main(lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, layout.context_parallel_size), ranks)
     times: list[LayerTimes] = []
-    if not has_accelerator() and layout.tensor_parallel_size == 1:  # shards are not built by themselves
+    if not has_accelerator() and layout.tensor_parallel_size == layout.context_parallel_size == 1:  # shards are not built by themselves
         times = time_layers(config, architecture, setup.costs, layout, lengths, ranks)
     if not ranks.is_main:
         return None

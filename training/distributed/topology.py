@@ -3,7 +3,7 @@
 `AXES` is the one table: whatever computes with ranks asks a `Topology`, so another axis is another line of it. The
 outermost axis comes first: with pipe, data and tensor, rank = (stage_id * data size + data index) * tensor size +
 tensor index, as in DeepSpeed's `PipeModelDataParallelTopology`. So ranks that share layers, which exchange most, are
-neighbours.
+neighbours, and those that share a sequence come next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from errors import UserError
 from training.config.schema import RunConfig
 
-PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+PIPE, DATA, CONTEXT, TENSOR = "pipe", "data", "context", "tensor"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Axis:
 AXES = (
     Axis(PIPE, "num_stages", "pp", splits_weights=True),
     Axis(DATA, None, "dp", splits_weights=False),
+    Axis(CONTEXT, "context_parallel_size", "cp", splits_weights=False),
     Axis(TENSOR, "tensor_parallel_size", "tp", splits_weights=True),
 )
 
@@ -150,8 +151,12 @@ class Layout:
         return self.topology.size(TENSOR)
 
     @property
+    def context_parallel_size(self) -> int:
+        return self.topology.size(CONTEXT)
+
+    @property
     def dp_size(self) -> int:
-        """Replicas, each of which reads samples of its own."""
+        """Replicas, each of which reads samples of its own: of one rank, or of those that share its sequences."""
         return self.topology.size(DATA)
 
     @property

@@ -23,12 +23,13 @@ from models.fused_kernels import fuse_kernels
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
 from models.neftune import EmbeddingNoise
+from models.parallel.context_parallel import WHOLE, ContextParallel, share_sequence
 from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
 from models.parallel.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
 from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
-from training.distributed.topology import PIPE, TENSOR, Topology, join_group
+from training.distributed.topology import CONTEXT, PIPE, TENSOR, Topology, join_group
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import Placement
@@ -64,6 +65,12 @@ def join_tensor_parallel(topology: Topology, rank: int) -> TensorParallel:
     return ALONE if size == 1 else TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR))
 
 
+def join_context_parallel(topology: Topology, rank: int) -> ContextParallel:
+    """This rank among those that share its sequences, with a process group of them. All ranks call it."""
+    size = topology.size(CONTEXT)
+    return WHOLE if size == 1 else ContextParallel(topology.index(rank, CONTEXT), size, join_group(topology, CONTEXT))
+
+
 class StageModule(PipelineModule):
     """This rank's stage of the model.
 
@@ -93,6 +100,7 @@ class StageModule(PipelineModule):
         compiles: bool = False,
         fuses: bool = False,
         parallel: TensorParallel = ALONE,
+        sequence_part: ContextParallel = WHOLE,
         routers: RouterOptions | None = None,
         neftune_noise_alpha: float = 0.0,
         schedule: Schedule,
@@ -101,8 +109,8 @@ class StageModule(PipelineModule):
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
-        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. routers: None for a dense
-        model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and
+        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks
+        that share each sequence. routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and
         whether gradients of weights are put off. Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
@@ -115,6 +123,7 @@ class StageModule(PipelineModule):
             list(freeze),
         )
         self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
+        self._sequence_part = sequence_part
         self._schedule = schedule
         self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
@@ -280,6 +289,8 @@ class StageModule(PipelineModule):
                 setattr(part, name, buffer.to(device))  # what follows from the config is in no file
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
+        if self._sequence_part.size > 1:
+            share_sequence(module, self._sequence_part)
         choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
         self._mark_parameters(index, module)
 

@@ -1,0 +1,175 @@
+"""A sequence over several ranks, by all-to-all over heads (Ulysses, 2309.14509).
+
+Each rank of a group has an equal part of every sequence: its hidden states, its logits, its targets. Attention alone
+looks at other tokens. So around it the ranks exchange: of queries, keys and values each rank gets all tokens of a part
+of the heads, runs the attention that one rank would run for them, whichever it is, and gives the outputs back. What says
+which tokens see each other (positions, documents) every rank has whole: integers are small.
+
+B micro-batch, T sequence, H query heads, G heads of keys and values, E head size, C ranks of the group.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from errors import UserError
+
+NAME = "context_parallel"  # of the attention function
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank among those that share each sequence. group: of these ranks; None where none is needed."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of something that has all tokens along `dim`."""
+        if self.size == 1:
+            return tensor
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * length, length)
+
+
+WHOLE = ContextParallel()
+
+
+def check_heads(config: PretrainedConfig, size: int, tensor_parallel_size: int) -> None:
+    """Raises UserError for a group of more ranks than query heads, or one that does not divide them."""
+    heads = config.num_attention_heads // tensor_parallel_size
+    if heads % size:
+        fitting = [str(each) for each in range(1, heads + 1) if heads % each == 0]
+        of_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
+        raise UserError(
+            f"context_parallel_size={size} does not divide the {heads} attention heads{of_rank}, of which each rank "
+            f"takes a part; sizes that do: {', '.join(fitting)}"
+        )
+
+
+def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
+    """Makes a layer work on a part of the sequence: its attention, and what asks for positions."""
+    for part in module.modules():
+        for asks in (part, getattr(part, "context", None)):
+            if hasattr(asks, "sequence_part"):
+                asks.sequence_part = parallel
+        if "Attention" in type(part).__name__ and hasattr(part, "config"):
+            part.exchange = HeadExchange(part, parallel)  # type: ignore[assignment]
+            part.config = copy.copy(part.config)
+            part.config._attn_implementation = NAME  # type: ignore[union-attr]
+
+
+class HeadExchange:
+    """What stands around the attention of one layer."""
+
+    def __init__(self, module: nn.Module, parallel: ContextParallel) -> None:
+        self._config: Any = module.config
+        name = self._config._attn_implementation
+        # The one that is written out is not in transformers' table; its modules bring it
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        self._attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        self._parallel = parallel
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, H, T / C, E], key and value [B, G, T / C, E], the values perhaps of another size; returns
+        [B, T / C, H, E']. attention_mask: of all tokens, and of any head."""
+        size = self._parallel.size
+        repeats = size // math.gcd(key.shape[1], size)  # fewer heads than ranks: several have the same
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        query, key, value = self._gather_tokens(query, key, value)
+        options.pop("position_ids", None)  # of this rank's part
+        options |= {name: self._take_heads(options[name]) for name in ("s_aux",) if options.get(name) is not None}
+        heads = _Heads(module, self._config, query.shape[1] // key.shape[1], self._take_heads)
+        output, _ = self._attend(heads, query, key, value, attention_mask, **options)  # [B, T, H / C, E']
+        return self._gather_heads(output), None
+
+    def _take_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """This rank's of something that has one number a head [H]."""
+        return self._parallel.take(of_heads, dim=0)
+
+    def _gather_tokens(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Of each [B, H, T / C, E] all tokens of H / C heads, [B, H / C, T, E]."""
+        size = self._parallel.size
+        by_rank = [tensor.unflatten(1, (size, -1)).transpose(0, 1) for tensor in tensors]  # [C, B, H / C, T / C, E]
+        flat = torch.cat([part.flatten(1) for part in by_rank], dim=1)
+        received = _Exchange.apply(flat, self._parallel.group)
+        parts = received.split([part[0].numel() for part in by_rank], dim=1)
+        return [
+            part.view(each.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            for part, each in zip(parts, by_rank, strict=True)
+        ]
+
+    def _gather_heads(self, output: torch.Tensor) -> torch.Tensor:
+        """Of [B, T, H / C, E] all heads of T / C tokens, [B, T / C, H, E]."""
+        by_rank = output.unflatten(1, (self._parallel.size, -1)).transpose(0, 1)  # [C, B, T / C, H / C, E]
+        received = _Exchange.apply(by_rank, self._parallel.group)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _Heads:
+    """An attention module as the function that it calls sees it, with this rank's heads."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: PretrainedConfig,
+        num_key_value_groups: int,
+        take: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._module, self._take = module, take
+        self.config, self.num_key_value_groups = config, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return self._take(found) if name == "sinks" else found
+
+
+class _Exchange(torch.autograd.Function):
+    """[C, ...]: the rank's i-th part goes to rank i, and comes from there."""
+
+    @staticmethod
+    def forward(context: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(context: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _exchange(gradients, context.group), None
+
+
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention function of `transformers`."""
+    return module.exchange(module, query, key, value, attention_mask, **options)  # type: ignore[operator]
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,126 @@
+"""A sequence over several ranks against the plain Hugging Face model: losses, norms and weights of five SGD steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    EVERY_SECOND,
+    SELECTIVE,
+    Case,
+    merge,
+    train_case,
+    train_oracle,
+    worst_difference,
+)
+from support.families import FAMILIES, save_family
+from support.tiny import save_llama, save_records, save_tokenizer
+from support.workers import WorkerGroup
+
+SHARED = "context_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("context")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_records(root / "train.jsonl", 40)
+    save_tokenizer(root / "tokenizer")
+    return root
+
+
+def build_case(root: Path, *overrides: str, world_size: int = 2, num_stages: int = 1, tied: bool = False) -> Case:
+    return Case(
+        root / f"tied{tied}", root / "train.jsonl", root, num_stages, world_size, overrides=(SHARED, *overrides)
+    )
+
+
+def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
+    result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case)
+    worst, name = worst_difference(result["weights"], oracle["weights"])
+    assert worst < BOUND, name
+    assert result["losses"] == pytest.approx(oracle["losses"], rel=BOUND)
+    assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)
+
+
+def test_five_sgd_steps_equal_hugging_face(workers: Callable[[int], WorkerGroup], root: Path) -> None:
+    compare(workers, build_case(root, CLIPPED))
+
+
+PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("world_size", "num_stages", "overrides"),
+    [
+        pytest.param(4, 1, ("context_parallel_size=4",), id="cp4"),  # two heads of keys and values for four ranks
+        pytest.param(4, 2, (), id="cp2-pp2"),
+        pytest.param(4, 1, ("tensor_parallel_size=2",), id="cp2-tp2"),
+        pytest.param(4, 1, (), id="cp2-dp2"),
+        pytest.param(4, 2, ("schedule=interleaved",), id="cp2-pp2-interleaved"),
+        pytest.param(4, 2, ("schedule=zero_bubble", CHECKPOINTED), id="cp2-pp2-zero_bubble"),
+        pytest.param(2, 1, (CHECKPOINTED,), id="cp2-grouped"),
+        pytest.param(2, 1, SELECTIVE, id="cp2-selective"),
+        pytest.param(2, 1, EVERY_SECOND, id="cp2-every"),
+        pytest.param(2, 1, ("attn_implementation=eager",), id="cp2-eager"),
+        pytest.param(2, 1, ("attn_implementation=varlen",), id="cp2-varlen"),
+        pytest.param(2, 1, ("data.pad_to=max_seq_length",), id="cp2-padded"),
+        pytest.param(2, 1, ("offload_optimizer=cpu",), id="cp2-offloaded"),
+    ],
+)
+def test_every_layout_equals_hugging_face(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    world_size: int,
+    num_stages: int,
+    overrides: tuple[str, ...],
+    tied: bool,
+) -> None:
+    keys = (*overrides, "micro_batch_size=1") if "zero_bubble" in str(overrides) else overrides
+    compare(workers, build_case(root, CLIPPED, *keys, world_size=world_size, num_stages=num_stages, tied=tied))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mpt"}))
+def test_every_family_equals_hugging_face(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
+) -> None:
+    save_family(tmp_path / "model", family, tied=False)
+    keys = (SHARED, f"tokenizer_name_or_path={root}/tokenizer", "learning_rate=0.05", CLIPPED)
+    compare(workers, Case(tmp_path / "model", root / "train.jsonl", tmp_path, 1, 2, overrides=keys))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        PACKED,
+        (*PACKED, "attn_implementation=varlen", CHECKPOINTED),
+        (*PACKED, "attn_implementation=eager"),
+        ("adapter=lora", CHECKPOINTED),
+        ("label_smoothing=0.1",),
+        ("freeze=[embed_tokens]",),
+    ],
+    ids=lambda keys: "-".join(keys),
+)
+def test_two_ranks_do_what_one_does(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    """Which other tests hold against the oracle: documents of packed rows, peft's adapters."""
+    shared = replace(build_case(root, CLIPPED, *keys), workdir=tmp_path)
+    alone = replace(shared, world_size=1, overrides=shared.overrides[1:])
+    found, expected = (merge(workers(case.world_size).run(train_case, case)) for case in (shared, alone))
+    worst, name = worst_difference(found["weights"], expected["weights"])
+    assert worst < BOUND, name
+    assert found["losses"] == pytest.approx(expected["losses"], rel=BOUND)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=BOUND)
