@@ -47,7 +47,9 @@ def measure_rows(
     padded = [compute_seq_length(lengths, pad_to, plan.max_seq_length, parts) for lengths in of_steps]
     can_look = len(rows) <= _MOST_ROWS
     return RowLengths(
-        longest=compute_seq_length(rows.lengths, pad_to, plan.max_seq_length, parts) if can_look else plan.max_seq_length,
+        longest=compute_seq_length(rows.lengths, pad_to, plan.max_seq_length, parts)
+        if can_look
+        else plan.max_seq_length,
         padded=round(float(np.mean(padded))),
         filled=float(np.mean([lengths.mean() for lengths in of_steps])),
     )

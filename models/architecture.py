@@ -10,6 +10,7 @@ differs from most:
 
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
+    SEQUENCE_OBSTACLE = "..."        why ranks cannot share its sequences
     tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
                                      Fused; without it the layer cannot be sharded
 
@@ -174,6 +175,13 @@ def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
     if plan is None:
         raise refuse_sharding(config, "its file in models/ has no plan for it")
     return plan(config)
+
+
+def find_sequence_obstacle(config: PretrainedConfig) -> str | None:
+    """Why context parallelism cannot cut this family's sequences; None where the tests prove that it can."""
+    if config.model_type not in ARCHITECTURES:
+        return "it has no file in models/, and its layers were not tried on parts of sequences"
+    return getattr(_load_architecture(config), "SEQUENCE_OBSTACLE", None)
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:

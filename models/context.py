@@ -27,15 +27,15 @@ from models.documents import (
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
-from models.parallel.context_parallel import WHOLE, ContextParallel
+from models.parallel.shard import WHOLE, ContextParallel
 from models.recurrent import DocumentBatches, batch_documents
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
-# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states. With
-# context parallelism hidden_states and input_ids are those of the rank's part of the sequence, the integers whole.
+# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
+# With context parallelism hidden_states and input_ids are of the rank's part of the sequence, the integers whole.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

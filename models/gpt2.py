@@ -14,7 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from models.context import Activations, MicroBatchContext
 from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, build_decoder
 from models.layer import Fused, Layer, Style, Styles
-from models.parallel.context_parallel import WHOLE, ContextParallel
+from models.parallel.shard import WHOLE, ContextParallel
 
 LEARNED_POSITIONS = True
 NAMES = Names("transformer.wte.", "transformer.h.{}.", "transformer.ln_f.", "lm_head.")

@@ -18,6 +18,7 @@ from models.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, build_de
 from models.layer import Fused, Layer, Style, Styles
 
 ATTENTION_IMPLEMENTATIONS = ("eager",)
+SEQUENCE_OBSTACLE = "transformers has its attention written out, with nothing to put an exchange around"
 NAMES = Names("transformer.wte.", "transformer.blocks.{}.", "transformer.norm_f.", "lm_head.")
 
 

@@ -21,6 +21,7 @@ from models.adapters import Adapter
 from models.architecture import build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
 from models.layer import Layer
+from models.parallel.context_parallel import check_sequences
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import is_reward_model
 from models.weights.grown import GrownWeights
@@ -154,6 +155,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config, source.wrapper)
     layers = shard_layers(source.config, layers, config.tensor_parallel_size)
+    check_sequences(source.config, config.context_parallel_size, config.tensor_parallel_size, config.max_seq_length)
     check_run_packing(config, source.config)
     source.config._experts_implementation = choose_experts(
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
@@ -285,9 +287,13 @@ def predict_run(
     """
     layout, architecture = setup.layout, setup.source.config
     order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
-    lengths = broadcast_from_main(lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, layout.context_parallel_size), ranks)
+    lengths = broadcast_from_main(
+        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, layout.context_parallel_size), ranks
+    )
     times: list[LayerTimes] = []
-    if not has_accelerator() and layout.tensor_parallel_size == layout.context_parallel_size == 1:  # shards are not built by themselves
+    if (
+        not has_accelerator() and layout.tensor_parallel_size == layout.context_parallel_size == 1
+    ):  # shards are not built by themselves
         times = time_layers(config, architecture, setup.costs, layout, lengths, ranks)
     if not ranks.is_main:
         return None

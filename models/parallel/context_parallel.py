@@ -2,8 +2,8 @@
 
 Each rank of a group has an equal part of every sequence: its hidden states, its logits, its targets. Attention alone
 looks at other tokens. So around it the ranks exchange: of queries, keys and values each rank gets all tokens of a part
-of the heads, runs the attention that one rank would run for them, whichever it is, and gives the outputs back. What says
-which tokens see each other (positions, documents) every rank has whole: integers are small.
+of the heads, runs the attention that one rank would run for them, whichever it is, and gives the outputs back. What
+says which tokens see each other (positions, documents) every rank has whole: integers are small.
 
 B micro-batch, T sequence, H query heads, G heads of keys and values, E head size, C ranks of the group.
 """
@@ -14,7 +14,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,31 +23,28 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from errors import UserError
+from models.architecture import find_sequence_obstacle
+from models.parallel.shard import ContextParallel
 
 NAME = "context_parallel"  # of the attention function
 
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """This rank among those that share each sequence. group: of these ranks; None where none is needed."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-
-    def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of something that has all tokens along `dim`."""
-        if self.size == 1:
-            return tensor
-        length = tensor.shape[dim] // self.size
-        return tensor.narrow(dim, self.rank * length, length)
-
-
-WHOLE = ContextParallel()
-
-
-def check_heads(config: PretrainedConfig, size: int, tensor_parallel_size: int) -> None:
-    """Raises UserError for a group of more ranks than query heads, or one that does not divide them."""
+def check_sequences(config: PretrainedConfig, size: int, tensor_parallel_size: int, max_seq_length: int) -> None:
+    """Raises UserError for sequences of this model that a group of so many ranks cannot share: of a family whose layers
+    were not tried, of fewer heads than ranks, of a length that does not divide."""
+    if size == 1:
+        return
+    if obstacle := find_sequence_obstacle(config):
+        raise UserError(
+            f"context_parallel_size={size}: a '{config.model_type}' cannot share sequences: {obstacle}; "
+            "give context_parallel_size=1, or tensor_parallel_size"
+        )
+    if max_seq_length % size:
+        below = max_seq_length // size * size
+        nearest = f"{below} or {below + size}" if below else f"{size}"
+        raise UserError(
+            f"context_parallel_size={size} does not divide max_seq_length={max_seq_length}; the nearest is {nearest}"
+        )
     heads = config.num_attention_heads // tensor_parallel_size
     if heads % size:
         fitting = [str(each) for each in range(1, heads + 1) if heads % each == 0]
@@ -64,19 +60,20 @@ def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
     for part in module.modules():
         for asks in (part, getattr(part, "context", None)):
             if hasattr(asks, "sequence_part"):
-                asks.sequence_part = parallel
+                asks.sequence_part = parallel  # type: ignore[union-attr]
         if "Attention" in type(part).__name__ and hasattr(part, "config"):
             part.exchange = HeadExchange(part, parallel)  # type: ignore[assignment]
-            part.config = copy.copy(part.config)
-            part.config._attn_implementation = NAME  # type: ignore[union-attr]
+            exchanging: Any = copy.copy(part.config)
+            exchanging._attn_implementation = NAME
+            part.config = exchanging
 
 
 class HeadExchange:
     """What stands around the attention of one layer."""
 
     def __init__(self, module: nn.Module, parallel: ContextParallel) -> None:
-        self._config: Any = module.config
-        name = self._config._attn_implementation
+        config: Any = module.config
+        self._config, name = config, config._attn_implementation
         # The one that is written out is not in transformers' table; its modules bring it
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         self._attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)

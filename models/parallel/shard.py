@@ -25,6 +25,25 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank among those that share each sequence. group: of these ranks; None where none is needed."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of something that has all tokens along `dim`."""
+        if self.size == 1:
+            return tensor
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * length, length)
+
+
+WHOLE = ContextParallel()
+
+
 def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
     """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
     sizes = [length // size + (rank < length % size) for rank in range(size)]

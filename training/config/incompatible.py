@@ -99,6 +99,10 @@ _NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator
 _TENSOR_PARALLEL = Feature(
     "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
 )
+_CONTEXT_PARALLEL = Feature(
+    "context_parallel_size > 1", lambda run: run.config.context_parallel_size > 1, "context_parallel_size"
+)
+_ONE_SEQUENCE = "give context_parallel_size=1"
 _ONE_STAGE = Feature(  # a search tries other numbers of stages
     "num_stages=1", lambda run: run.config.num_stages == 1 and run.config.plan != "search", "num_stages"
 )
@@ -193,6 +197,34 @@ INCOMPATIBLE = (
         "give tensor_parallel_size=1",
     ),
     Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
+    Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose another hardware"),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _PAIRS,
+        "an answer is scored as a whole, and would lie on several ranks",
+        f"{_ONE_SEQUENCE}, or use tensor_parallel_size",
+    ),
+    Pair(_CONTEXT_PARALLEL, _OWN_LOSS, "it would see a part of each sequence", _ONE_SEQUENCE),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _is("attn_implementation", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        "the exchange of heads is proven with sdpa, varlen and eager",
+        "use attn_implementation=auto",
+    ),
+    Pair(_CONTEXT_PARALLEL, _COMPILED, "the exchanges between ranks inside a layer are not compiled", _ONE_SEQUENCE),
+    Pair(_CONTEXT_PARALLEL, _FP16, "loss scaling is not proven on parts of sequences", _ONE_SEQUENCE),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _positive("neftune_noise_alpha"),
+        "its noise is drawn for whole rows",
+        "give neftune_noise_alpha=0",
+    ),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _positive("moe.aux_loss_coef"),
+        "it is a loss of each document, which would lie on several ranks",
+        "give moe.aux_loss_coef=0; moe.update_router_bias balances the load too",
+    ),
     Pair(
         _is("optimizer.name", "adamw_8bit"),
         _is("offload_optimizer", "cpu"),

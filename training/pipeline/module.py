@@ -23,8 +23,8 @@ from models.fused_kernels import fuse_kernels
 from models.layer import Layer
 from models.losses.cross_entropy import Loss, build_loss
 from models.neftune import EmbeddingNoise
-from models.parallel.context_parallel import WHOLE, ContextParallel, share_sequence
-from models.parallel.shard import ALONE, TensorParallel, sum_over_ranks
+from models.parallel.context_parallel import share_sequence
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel, sum_over_ranks
 from models.parallel.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
 from training.config.schema import CheckpointMode
@@ -110,8 +110,9 @@ class StageModule(PipelineModule):
         trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
         share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks
-        that share each sequence. routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which chunks are this rank's, and
-        whether gradients of weights are put off. Needs an initialised process group.
+        that share each sequence. routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no
+        noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off. Needs an
+        initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """

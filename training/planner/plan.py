@@ -173,6 +173,7 @@ def count_costs(
         adapter=build_adapter(config, layers),
         freeze=config.freeze,
         tensor_parallel_size=layout.tensor_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         splits_backward=find_schedule(layout.schedule).splits_backward,
     )
 

@@ -16,6 +16,7 @@ from console import fit, measure_width
 from errors import UserError
 from models.architecture import build_layers, check_length, choose_attention
 from models.layer import Layer
+from models.parallel.context_parallel import check_sequences
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import describe_reward_model, is_reward_model
 from models.weights.sources import load_config, parse_config
@@ -58,6 +59,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     world_size = check_world_size(config)
     architecture, wrapper = read_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    check_sequences(architecture, config.context_parallel_size, config.tensor_parallel_size, config.max_seq_length)
     build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if wrapper is not None:

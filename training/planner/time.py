@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from training.distributed.topology import PIPE, TENSOR, Layout
+from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout
 from training.planner.hardware import GB, Machine
 from training.planner.memory import Summed
 
@@ -66,7 +66,9 @@ def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]
         return [(rank, topology.neighbour(rank, PIPE)) for rank in layout.list_stage_ranks(stage_id)]
     groups = topology.groups(axis)
     # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
-    return [*groups] if axis == TENSOR else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
+    return (
+        [*groups] if axis in (CONTEXT, TENSOR) else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
+    )
 
 
 def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:

@@ -14,6 +14,7 @@ from training.config.validate import check_config
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configure.md"
 TWO_RANKS, SCRATCH = "tensor_parallel_size=2", "init=random"
+SHARED_SEQUENCES = "context_parallel_size=2"
 # A start of the message -> what to write to get it, of each pair of the table in turn.
 EXAMPLES = {
     "precision=fp16 does not go together with a machine without a GPU: ": ("precision=fp16",),
@@ -63,6 +64,19 @@ EXAMPLES = {
         "optimizer=lion",
         "optimizer.state_dtype=bf16",
     ),
+    **{
+        f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
+        for other, keys in {
+            "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
+            "data=preference": ("data=preference",),
+            "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
+            "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
+            "compile=true": ("compile=true",),
+            "precision=fp16": ("precision=fp16",),
+            "neftune_noise_alpha=5.0": ("neftune_noise_alpha=5.0",),
+            "moe.aux_loss_coef=0.1": ("moe.aux_loss_coef=0.1",),
+        }.items()
+    },
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
     "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
         "moe.update_router_bias=0.001",

@@ -40,8 +40,9 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, B x T; B twice `micro_batch_size` where a sample is two rows."""
-        return self.layout.micro_batch_size * self.tokens_per_sample
+        """Of a micro-batch on one rank, B x T; B twice `micro_batch_size` where a sample is two rows, T the rank's part
+        of a sequence that several share."""
+        return self.layout.micro_batch_size * self.tokens_per_sample // self.layout.context_parallel_size
 
     @property
     def weight_bytes(self) -> int:
@@ -84,8 +85,8 @@ class Chunk:
 
     @property
     def integer_bytes(self) -> int:
-        """Of what all layers take beside hidden_states."""
-        return BOUNDARY_BYTES * self.run.tokens
+        """Of what all layers take beside hidden_states; of whole sequences."""
+        return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
 
     @property
     def input_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from training.planner.levers.activations import ACTIVATIONS
 from training.planner.levers.boundaries import BOUNDARIES
+from training.planner.levers.context_parallel import CONTEXT_PARALLEL
 from training.planner.levers.gradient_sums import GRADIENT_SUMS
 from training.planner.levers.layers import LAYERS
 from training.planner.levers.lever import Chunk, Lever, Stage
@@ -22,6 +23,7 @@ LEVERS: tuple[Lever, ...] = (
     ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode
     BOUNDARIES,  # num_stages, schedule
     LOSS,  # task
+    CONTEXT_PARALLEL,  # context_parallel_size
     TENSOR_PARALLEL,  # tensor_parallel_size
     REPLICAS,  # world_size
     OPTIMIZER_STEP,  # optimizer, offload_optimizer
