@@ -25,6 +25,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "pp1": ("num_stages=1",),
         "pp2": ("num_stages=2",),
         "tp2": ("tensor_parallel_size=2",),
+        "cp2": ("context_parallel_size=2",),
         "dp2": ("num_stages=1",),
         "pp2xdp2": ("num_stages=2",),
         "tp2xpp2": ("num_stages=2", "tensor_parallel_size=2"),
@@ -81,7 +82,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Taken by a row only where it is asked for: g++ takes half a minute.
 SLOW = frozenset({("compile", "true")})
-RANKS = {"pp1": 1, "pp2": 2, "tp2": 2, "dp2": 2, "pp2xdp2": 4, "tp2xpp2": 4}
+RANKS = {"pp1": 1, "pp2": 2, "tp2": 2, "cp2": 2, "dp2": 2, "pp2xdp2": 4, "tp2xpp2": 4}
 
 
 def list_keys(row: Mapping[str, str]) -> tuple[str, ...]:

@@ -19,10 +19,14 @@ from training.checkpoint.optimizer_state import FILE_PATTERN
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
+CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # each sequence on two ranks
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
+EVERY_PAIR += [
+    pair for cp in CONTEXT_PARALLEL for other in ("pp2", "pp1xdp2", "tp2") for pair in ((cp, other), (other, cp))
+]
 EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TENSOR_PARALLEL.keys()]
 # At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of
 # the noise in A's gradient.
@@ -75,9 +79,10 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
     def start(name: str, layout: str, model: str, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
-            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL)[layout]
             defaults = (
                 f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
+                f"context_parallel_size={2 if layout in CONTEXT_PARALLEL else 1}",
                 f"output_dir={root / name}",
                 "optimizer=adamw",
                 "learning_rate=1e-3",

@@ -56,14 +56,6 @@ EXAMPLES = {
         "hardware=here",
         "hardware.peak_flops=null",
     ),
-    "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
-        "optimizer=adamw_8bit",
-        "offload_optimizer=cpu",
-    ),
-    "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
-        "optimizer=lion",
-        "optimizer.state_dtype=bf16",
-    ),
     **{
         f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
         for other, keys in {
@@ -77,6 +69,14 @@ EXAMPLES = {
             "moe.aux_loss_coef=0.1": ("moe.aux_loss_coef=0.1",),
         }.items()
     },
+    "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
+        "optimizer=adamw_8bit",
+        "offload_optimizer=cpu",
+    ),
+    "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
+        "optimizer=lion",
+        "optimizer.state_dtype=bf16",
+    ),
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
     "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
         "moe.update_router_bias=0.001",

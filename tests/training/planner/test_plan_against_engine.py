@@ -146,6 +146,7 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             for stages in (1, 2)
             for precision in ("bf16", "fp32")
             for optimizer in SMALL_STATES
+        ),
         (1, ("precision=bf16", "activation_checkpoint_interval=0", "context_parallel_size=2")),
         pytest.param(
             1, ("precision=fp32", "activation_checkpoint_interval=1", "context_parallel_size=2"), marks=pytest.mark.full
