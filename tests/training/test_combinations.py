@@ -20,7 +20,7 @@ from support.workers import WorkerGroup
 from transformers import AutoConfig
 
 from errors import UserError
-from models.architecture import choose_attention
+from models.architecture import choose_attention, find_sequence_obstacle
 from training.config.incompatible import INCOMPATIBLE, list_conflicts
 
 BATCH = ("micro_batch_size=2", "global_batch_size=8")
@@ -40,7 +40,7 @@ def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
     for pair in list_combinations(AXES, 2):
         assert (pair in covered) != refusals().refuses(*pair), pair
     assert rows == cover(Refusals(build_config(*BATCH)), 2)
-    assert len(rows) < 40
+    assert len(rows) < 45
 
 
 def list_combinations_of(row: Row) -> set[tuple[tuple[str, str], ...]]:
@@ -98,9 +98,13 @@ def test_a_row_trains_as_the_plain_model(
 
 
 def within(family: str, row: Row) -> Row:
-    """The row, with the kernel of the family where it has none of the row's (`ATTENTION_IMPLEMENTATIONS`)."""
+    """The row, with the kernel of the family where it has none of the row's (`ATTENTION_IMPLEMENTATIONS`), and replicas
+    where its sequences cannot be shared."""
+    config = AutoConfig.for_model(family)
+    if row["layout"] == "cp2" and find_sequence_obstacle(config):
+        row = row | {"layout": "dp2"}
     try:
-        choose_attention(AutoConfig.for_model(family), row["attention"])
+        choose_attention(config, row["attention"])
     except UserError:
         return row | {"attention": "auto"}
     return row
