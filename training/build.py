@@ -18,7 +18,7 @@ from training.config.schema import FusedKernels, RunConfig
 from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
-from training.engine.pipeline_engine import start_engine
+from training.engine.start import start_engine
 from training.inputs import loaders
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.reference_logprobs import prepare_reference
@@ -57,6 +57,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
         schedule=build_schedule(setup.layout),
+        shards_weights=trains and config.zero_stage == 3,
     )
     if module.deferred_share is not None:
         ranks.say(

@@ -100,14 +100,18 @@ def this_rank() -> Ranks:
 
 def hf_weights(engine: Engine) -> dict[str, torch.Tensor]:
     """Hugging Face name -> weight, whole, of the layers this stage owns."""
+    from training.pipeline.weight_sharding import whole_weights
+
     module = engine.module
     weights = {}
     for index, layer, layer_module in module.local_layers():
         if module.owns(index):
             shard_specs = list_shard_specs(layer_module)
-            for name, tensor in layer_module.state_dict().items():
-                whole = shard_specs[name].gather(tensor.detach(), module.parallel) if name in shard_specs else tensor
-                weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
+            with whole_weights(layer_module):
+                for name, tensor in layer_module.state_dict().items():
+                    is_cut = name in shard_specs
+                    whole = shard_specs[name].gather(tensor.detach(), module.parallel) if is_cut else tensor
+                    weights[layer.hf_prefix + name] = whole.detach().float().cpu().clone()
     return weights
 
 

@@ -15,6 +15,7 @@ from training.checkpoint.optimizer_state import SCALAR, WEIGHT
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.pipeline.placement import render_shard
+from training.pipeline.weight_sharding import whole_shape
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ def check_coverage(
     Raises UserError, together on all ranks, when state of a trained parameter is missing or there twice.
     """
     parameters = engine.module.named_hf_parameters()
-    trained = {f"{name}{render_shard(placed.shard)}": p.numel() for name, p, placed in parameters if p.requires_grad}
+    trained = {
+        f"{name}{render_shard(placed.shard)}": whole_shape(p).numel()
+        for name, p, placed in parameters
+        if p.requires_grad
+    }
     own = Coverage(trained, {key: tensor.numel() for key, tensor in saved.items()})
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, gathered, dst=0, group=group)

@@ -50,8 +50,8 @@ _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
 def plan_share(engine: Engine) -> list[ShareFile]:
-    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers put
-    them together, one after the other, in the host's memory of the one that writes it."""
+    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers, or
+    their weights, put them together, one after the other, in the host's memory of the one that writes it."""
     module, topology, parallel = engine.module, engine.layout.topology, engine.module.parallel
     num_replicas, replica = (
         engine.layout.num_weight_replicas,
@@ -59,12 +59,13 @@ def plan_share(engine: Engine) -> list[ShareFile]:
     )
     files = []
     for index, _, layer_module in module.local_layers():
-        if not module.owns(index) or index % num_replicas != replica:
+        is_mine = index % num_replicas == replica
+        if not module.owns(index) or not (is_mine or module.shards_weights):
             continue
-        name, writer = layer_file(Path(), index).name, index // num_replicas % parallel.size
-        if parallel.size == 1:
+        name, is_writer = layer_file(Path(), index).name, index // num_replicas % parallel.size == parallel.rank
+        if parallel.size == 1 and not module.shards_weights:
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
-        elif (tensors := module.gather_tensors(layer_module, writer)) is not None:
+        elif (tensors := module.gather_tensors(layer_module, keeps=is_mine and is_writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
     if state := optimizer_state.collect_state(engine):
         files.append(ShareFile(optimizer_state.file_name(topology, engine.rank), state))

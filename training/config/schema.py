@@ -293,6 +293,7 @@ class RunConfig:
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING
     context_parallel_size: int = MISSING
+    zero_stage: int = MISSING
     partition_method: Any = MISSING
     schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedules.py, which checks it
     virtual_stages_per_rank: int = MISSING

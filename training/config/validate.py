@@ -101,6 +101,11 @@ def _check_ranges(config: RunConfig) -> None:
     for key, value in dataclasses.asdict(config.moe).items():
         if not 0 <= value < math.inf:
             raise UserError(f"moe.{key}={value:g}: 0 or more; 0 turns it off")
+    if config.zero_stage not in (1, 2, 3):
+        raise UserError(
+            f"zero_stage={config.zero_stage}: 1 shares out the optimizer's state, 2 the sums of gradients too, 3 the "
+            "weights too"
+        )
     limit = config.schedule_memory_limit
     if limit is not None and limit < 1:
         raise UserError(f"schedule_memory_limit={limit}: at least 1, the micro-batches that a rank may hold, or null")

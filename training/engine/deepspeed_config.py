@@ -12,6 +12,8 @@ _NEVER = 10**9  # steps_per_print takes no "off"
 # Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the
 # card. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
+# DeepSpeed's would put a function of its own in the place of `torch.nn.functional.linear`, of the whole process.
+STAGE_3 = {"memory_efficient_linear": False}
 
 
 def build_deepspeed_config(
@@ -33,7 +35,7 @@ def build_deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
         "zero_optimization": {
-            "stage": 1,
+            "stage": config.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
@@ -57,6 +59,8 @@ def build_deepspeed_config(
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         built["data_types"] = {"grad_accum_dtype": "fp32"}
+    if trains and config.zero_stage == 3:
+        built["zero_optimization"] |= STAGE_3
     for key, value in config.deepspeed.items():
         if key in built:
             raise UserError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer, utils
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
 
@@ -20,10 +21,11 @@ from training.distributed.process import make_host_group
 from training.engine.zero_patches import patch
 
 
-def avoid_host_waits(engine: PipelineEngine) -> None:
+def avoid_host_waits(engine: DeepSpeedEngine) -> None:
     """All ranks call it. Raises UserError when DeepSpeed does not have what this replaces."""
-    _exchange_shapes_on_host(engine)
-    patch(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
+    if isinstance(engine, PipelineEngine):
+        _exchange_shapes_on_host(engine)
+        patch(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
     for module in (utils, stage_1_and_2):
         patch(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
     patch(stage_1_and_2, "is_invalid_grad_norm", _ask_once())

@@ -17,7 +17,9 @@ from errors import UserError
 from models.adapters import Adapter
 from models.layer import Layer
 from training.config.schema import RunConfig
+from training.pipeline.module import StageModule
 from training.pipeline.trainable import choose_trained
+from training.pipeline.weight_sharding import whole_shape
 
 # Of a group: its learning rate over that of the run, whose schedule scales all of them.
 LR_RATIO = "lr_ratio"
@@ -34,7 +36,7 @@ def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
     """
     chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(config.parameter_groups) + 1))]
     for name, parameter in named:
-        chosen[2 * _find_entry(name, config) + (parameter.ndim <= 1)].append(parameter)
+        chosen[2 * _find_entry(name, config) + (len(whole_shape(parameter)) <= 1)].append(parameter)
     groups = []
     for number, parameters in enumerate(chosen):
         entry = config.parameter_groups[number // 2 - 1] if number >= 2 else None
@@ -46,6 +48,13 @@ def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
         ratio = rate / config.learning_rate if config.learning_rate else 1.0
         groups.append({"params": parameters, "lr": rate, "weight_decay": decay, LR_RATIO: ratio})
     return groups
+
+
+def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
+    """The parameter groups of a stage; some may be empty."""
+    names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # those of a loss have none
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return group_parameters([(names.get(id(each), ""), each) for each in trained], config)
 
 
 def _find_entry(name: str, config: RunConfig) -> int:

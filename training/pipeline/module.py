@@ -37,6 +37,7 @@ from training.pipeline.routers import StageRouters
 from training.pipeline.schedule import Schedule
 from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, split_projections
+from training.pipeline.weight_sharding import shard_weights, whole_weights
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -104,6 +105,7 @@ class StageModule(PipelineModule):
         routers: RouterOptions | None = None,
         neftune_noise_alpha: float = 0.0,
         schedule: Schedule,
+        shards_weights: bool = False,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
@@ -111,8 +113,9 @@ class StageModule(PipelineModule):
         decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
         share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks
         that share each sequence. routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no
-        noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off. Needs an
-        initialised process group.
+        noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off.
+        shards_weights: over the replicas, each layer as soon as it is loaded (`training.pipeline.weight_sharding`).
+        Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -125,7 +128,7 @@ class StageModule(PipelineModule):
         )
         self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
         self._sequence_part = sequence_part
-        self._schedule = schedule
+        self._schedule, self.shards_weights = schedule, shards_weights
         self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
@@ -218,6 +221,8 @@ class StageModule(PipelineModule):
         with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as bar:
             for index, _, module in bar.follow(self.local_layers()):
                 self._load(module, index)
+                if self.shards_weights:
+                    shard_weights(module, self._dtype)
 
     def _compile_layers(self) -> None:
         """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
@@ -347,8 +352,9 @@ class StageModule(PipelineModule):
         try:
             for index, _, module in self.local_layers():
                 tensors = self._read(source, index, module)
-                for name, held in module.state_dict().items():
-                    held.copy_(tensors[name])
+                with whole_weights(module, changes=True):
+                    for name, held in module.state_dict().items():
+                        held.copy_(tensors[name])
         except UserError as error:
             mistake = error
         raise_together(mistake)
@@ -393,17 +399,18 @@ class StageModule(PipelineModule):
         names = state.keys() if self.adapter is None else trained
         return {name: state[name].detach() for name in names}
 
-    def gather_tensors(self, layer_module: torch.nn.Module, writer: int) -> dict[str, torch.Tensor] | None:
-        """`saved_tensors`, whole and in the host's memory, on the rank `writer` of the tensor-parallel group; None on
-        the others, which call it too.
+    def gather_tensors(self, layer_module: torch.nn.Module, keeps: bool) -> dict[str, torch.Tensor] | None:
+        """`saved_tensors`, whole and in the host's memory, on a rank that `keeps` them; None on the others, which call
+        it too: those that share the layer, or its weights.
         """
         shard_specs = list_shard_specs(layer_module)
         gathered = {}
-        for name, tensor in self.saved_tensors(layer_module).items():
-            whole = shard_specs[name].gather(tensor, self.parallel) if name in shard_specs else tensor
-            if writer == self.parallel.rank:
-                gathered[name] = whole.to("cpu", copy=True)
-        return gathered if writer == self.parallel.rank else None
+        with whole_weights(layer_module):
+            for name, tensor in self.saved_tensors(layer_module).items():
+                whole = shard_specs[name].gather(tensor, self.parallel) if name in shard_specs else tensor
+                if keeps:
+                    gathered[name] = whole.to("cpu", copy=True)
+        return gathered if keeps else None
 
     def local_layers(self) -> Iterator[tuple[int, Layer, torch.nn.Module]]:
         """The layers of this stage: number, description, module. A shared module comes once, as the layer that owns

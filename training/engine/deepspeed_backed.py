@@ -1,0 +1,75 @@
+"""What the engines over DeepSpeed have in common: what is asked of its optimizer, whatever runs the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.distributed.topology import Layout
+from training.engine.engine import Engine, Partition, PartitionSlice
+from training.engine.parameter_groups import LR_RATIO
+from training.engine.partitions import hold_partitions
+from training.engine.state_kinds import DeclaredState
+from training.pipeline.module import StageModule
+
+# What changes in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
+_LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DeepSpeedBacked(Engine):
+    """wrapped: DeepSpeed's engine, which has the optimizer. kept: what that keeps."""
+
+    def __init__(self, wrapped: Any, module: StageModule, layout: Layout, kept: DeclaredState) -> None:
+        self.wrapped, self.module, self.layout = wrapped, module, layout
+        self.device, self.rank = wrapped.device, dist.get_rank()
+        self._held = hold_partitions(wrapped.optimizer, kept)
+
+    def start_step(self, learning_rate: float, seed: int) -> None:
+        for group in self.wrapped.optimizer.param_groups:
+            group["lr"] = learning_rate * group[LR_RATIO]
+        torch.manual_seed(seed)
+
+    def gradient_norm(self) -> torch.Tensor:
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), dtype=torch.float64)
+
+    def has_skipped_step(self) -> bool:
+        """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite,
+        and continue silently (DeepSpeed issue #8415)."""
+        return self.wrapped.optimizer.overflow
+
+    def restore_step(self, step: int) -> None:
+        self.wrapped.global_steps = step
+        self.wrapped.global_samples = step * self.layout.global_batch_size
+
+    def list_partitions(self) -> list[Partition]:
+        return self._held.list_partitions()
+
+    def restore_state(self, partition: int, state: Mapping[str, Any]) -> None:
+        self.wrapped.optimizer.optimizer.state[self.list_partitions()[partition].weights].update(state)
+
+    def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
+        return self._held.find_slice(parameter) if parameter.requires_grad else None
+
+    def read_loss_scaler(self) -> dict[str, float]:
+        scaler = self._dynamic_loss_scaler()
+        return {} if scaler is None else {name: getattr(scaler, name) for name in _LOSS_SCALER_STATE}
+
+    def restore_loss_scaler(self, state: Mapping[str, float]) -> None:
+        scaler = self._dynamic_loss_scaler()
+        for name in _LOSS_SCALER_STATE if scaler is not None else ():
+            if name in state:
+                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
+
+    def _dynamic_loss_scaler(self) -> Any | None:
+        scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def move_micro_batches(micro_batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
+    """Each micro-batch on the device by the time it is read there. The host does not wait for a copy of what is pinned;
+    DeepSpeed would copy a pageable clone, and wait."""
+    for halves in micro_batches or ():
+        yield tuple(half and tuple(tensor.to(device, non_blocking=True) for tensor in half) for half in halves)

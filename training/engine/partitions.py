@@ -1,0 +1,73 @@
+"""Where DeepSpeed's ZeRO optimizers keep what belongs to a parameter: fp32 weights and the optimizer's state.
+
+Stages 1 and 2 lay the parameters of a group end to end and cut that into equal parts, one a rank. Stage 3 cuts each
+parameter into equal parts, the last one padded, and lays end to end those that a rank has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from training.engine.engine import Partition, PartitionSlice
+from training.engine.state_kinds import DeclaredState
+
+
+class HeldPartitions(ABC):
+    """What this rank holds."""
+
+    def __init__(self, optimizer: Any, kept: DeclaredState) -> None:
+        self._optimizer, self._kept = optimizer, kept
+
+    @abstractmethod
+    def list_partitions(self) -> list[Partition]: ...
+
+    @abstractmethod
+    def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
+        """Where this rank holds elements of a trained parameter; None where it holds none."""
+
+
+def hold_partitions(optimizer: Any, kept: DeclaredState) -> HeldPartitions:
+    """optimizer: DeepSpeed's, around torch's; without one nothing is held. kept: what torch's keeps."""
+    kind = Stage3Partitions if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else FlatPartitions
+    return kind(optimizer, kept)
+
+
+class FlatPartitions(HeldPartitions):
+    """Of stages 1 and 2: a part of each group."""
+
+    def list_partitions(self) -> list[Partition]:
+        """One flat fp32 tensor a parameter group: what DeepSpeed's ZeRO and bf16 optimizers hand to torch's."""
+        inner = getattr(self._optimizer, "optimizer", None)
+        if inner is None:
+            return []
+        flats = [flat for group in inner.param_groups for flat in group["params"][:1]]
+        return [Partition(flat, inner.state.get(flat, {}), self._kept) for flat in flats]
+
+    def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return None
+        held = mapping.hp_fragment_address
+        return PartitionSlice(
+            mapping.param_group_index, held.start, held.numel, parameter_start=mapping.lp_fragment_address.start
+        )
+
+
+class Stage3Partitions(HeldPartitions):
+    """Of stage 3: of each sub-group of a group, a part of each of its parameters."""
+
+    def list_partitions(self) -> list[Partition]:
+        states = self._optimizer.optimizer.state
+        flats = self._optimizer.fp32_partitioned_groups_flat
+        return [Partition(flat, states.get(flat, {}), self._kept) for flat in flats]
+
+    def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
+        number, start, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        first = size * parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
+        length = min(size, parameter.ds_numel - first)  # type: ignore[attr-defined]
+        return PartitionSlice(number, start, length, parameter_start=first) if length > 0 else None
