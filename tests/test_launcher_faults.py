@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,13 @@ BOUND = 1e-5
 
 @pytest.fixture(scope="module")
 def train(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:  # noqa: F811
-    """train(out, *overrides, while_running=None): a run of STEPS steps, each saved."""
+    """train(out, *overrides, while_running=None, zero_stage=1): a run of STEPS steps, each saved."""
 
-    def start(out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None) -> Ended:
+    def start(
+        out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None, zero_stage: int = 1
+    ) -> Ended:
         options = (
+            *(() if zero_stage == 1 else ("num_stages=1", f"zero_stage={zero_stage}")),
             "optimizer=adamw",
             f"max_steps={STEPS}",
             "save_steps=1",
@@ -117,6 +121,21 @@ def test_a_signal_loses_nothing(
             assert any("has ended without a message" in line for line in ended.errors()), ended.output
         assert (step := check_whole(out)) >= seen - 2  # the save of the one before may be under way
     finish(train, out, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kill_at_other_zero_stages_loses_nothing(train, tmp_path: Path, stage: int) -> None:
+    rng, out = random.Random(stage), tmp_path / "out"
+    sharded = partial(train, zero_stage=stage)
+    assert sharded(tmp_path / "whole").code == 0
+
+    def befall(launch: Launch) -> None:
+        wait_for_step(launch, 20, rng)
+        kill_one(launch, rng)
+
+    assert sharded(out, while_running=befall).code != 0
+    assert check_whole(out) >= 18
+    finish(sharded, out, read_steps(tmp_path / "whole"))
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(train, expected, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ _KEEP_BEST = _given("keep_best", "keep_best")
 _EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
 _OVERWRITE = _is("overwrite_output_dir", "true")
 _ONE_CADENCE = "each says how often"
+_SHARDED = _is("zero_stage", "2", "3")
+_WEIGHTS_SHARDED = _is("zero_stage", "3")
 _NEEDS_A_MODEL = "it needs a model that has learned something"
 
 INCOMPATIBLE = (
@@ -240,6 +242,45 @@ INCOMPATIBLE = (
         ),
         "it is how that one keeps its averages",
         "give optimizer.state_dtype=fp32, or optimizer=adamw",
+    ),
+    Pair(
+        _SHARDED,
+        Feature("num_stages > 1", lambda run: run.config.num_stages > 1, "num_stages"),
+        "DeepSpeed's pipeline engine sums gradients once a step, and needs whole weights in each pass",
+        "give zero_stage=1, or num_stages=1",
+    ),
+    Pair(_SHARDED, _TENSOR_PARALLEL, "it is not proven on cut layers", "give zero_stage=1, or tensor_parallel_size=1"),
+    Pair(_SHARDED, _FP16, "loss scaling is not proven on it", "use precision=bf16, or zero_stage=1"),
+    Pair(_SHARDED, _COMPILED, "it is not proven in compiled layers", "give compile=false, or zero_stage=1"),
+    Pair(
+        _SHARDED,
+        _is("offload_optimizer", "cpu"),
+        "it is not proven with its state on the host",
+        "give offload_optimizer=none, or zero_stage=1",
+    ),
+    Pair(
+        _SHARDED,
+        _is("adapter.load_in_4bit", "true"),
+        "it is not proven with quantized projections",
+        "give zero_stage=1",
+    ),
+    Pair(
+        _WEIGHTS_SHARDED,
+        _is("adapter.use_dora", "true"),
+        "its magnitudes are norms of whole weights, outside of the layer that has them",
+        "give zero_stage=1 or 2",
+    ),
+    Pair(
+        _WEIGHTS_SHARDED,
+        _EVALUATION,
+        "weights are cut where they are trained",
+        "give zero_stage=1, with num_stages or tensor_parallel_size for a model that is too large for a card",
+    ),
+    Pair(
+        _SHARDED,
+        Feature("plan=search", lambda run: run.config.plan == "search"),
+        "the search varies pipelines of stage 1",
+        "give plan=true",
     ),
     Pair(
         _given("freeze", "freeze"),

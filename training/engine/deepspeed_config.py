@@ -12,8 +12,13 @@ _NEVER = 10**9  # steps_per_print takes no "off"
 # Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the
 # card. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
-# DeepSpeed's would put a function of its own in the place of `torch.nn.functional.linear`, of the whole process.
-STAGE_3 = {"memory_efficient_linear": False}
+# memory_efficient_linear would put a function of DeepSpeed's in the place of torch's, in the whole process.
+MAX_LIVE = 1_000_000_000  # elements of weights that are whole at a time, those to be used again within as many
+STAGE_3 = {
+    "memory_efficient_linear": False,
+    "stage3_max_live_parameters": MAX_LIVE,
+    "stage3_max_reuse_distance": MAX_LIVE,
+}
 
 
 def build_deepspeed_config(

@@ -139,6 +139,11 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
     yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "summing gradients as they arrive"
     yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "summing gradients as they arrive"
+    # training/engine/partitions.py, training/pipeline/weight_sharding.py
+    stage_3 = ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer", "overflow")
+    yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"
+    sharded = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param"
+    yield sharded, ("ds_tensor", "ds_shape", "ds_numel", "ds_zero_partition_rank"), "reading what stage 3 holds"
     # training/engine/pipeline_engine.py, training/distributed/process.py
     yield "deepspeed.comm.torch:build_shm_op", ("__compatible_ops__",), "not compiling an op that nothing calls"
     for optimizer in (_ZERO, _BF16):

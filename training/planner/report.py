@@ -26,7 +26,8 @@ def render_plan(
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
             f"{get_objective(config).rows_per_sample * config.max_seq_length} tokens a sample",
             f"{plan.layout.world_size} x {hardware.name}, {plan.memory_limit / GIB:.1f} GiB usable on each, "
-            f"{config.precision.value}, offload_optimizer={config.offload_optimizer.value}, "
+            f"{config.precision.value}, zero_stage={config.zero_stage}, "
+            f"offload_optimizer={config.offload_optimizer.value}, "
             f"activation_checkpoint_interval={config.activation_checkpoint_interval} "
             f"({config.activation_checkpoint_mode.value})",
             "",
@@ -184,7 +185,9 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
     if plan.layout.micro_batch_size > 1:
         advice.append("a smaller micro_batch_size")
-    if config.offload_optimizer is Offload.none:
+    if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and config.zero_stage < 3:
+        advice.append("zero_stage=3")
+    if config.offload_optimizer is Offload.none and config.zero_stage == 1:
         advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")

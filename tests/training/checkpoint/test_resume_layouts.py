@@ -20,6 +20,7 @@ from training.checkpoint.optimizer_state import FILE_PATTERN
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # each sequence on two ranks
+SHARDED = {f"stage{stage}xdp{ranks}": (1, ranks) for stage in (2, 3) for ranks in (2, 4)}  # zero_stage
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
@@ -79,10 +80,11 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
     def start(name: str, layout: str, model: str, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
-            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL)[layout]
+            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | SHARDED)[layout]
             defaults = (
                 f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
                 f"context_parallel_size={2 if layout in CONTEXT_PARALLEL else 1}",
+                f"zero_stage={layout[len('stage')] if layout in SHARDED else 1}",
                 f"output_dir={root / name}",
                 "optimizer=adamw",
                 "learning_rate=1e-3",
@@ -129,6 +131,19 @@ def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
 def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+SHARDED_PAIRS = [
+    ("stage3xdp2", "pp2"), ("pp2", "stage3xdp2"), ("stage2xdp2", "pp2"), ("pp2", "stage2xdp2"),
+    ("stage3xdp4", "stage2xdp2"), ("stage2xdp2", "stage3xdp4"), ("pp4", "stage3xdp4"), ("stage3xdp2", "pp2xdp2"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
+@pytest.mark.parametrize("saved, resumed", SHARDED_PAIRS, ids=str)
+def test_zero_stages_go_on_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 

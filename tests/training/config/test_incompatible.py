@@ -77,6 +77,22 @@ EXAMPLES = {
         "optimizer=lion",
         "optimizer.state_dtype=bf16",
     ),
+    "zero_stage=2 does not go together with num_stages=2: ": ("zero_stage=2", "num_stages=2"),
+    "zero_stage=3 does not go together with tensor_parallel_size=2: ": ("zero_stage=3", TWO_RANKS),
+    "zero_stage=2 does not go together with precision=fp16: ": ("zero_stage=2", "precision=fp16"),
+    "zero_stage=3 does not go together with compile=true: ": ("zero_stage=3", "compile=true"),
+    "zero_stage=2 does not go together with offload_optimizer=cpu: ": ("zero_stage=2", "offload_optimizer=cpu"),
+    "zero_stage=2 does not go together with adapter.load_in_4bit=true: ": (
+        "zero_stage=2",
+        "adapter.load_in_4bit=true",
+    ),
+    "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
+    "zero_stage=3 does not go together with evaluate_only=true: ": (
+        "zero_stage=3",
+        "evaluate_only=true",
+        "eval_file=eval.jsonl",
+    ),
+    "zero_stage=2 does not go together with plan=search: ": ("zero_stage=2", "plan=search"),
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
     "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
         "moe.update_router_bias=0.001",

@@ -1,6 +1,7 @@
-"""Model states: weights, gradients and optimizer under ZeRO-1 (1910.02054), as DeepSpeed 0.19.8 allocates them.
+"""Model states: weights, gradients and optimizer under ZeRO (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
-Whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Which of
+Stage 1: whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Stage 2
+cuts the sums of gradients too, stage 3 the weights (`_allocate_sharded`; read, not measured yet). Which of
 DeepSpeed's two optimizers runs, and whether its gradients go through buckets, follows from precision and offload.
 docs/plan.md names the lines behind each term.
 
@@ -13,7 +14,7 @@ import dataclasses
 
 from training.config.schema import Device, Offload, Precision
 from training.distributed.pinned_memory import pinned_bytes
-from training.engine.deepspeed_config import REDUCE_BUCKET
+from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.engine.optimizer import count_state_bytes, count_update_buffers
 from training.planner.levers.lever import Lever, Stage
 from training.planner.memory import Memory
@@ -25,14 +26,38 @@ ALLREDUCE_BUCKET = (
 
 def compute_model_states(stage: Stage) -> Memory:
     config = stage.run.config
+    held = Memory(optimizer=4 * _part(stage) + _moments(stage))
+    if config.zero_stage > 1:
+        return held + _allocate_sharded(stage)
     weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)
     allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
     allocated = allocate[config.precision](stage)
     step = max(allocated.step, count_update_buffers(config, _part(stage)))  # gradients are reduced by then
-    held = Memory(optimizer=4 * _part(stage) + _moments(stage))
     return weights + held + dataclasses.replace(allocated, step=step)
+
+
+def _allocate_sharded(stage: Stage) -> Memory:
+    """Stages 2 and 3 (`zero/stage_1_and_2.py`, `zero/stage3.py`): sums of gradients in fp32, this rank's part, and a
+    bucket of a micro-batch's own, whose copy is reduced; at the step the part is flattened once more.
+
+    Of stage 3 a rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where
+    nothing is recomputed a backward pass needs all of them, and they stay.
+    """
+    run, part = stage.run, _part(stage)
+    in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
+    gathered, num_weights = 0, stage.num_parameters
+    if run.config.zero_stage == 3:
+        is_kept = run.config.activation_checkpoint_interval == 0
+        gathered = run.weight_bytes * (num_weights if is_kept else min(num_weights, MAX_LIVE))
+        num_weights = -(-num_weights // run.layout.num_weight_replicas)
+    return Memory(
+        weights=run.weight_bytes * num_weights,
+        gradients=4 * part,
+        buffers=gathered + (run.weight_bytes + run.reduce_bytes) * in_bucket,
+        step=4 * part + count_update_buffers(run.config, part),
+    )
 
 
 def _allocate_bf16(stage: Stage) -> Memory:

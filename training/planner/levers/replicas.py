@@ -10,10 +10,22 @@ from training.planner.time import Sent, StepCost
 
 
 def compute_reduction(stage: Stage) -> StepCost:
-    """All-reduce of the gradients, in `gradient_reduce_dtype`, and all-gather of the weights, on a ring."""
+    """All-reduce of the gradients, in `gradient_reduce_dtype`, and all-gather of the weights, on a ring.
+
+    Stage 2 reduces the gradients of each micro-batch, to the rank that has them; stage 3 gathers the weights for each
+    forward and each backward pass.
+    """
     run, dp_size = stage.run, stage.run.layout.num_weight_replicas
     copied = count_reduce_bytes(run) * stage.num_trainable
-    sent = (dp_size - 1) / dp_size * (2 * run.reduce_bytes + run.weight_bytes) * stage.num_trainable
+    crossing = (2 * run.reduce_bytes + run.weight_bytes) * stage.num_trainable
+    if run.config.zero_stage > 1:
+        num_micro_batches = run.layout.gradient_accumulation_steps
+        copied *= num_micro_batches
+        crossing = num_micro_batches * run.reduce_bytes * stage.num_trainable
+        crossing += run.weight_bytes * (
+            stage.num_trainable if run.config.zero_stage == 2 else 2 * num_micro_batches * stage.num_parameters
+        )
+    sent = (dp_size - 1) / dp_size * crossing
     return StepCost(reduce_seconds=copied / (run.hardware.memory_bandwidth * GB), reduce_sent=Sent({DATA: sent}))
 
 
