@@ -34,7 +34,12 @@ ABOVE = {wing: row for row, wings in enumerate(WINGS) for wing in wings}
 CLI_IMPORTS = {"cli", "config", "distributed"}  # cli/ stands beside the rows: it runs before torch is imported
 MOST_AT_THE_TOP = 10  # modules of training/ itself
 # Where DeepSpeed may appear in the project itself; benchmarks compare with it.
-DEEPSPEED_WINGS = ("training/engine/", "training/pipeline/module.py", "training/distributed/process.py")
+DEEPSPEED_WINGS = (
+    "training/engine/",
+    "training/pipeline/module.py",
+    "training/pipeline/weight_sharding.py",
+    "training/distributed/process.py",
+)
 # Where Hydra and OmegaConf end: behind these, only typed objects.
 CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
@@ -158,6 +163,7 @@ LOOK_INSIDE = {
     "tests/training/checkpoint/test_coverage.py",
     "tests/training/observability/test_stage_timer.py",
     "tests/training/parity/test_parity.py",
+    "tests/training/parity/test_zero_stages.py",
 }
 
 
