@@ -260,6 +260,12 @@ INCOMPATIBLE = (
     ),
     Pair(
         _SHARDED,
+        _is("optimizer.name", "adamw_8bit"),
+        "its blocks are not proven on it",
+        "give optimizer.state_dtype=bf16 with adamw, or zero_stage=1",
+    ),
+    Pair(
+        _SHARDED,
         _is("adapter.load_in_4bit", "true"),
         "it is not proven with quantized projections",
         "give zero_stage=1",

@@ -95,6 +95,13 @@ class DeepSpeedPlain(DeepSpeedBacked):
         self.wrapped.train()
         return outputs
 
+    def gradient_norm(self) -> torch.Tensor:
+        """Of a step that was skipped stage 3 says nothing, and would show the norm of the one before (0.19.8,
+        zero/stage3.py, `step`)."""
+        if self.has_skipped_step():
+            return torch.tensor(float("inf"), dtype=torch.float64)
+        return super().gradient_norm()
+
     def observe(self, observer: StepObserver | None) -> None:
         self._observer = observer
 

@@ -82,6 +82,7 @@ EXAMPLES = {
     "zero_stage=2 does not go together with precision=fp16: ": ("zero_stage=2", "precision=fp16"),
     "zero_stage=3 does not go together with compile=true: ": ("zero_stage=3", "compile=true"),
     "zero_stage=2 does not go together with offload_optimizer=cpu: ": ("zero_stage=2", "offload_optimizer=cpu"),
+    "zero_stage=3 does not go together with optimizer=adamw_8bit: ": ("zero_stage=3", "optimizer=adamw_8bit"),
     "zero_stage=2 does not go together with adapter.load_in_4bit=true: ": (
         "zero_stage=2",
         "adapter.load_in_4bit=true",

@@ -169,9 +169,19 @@ def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("world_size, precision", [(2, "fp32"), (4, "bf16")], ids=["pp2-fp32", "pp2xdp2-bf16"])
-def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, precision: str) -> None:
-    out, error = run(f"precision={precision}", world_size=world_size)
+@pytest.mark.parametrize(
+    "world_size, overrides",
+    [
+        pytest.param(2, ("precision=fp32",), id="pp2-fp32"),
+        pytest.param(4, ("precision=bf16",), id="pp2xdp2-bf16"),
+        *(
+            pytest.param(2, ("num_stages=1", f"zero_stage={stage}"), id=f"stage{stage}", marks=pytest.mark.full)
+            for stage in (2, 3)
+        ),
+    ],
+)
+def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, overrides: tuple[str, ...]) -> None:
+    out, error = run(*overrides, world_size=world_size)
     ids = ", ".join(map(str, GlobalOrder(SAMPLES, 8, case.config().seed).sample_ids(BAD_STEP)))
     assert error.startswith(
         tuple(f"step 3: loss {loss}, gradient norm inf; samples {ids} of train_file" for loss in ("nan", "inf"))
@@ -183,8 +193,21 @@ def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, p
 
 @pytest.mark.parametrize(
     "overrides, world_size",
-    [(("precision=fp32",), 2), (("precision=bf16",), 4), (("precision=bf16", "offload_optimizer=cpu"), 2)],
-    ids=["fp32", "pp2xdp2-bf16", "offloaded"],
+    [
+        pytest.param(("precision=fp32",), 2, id="fp32"),
+        pytest.param(("precision=bf16",), 4, id="pp2xdp2-bf16"),
+        pytest.param(("precision=bf16", "offload_optimizer=cpu"), 2, id="offloaded"),
+        *(
+            pytest.param(
+                ("num_stages=1", f"zero_stage={stage}", f"precision={dtype}"),
+                2,
+                id=f"stage{stage}-{dtype}",
+                marks=pytest.mark.full,
+            )
+            for stage in (2, 3)
+            for dtype in ("fp32", "bf16")
+        ),
+    ],
 )
 def test_skip_leaves_the_weights_as_they_were_and_goes_on(run, overrides: tuple[str, ...], world_size: int) -> None:
     out, error = run("on_nonfinite=skip", *overrides, world_size=world_size)

@@ -59,17 +59,19 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
     import deepspeed.runtime.pipe.engine
 
     from training.engine import pipeline_engine as engines
+    from training.engine import plain_engine
 
     written = engines.build_deepspeed_config
 
-    def build(*arguments: Any) -> dict[str, Any]:
-        built = written(*arguments)
+    def build(*arguments: Any, **named: Any) -> dict[str, Any]:
+        built = written(*arguments, **named)
         built["zero_optimization"]["reduce_bucket_size"] = num_elements
         return built
 
     with (
         patch.object(pieces, "PIECE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
+        patch.object(plain_engine, "build_deepspeed_config", build),
         patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
     ):
         yield
@@ -160,6 +162,16 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
                 "context_parallel_size=2",
             ),
             marks=pytest.mark.full,
+        ),
+        *(
+            pytest.param(
+                1,
+                (f"precision={dtype}", f"zero_stage={stage}", f"activation_checkpoint_interval={interval}"),
+                marks=pytest.mark.full,
+            )
+            for stage in (2, 3)
+            for dtype in ("bf16", "fp32")
+            for interval in (0, 1)
         ),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
