@@ -213,6 +213,7 @@ def compare_peaks(
     plan = compute_plan(costs, bounds, PlannedRun(config, layout, architecture.vocab_size, CARD))
     for rank, real in enumerate(workers(2 * width).run(train_counted, case, bucket)):
         memory = plan.stages[layout.stage_id(rank)].memory
+        print("PEAK", overrides, rank, memory.peak + memory.host - HOST_BYTES_A_RANK, real)
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)
 
 

@@ -1,7 +1,7 @@
 """Model states: weights, gradients and optimizer under ZeRO (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
 Stage 1: whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Stage 2
-cuts the sums of gradients too, stage 3 the weights (`_allocate_sharded`; read, not measured yet). Which of
+cuts the sums of gradients too, stage 3 the weights (`_allocate_sharded`). Which of
 DeepSpeed's two optimizers runs, and whether its gradients go through buckets, follows from precision and offload.
 docs/plan.md names the lines behind each term.
 
@@ -39,23 +39,27 @@ def compute_model_states(stage: Stage) -> Memory:
 
 
 def _allocate_sharded(stage: Stage) -> Memory:
-    """Stages 2 and 3 (`zero/stage_1_and_2.py`, `zero/stage3.py`): sums of gradients in fp32, this rank's part, and a
-    bucket of a micro-batch's own, whose copy is reduced; at the step the part is flattened once more.
+    """Stages 2 and 3 (`zero/stage_1_and_2.py`, `zero/stage3.py`): sums of gradients in fp32, this rank's part; in bf16
+    a bucket of a micro-batch's own. At the step the part is flattened once more.
 
+    Where layers are recomputed, gradients are reduced while that takes most: of stage 2 in fp32 those that wait for
+    it, flattened, and the result; of stage 3 flattened and cast. Where nothing is, the layers behind have been freed.
     Of stage 3 a rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where
     nothing is recomputed a backward pass needs all of them, and they stay.
     """
     run, part = stage.run, _part(stage)
     in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
-    gathered, num_weights = 0, stage.num_parameters
+    is_fp32, recomputes = run.config.precision is Precision.fp32, run.config.activation_checkpoint_interval > 0
+    bucket = 0 if is_fp32 else run.weight_bytes * in_bucket
+    gathered, num_weights, reduced = 0, stage.num_parameters, 12 * in_bucket if is_fp32 else 0
     if run.config.zero_stage == 3:
-        is_kept = run.config.activation_checkpoint_interval == 0
-        gathered = run.weight_bytes * (num_weights if is_kept else min(num_weights, MAX_LIVE))
+        gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
         num_weights = -(-num_weights // run.layout.num_weight_replicas)
+        reduced = (run.reduce_bytes + (4 if is_fp32 else 0)) * in_bucket
     return Memory(
         weights=run.weight_bytes * num_weights,
         gradients=4 * part,
-        buffers=gathered + (run.weight_bytes + run.reduce_bytes) * in_bucket,
+        buffers=gathered + bucket + (reduced if recomputes else 0),
         step=4 * part + count_update_buffers(run.config, part),
     )
 
