@@ -34,6 +34,12 @@ def test_zero_1_in_every_precision(precision: str, offload: str, has_accelerator
     assert built.get("data_types") == ({"grad_accum_dtype": "fp32"} if precision == "bf16" else None)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stage_that_is_asked_for(stage: int) -> None:
+    zero = build(f"zero_stage={stage}")["zero_optimization"]
+    assert zero["stage"] == stage and zero.get("memory_efficient_linear") == (False if stage == 3 else None)
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_sums_of_one_replica_are_not_rounded(offload: str) -> None:
     config = build_config("precision=bf16", f"offload_optimizer={offload}")

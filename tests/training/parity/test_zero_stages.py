@@ -152,6 +152,7 @@ def gather_masters(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in pieces.items()}
 
 
+@pytest.mark.full
 def test_what_a_rank_holds(workers, material) -> None:
     """Elements of (weights, gradients between two micro-batches, fp32 weights of the optimizer), of all of the model:
     all of the first at stage 2, all else in two parts."""
