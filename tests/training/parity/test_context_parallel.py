@@ -76,6 +76,8 @@ PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
         pytest.param(2, 1, ("attn_implementation=varlen",), id="cp2-varlen"),
         pytest.param(2, 1, ("data.pad_to=max_seq_length",), id="cp2-padded"),
         pytest.param(2, 1, ("offload_optimizer=cpu",), id="cp2-offloaded"),
+        pytest.param(4, 1, ("zero_stage=2",), id="cp2-dp2-stage2"),
+        pytest.param(4, 1, ("zero_stage=3", CHECKPOINTED), id="cp2-dp2-stage3"),
     ],
 )
 def test_every_layout_equals_hugging_face(
