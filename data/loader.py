@@ -19,6 +19,7 @@ B micro-batch size, T sequence length (one for all ranks and micro-batches of a 
 Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs,
 tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of
 each row, float64 [2 B], travels behind the targets: `(targets, reference_log_probabilities, loss_denominator, ...)`.
+Single answers that were liked or not have a further column behind it, 1 or 0, float64 [B].
 """
 
 import signal
@@ -60,6 +61,7 @@ class LoaderOptions:
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
+    reads_desirable: bool = False  # whether each answer is: a column behind that of the reference
     reference_file: Path | None = None  # of the data set's preferences; see data/storage/reference.py
 
     @property
@@ -91,7 +93,9 @@ class LoaderOptions:
 
 
 class TrainLoader:
-    """The micro-batches of any range of steps."""
+    """The micro-batches of any range of steps. first: those of the forward pass before each step, where one is."""
+
+    first: "TrainLoader | PlaceholderLoader | None" = None
 
     def __init__(
         self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
@@ -140,8 +144,11 @@ class TrainLoader:
 class EvalLoader:
     """Every sample exactly once over all data-parallel ranks, in as many micro-batches on each of them.
 
-    A batch that runs short is filled with rows whose labels are all -100: they add 0 to the sum of losses.
+    A batch that runs short is filled with rows whose labels are all -100: they add 0 to the sum of losses. first: the
+    loader of the forward pass before the evaluation, where there is one.
     """
+
+    first: "EvalLoader | PlaceholderLoader | None" = None
 
     def __init__(self, path: str | Path, options: LoaderOptions, num_samples: int) -> None:
         self._options = options
@@ -198,6 +205,8 @@ class PlaceholderLoader:
 
     `iterate` returns the placeholder itself, which the engine of such a rank takes and never asks for a batch.
     """
+
+    first: "TrainLoader | EvalLoader | PlaceholderLoader | None" = None
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -278,7 +287,8 @@ def _collate(
         denominator = torch.tensor(loss_denominator, dtype=torch.float64)
         shifted = options.take_part(shift_labels(labels))
         reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
-        targets = (shifted, *reference, denominator, index_targets(shifted))
+        desirable = (_pad_desirable(rows, ids, shape[0]),) if options.reads_desirable else ()
+        targets = (shifted, *reference, *desirable, denominator, index_targets(shifted))
     return inputs, targets
 
 
@@ -286,6 +296,12 @@ def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
     padded = np.zeros(num_rows)
     padded[: len(ids)] = [rows.reference(i) for i in ids]
     return torch.from_numpy(padded)  # [2 B]
+
+
+def _pad_desirable(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
+    padded = np.zeros(num_rows)
+    padded[: len(ids)] = [rows.desirable(i) for i in ids]
+    return torch.from_numpy(padded)  # [B]
 
 
 class _MicroBatches(Dataset):

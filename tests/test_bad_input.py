@@ -157,7 +157,8 @@ KEYS = {
     ),
     "no such kind": (
         ("data=dialogue",),
-        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft",
+        "data=dialogue: there is no conf/data/dialogue.yaml; there are chat, preference, pretrain, sft, "
+        "unpaired_preference",
     ),
     "no such task": (("task=ppo",), "task=ppo: must be one of cpo, dpo, "),
     "preferences without pairs": (

@@ -136,6 +136,7 @@ def _prepare_reference(
         return {}
     key = next(iter(datasets))  # rows are scored one by one, so what is particular to a file does not count
     options = loaders.build_options(config, setup.layout, engine.module, tokenizer=tokenizer, ranks=ranks, key=key)
+    datasets = loaders.list_scored(config, datasets)
     return prepare_reference(
         engine, config, datasets, options=options, reference=setup.reference, own=setup.source, ranks=ranks
     )

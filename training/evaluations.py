@@ -10,6 +10,7 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate
 from training.inputs.step_budget import EvalSize
+from training.objectives.first_pass import RunFirstPass
 from training.objectives.objective import Metrics
 from training.observability.metrics import Record
 
@@ -30,11 +31,17 @@ class Evaluations:
     """All ranks have the same, and run them together."""
 
     def __init__(
-        self, engine: Engine, loaders: Mapping[str, Any], sizes: Mapping[str, EvalSize], metrics: Metrics | None
+        self,
+        engine: Engine,
+        loaders: Mapping[str, Any],
+        sizes: Mapping[str, EvalSize],
+        metrics: Metrics | None,
+        first_pass: RunFirstPass | None = None,
     ) -> None:
         """loaders, sizes: by the names of the evaluation files; the name of one that stands alone is empty. metrics:
-        what the objective reports beside the loss."""
+        what the objective reports beside the loss. first_pass: what its loss needs before each file."""
         self._engine, self._loaders, self._sizes, self._metrics = engine, loaders, sizes, metrics
+        self._first_pass = first_pass
 
     def __bool__(self) -> bool:
         return bool(self._loaders)
@@ -59,6 +66,8 @@ class Evaluations:
 
     def _evaluate(self, name: str) -> Record:
         loader, size = self._loaders[name], self._sizes[name]
+        if self._first_pass is not None:
+            self._first_pass(loader.first.iterate(), len(loader.first), size.terms)
         loss = evaluate(self._engine, loader.iterate(), len(loader), size.terms, bounds=size.documents)
         metrics = self._metrics.finish_evaluation() if self._metrics is not None else {}
         return {"eval_loss": loss, **metrics, "eval_tokens": size.targets}

@@ -33,6 +33,7 @@ from training.inputs.cadence import is_due, steps_between
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
+from training.objectives.first_pass import build_first_pass
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Record, Reporter
@@ -85,7 +86,8 @@ class TrainingLoop:
         objective = get_objective(config)
         self._mean_over = objective.mean_over
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
-        self._evaluations = Evaluations(engine, eval_loaders, budget.evaluations, self._metrics)
+        self._first_pass = build_first_pass(engine, config)
+        self._evaluations = Evaluations(engine, eval_loaders, budget.evaluations, self._metrics, self._first_pass)
 
     def run(self) -> TrainerState:
         """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the
@@ -97,9 +99,8 @@ class TrainingLoop:
         self._writer.check_room(count_state_bytes(self.config))
         if self.config.eval_on_start and self._evaluations and self.state.step == 0:
             self._evaluate()
-        micro_batches = iterate_trained(
-            self.train_loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals
-        )
+        micro_batches = self._iterate(self.train_loader)
+        self._first_batches = self._iterate(self.train_loader.first) if self._first_pass is not None else None
         self._interval.start()
         self._interrupts.start()
         try:
@@ -115,6 +116,9 @@ class TrainingLoop:
         finally:
             self._interrupts.close()
         return self.state
+
+    def _iterate(self, loader: Any) -> Any:
+        return iterate_trained(loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals)
 
     def _step_and_after(self, micro_batches: Any) -> None:
         """One step, and what is due after it."""
@@ -139,6 +143,9 @@ class TrainingLoop:
         totals = self._totals.of_step(self.state.step)
         if traced:
             self._off_the_clock(self._trace.start)
+        if self._first_pass is not None:
+            accumulated = self.engine.layout.gradient_accumulation_steps
+            self._first_pass(self._first_batches, accumulated, totals.num_samples)
         self._telemetry.start_step(profiled)
         loss = self._train_step(micro_batches, totals)
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))

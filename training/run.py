@@ -26,6 +26,7 @@ from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import TrainingLoop
+from training.objectives.first_pass import build_first_pass
 from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
@@ -152,9 +153,10 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             config, setup, engine, datasets=datasets, sizes=sizes, tokenizer=tokenizer, ranks=ranks
         )
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+        evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         evaluate_checkpoint(
-            config, Evaluations(engine, loaders, sizes, metrics), source=setup.source.path,
-            resume_from=setup.resume_from, folder=folder, ranks=ranks, reporters=reporters,
+            config, evaluations, source=setup.source.path, resume_from=setup.resume_from, folder=folder, ranks=ranks,
+            reporters=reporters,
         )  # fmt: skip
     return 0
 

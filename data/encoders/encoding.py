@@ -46,7 +46,8 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """columns: input_ids and labels, the samples end to end, and length and num_targets of each; int32."""
+    """columns: input_ids and labels, the samples end to end, and length and num_targets of each; int32. Where the
+    kind of data has it, `desirable`, 1 or 0."""
 
     columns: dict[str, np.ndarray]
     counts: BatchCounts
@@ -55,7 +56,7 @@ class EncodedBatch:
 def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
     """Raises UserError for a bad record, unless such are skipped."""
     counts = BatchCounts(num_records=len(records))
-    input_ids, labels, lengths, num_targets = (array("i") for _ in range(4))
+    input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
     for location, encoded in _encode_records(records, encoding, counts):
         limits = location, encoding.length_policy, encoding.max_seq_length
         try:
@@ -71,7 +72,11 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
             labels.fromlist(piece["labels"])
             lengths.append(len(piece["input_ids"]))
             num_targets.append(count_targets(piece["labels"]))
+            if isinstance(encoded, dict) and "desirable" in encoded:
+                desirable.append(encoded["desirable"])
     columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
+    if desirable:
+        columns["desirable"] = desirable
     return EncodedBatch({name: np.array(values, np.int32) for name, values in columns.items()}, counts)
 
 

@@ -8,6 +8,7 @@ from data.encoders.preference import PreferenceEncoder
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sample import Encoder
 from data.encoders.sft import SFTEncoder
+from data.encoders.unpaired import UnpairedEncoder
 from data.options import Packing
 from errors import UserError
 
@@ -42,6 +43,7 @@ KINDS = {
         DataKind("chat", ChatEncoder, task="sft"),
         DataKind("pretrain", PretrainEncoder, task="pretrain", concatenates=True),
         DataKind("preference", PreferenceEncoder, task="dpo", samples_per_record=2),
+        DataKind("unpaired_preference", UnpairedEncoder, task="kto"),
     )
 }
 

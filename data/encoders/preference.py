@@ -45,10 +45,7 @@ class PreferenceEncoder(PieceEncoder):
         refuse_media(record, location)
         prompt, *answers = self._read_fields(record, location)
         for field, answer in zip((self.chosen_field, self.rejected_field), answers):
-            if (
-                not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip()
-            ) or not answer:
-                raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
+            check_answer(answer, field, location)
         if answers[0] == answers[1]:
             raise UserError(
                 f"{location}: fields '{self.chosen_field}' and '{self.rejected_field}' are the same, "
@@ -56,16 +53,8 @@ class PreferenceEncoder(PieceEncoder):
             )
         if not isinstance(prompt, list):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
-            if all(isinstance(answer, str) for answer in answers):
-                chosen, rejected = (
-                    split_completion(self.prompt_template, prompt, answer, tokenizer) for answer in answers
-                )
-                return chosen, rejected
-        turns = _as_messages(prompt, "user")
-        chosen, rejected = (
-            _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, tools=record.get("tools"))
-            for answer in answers
-        )
+        template = self.prompt_template
+        chosen, rejected = split_answers(template, prompt, answers, location, tokenizer, tools=record.get("tools"))
         return chosen, rejected
 
     def _read_fields(self, record: dict, location: str) -> list:
@@ -80,6 +69,31 @@ class PreferenceEncoder(PieceEncoder):
             return get_fields(record, named, location)
         shared = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1], zip(*whole))]
         return [shared, *(answer[len(shared) :] for answer in whole)] if whole[0] != whole[1] else [[], *whole]
+
+
+def check_answer(answer: object, field: str, location: str) -> None:
+    """Raises `UserError` for one that is empty, or neither text nor a list."""
+    if (not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip()) or not answer:
+        raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
+
+
+def split_answers(
+    template: str,
+    prompt: str | list,
+    answers: Sequence[str | list],
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: object,
+) -> list[list[Piece]]:
+    """The pieces of each answer behind the prompt: by the template where all are texts, else by the tokenizer's."""
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if isinstance(prompt, str) and len(texts) == len(answers):
+        return [split_completion(template, prompt, text, tokenizer) for text in texts]
+    turns = _as_messages(prompt, "user")
+    return [
+        _split_answer(turns, _as_messages(answer, ASSISTANT), location, tokenizer, tools=tools) for answer in answers
+    ]
 
 
 def _is_conversation(answer: object) -> bool:

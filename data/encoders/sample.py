@@ -5,7 +5,7 @@ So the first token of a sample is never predicted, and targets are counted after
 with the shape of `Encoder`.
 """
 
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,7 @@ OVERLAP = 1
 class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
+    desirable: NotRequired[bool]  # of a kind whose answers were liked or not
 
 
 Pair = tuple[Sample, Sample]  # chosen, rejected

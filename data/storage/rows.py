@@ -83,6 +83,19 @@ def prepare_rows(
         _describe_rows(path, plan, key, log, names=names)
 
 
+def copy_rows(path: Path, other: Path, plan: RowPlan) -> None:
+    """The rows of the folder `path` for `other`, which has other samples in the same order; one in each row."""
+    folder = plan.folder(other)
+    if plan.is_trivial or _is_whole(folder):
+        return
+    with lock_folder(other, lambda text: None):
+        if not _is_whole(folder):
+            dataset = TokenizedDataset(other, False, True)
+            _write_index(
+                folder, iter([lay_singly(Rows(path, plan, False, False).sample_ids, dataset.lengths)]), dataset
+            )
+
+
 def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], None], *, names: Sequence[str]) -> None:
     rows = Rows(path, plan, False, False)
     if plan.group_size > 1:
@@ -207,6 +220,7 @@ class Rows:
         self._arguments, self._reference_file = (path, plan, reads_inputs, reads_labels), reference_file
         self._dataset = dataset = TokenizedDataset(path, reads_inputs, reads_labels)
         self._reference = load_reference(reference_file) if reference_file is not None else None
+        self._desirable = dataset.desirable if reads_labels else None
         self._index: dict[str, np.ndarray] | None = None
         self.lengths: np.ndarray = dataset.lengths  # [R]
         self.num_targets: np.ndarray = dataset.num_targets  # [R]
@@ -274,6 +288,11 @@ class Rows:
         """The reference model's log-probability of the row's one sample."""
         assert self._reference is not None
         return self._reference[self.pieces(row)[0][0]]
+
+    def desirable(self, row: int) -> bool:
+        """Whether the row's one sample is."""
+        assert self._desirable is not None
+        return bool(self._desirable[self.pieces(row)[0][0]])
 
     def labels(self, row: int) -> np.ndarray:
         """int32 [T], -100 on the first token of each piece."""

@@ -3,6 +3,7 @@
     input_ids, labels      int32 [num_tokens], the samples end to end
     offset                 int64 [num_samples + 1], where each of them begins
     length, num_targets    int32 [num_samples]; targets are counted after the shift
+    desirable              int32 [num_samples], 1 or 0, of a kind of data that has it
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
 
 Opening it reads nothing, and nothing of it is copied to memory that belongs to a process, whatever its size.
@@ -108,6 +109,8 @@ class TokenizedWriter:
         self._hashes[source].update(tokens.data)
 
     def _write(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:  # a column that not every kind of data has
+            self._files[name] = self._stack.enter_context(open(column_file(self._path, name), "wb"))
         self._files[name].write(values.data)
 
     @property
@@ -159,6 +162,14 @@ class TokenizedDataset:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def desirable(self) -> np.ndarray:
+        """Whether each sample is, bool [num_samples]; of pairs, which lie one behind the other, the chosen one."""
+        path = self._arguments[0]
+        if column_file(path, "desirable").is_file():
+            return map_column(path, "desirable", np.dtype(np.int32)) != 0
+        return np.arange(len(self)) % 2 == 0
 
     def input_ids(self, index: int) -> np.ndarray:
         return self._read("input_ids", index)

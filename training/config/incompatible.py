@@ -110,6 +110,7 @@ _TIMED_HERE = Feature(
     "plan=true with hardware=here", lambda run: run.config.plan is True and run.config.hardware.peak_flops is None
 )
 _DPO = _is("data.name", "preference")
+_UNPAIRED = _is("data.name", "unpaired_preference")
 _PAIRS = Feature("data=preference", lambda run: find_kind(run.config.data.name).samples_per_record > 1, "data.name")
 _LORA = _is("adapter.name", "lora")
 _FROM_SCRATCH = _is("init", "random")
@@ -331,8 +332,16 @@ INCOMPATIBLE = (
         "an answer cut in pieces cannot be preferred",
         "give data.length_policy=truncate or drop",
     ),
+    Pair(_UNPAIRED, _PACKED, "a row is one answer, with a label", "give data.packing=false"),
+    Pair(
+        _UNPAIRED,
+        _is("data.length_policy", "split"),
+        "an answer cut in pieces cannot be judged",
+        "give data.length_policy=truncate or drop",
+    ),
     Pair(_positive("label_smoothing"), _OWN_LOSS, "it smooths the cross entropy", "give one of them"),
     Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
+    Pair(_UNPAIRED, _OWN_LOSS, "each is a loss", "give one of them"),
     Pair(
         _is("task", "reward"),
         _LORA,
@@ -369,6 +378,7 @@ INCOMPATIBLE = (
     ),
     Pair(_FROM_SCRATCH, _LORA, _NEEDS_A_MODEL, "give one of them"),
     Pair(_FROM_SCRATCH, _DPO, _NEEDS_A_MODEL, "give one of them"),
+    Pair(_FROM_SCRATCH, _UNPAIRED, _NEEDS_A_MODEL, "give one of them"),
     Pair(_FROM_SCRATCH, _EVALUATION, _NEEDS_A_MODEL, "give one of them"),
     Pair(_EVALUATION, _is("eval_file", "null"), "there is nothing to evaluate", "give eval_file"),
     Pair(_EVALUATION, _given("callbacks", "callbacks"), "they are called while a run trains", "give one of them"),

@@ -134,6 +134,7 @@ class DataConfig:
     text_field: str | None = MISSING
     chosen_field: str | None = MISSING
     rejected_field: str | None = MISSING
+    label_field: str | None = MISSING
     train_on: TrainOn = MISSING
     chat_template: str | None = MISSING
     special_tokens: list[str] = MISSING
@@ -177,6 +178,13 @@ class CPOConfig:
 @dataclass
 class RewardConfig:
     centering_coef: float = MISSING
+
+
+@dataclass
+class KTOConfig:
+    beta: float = MISSING
+    desirable_weight: float = MISSING
+    undesirable_weight: float = MISSING
 
 
 @dataclass
@@ -287,6 +295,7 @@ class RunConfig:
     simpo: SimPOConfig = field(default_factory=SimPOConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
 

@@ -15,6 +15,7 @@ from data.encoders.kinds import find_kind
 from data.encoders.sample import Encoder
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
+from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
@@ -113,6 +114,11 @@ def prepare_file(
         files.entries, key=key, encoding=encoding, cache_dir=data.cache_dir, num_proc=data.num_proc, log=log
     )
     prepare_rows(path, plan, key, log, names=files.entries)
+    if get_objective(config).needs_first_pass:
+        per_record = find_kind(data.name).samples_per_record
+        if key == "train_file":
+            check_labels(path, key, per_record)
+        prepare_mismatched(path, plan, per_record, log)
     return path
 
 

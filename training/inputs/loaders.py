@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data import loader as loaders
 from data.order import GlobalOrder
+from data.storage.mismatched import mismatched_path
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.process import current_device
@@ -46,6 +47,7 @@ def build_options(
         pad_to=config.data.pad_to,
         row_plan=build_row_plan(config, key),
         mean_over=get_objective(config).mean_over,
+        reads_desirable=get_objective(config).needs_first_pass,
         num_workers=config.num_workers,
         collator=build_collator(config.data),
         pin_memory=current_device().type == "cuda",
@@ -74,6 +76,10 @@ def build_loaders(
     train_loader = loaders.build_train_loader(
         datasets["train_file"], options, order, layout.gradient_accumulation_steps
     )
+    if get_objective(config).needs_first_pass:
+        options = dataclasses.replace(options, reference_file=reference.get(name_mismatched("train_file")))
+        path = mismatched_path(datasets["train_file"])
+        train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     return train_loader, build_eval_loaders(
         config,
         layout,
@@ -104,4 +110,20 @@ def build_eval_loaders(
             options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks, key=key)
             options = dataclasses.replace(options, reference_file=reference.get(key))
             built[name] = loaders.build_eval_loader(datasets[key], options, sizes[name].rows)
+            if get_objective(config).needs_first_pass:
+                options = dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))
+                path = mismatched_path(datasets[key])
+                built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
     return built
+
+
+def name_mismatched(key: str) -> str:
+    """What the mismatched answers of a key's files are called."""
+    return f"{key}, mismatched"
+
+
+def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
+    """What a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
+    if not get_objective(config).needs_first_pass:
+        return dict(datasets)
+    return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}

@@ -6,7 +6,8 @@ loop and the evaluation ask it; none of them asks for its name.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -35,6 +36,15 @@ class Metrics(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FirstPass:
+    """measure: instead of the loss, what is summed over the micro-batches of a forward pass, a float64 scalar of each.
+    receive: gets its mean over the samples of the global batch, or of the evaluation that comes next."""
+
+    measure: Loss
+    receive: Callable[[torch.Tensor], None]
+
+
 class Objective:
     """One objective; its defaults are those of next-token cross entropy.
 
@@ -48,6 +58,9 @@ class Objective:
     smooths_labels: its loss reads `label_smoothing`.
     remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
         are made.
+    needs_first_pass: the loss needs a mean over all samples of a step, or of an evaluation, before the first of them: a
+        forward pass without gradients, over mismatched answers (`data/storage/mismatched.py`), comes first
+        (`first_pass.py`, `plan_first_pass`). Whether an answer is desirable travels with the targets.
     scores_rows: the head makes one number of each row (`models/reward.py`), and no logits.
     """
 
@@ -59,6 +72,7 @@ class Objective:
     needs_reference = False
     remakes_logits = False
     smooths_labels = False
+    needs_first_pass = False
     scores_rows = False
 
     def check(self, config: RunConfig) -> None:
@@ -83,6 +97,11 @@ class Objective:
         parallel: the ranks that share the head.
         """
         return None
+
+    def plan_first_pass(self, loss: Loss) -> FirstPass:
+        """What is measured before a step, and who needs it; of one that needs a first pass. loss: what `build_loss`
+        built."""
+        raise NotImplementedError
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
         """What evaluations report beside the loss, without "eval_"; None where that is not known before the first."""

@@ -108,6 +108,7 @@ def _score(
         options,
         row_plan=RowPlan(options.max_seq_length),
         micro_batch_size=options.micro_batch_size * options.group_size,
+        reads_desirable=False,
     )
     dataset = TokenizedDataset(path, False, False)
     loader = ScoringLoader(path, per_sample, _CHUNK * engine.layout.num_stages)
@@ -122,18 +123,18 @@ def _score(
             bar.advance(sum(map(len, rows)))
     dist.all_reduce(found)
     ranks.say(f"{what}: done, {len(dataset):,} answers")
-    _check_finite(found, what)
+    _check_finite(found, what, options.group_size)
     return found.cpu().numpy()
 
 
-def _check_finite(log_probabilities: torch.Tensor, what: str) -> None:
+def _check_finite(log_probabilities: torch.Tensor, what: str, group_size: int) -> None:
     wrong = (~log_probabilities.isfinite()).nonzero()
     error = None
     if len(wrong):
-        pair, answer = divmod(int(wrong[0]), 2)
-        named = ("chosen", "rejected")[answer]
+        pair, answer = divmod(int(wrong[0]), group_size)
+        named = f"the {('chosen', 'rejected')[answer]} answer of pair" if group_size == 2 else "sample"
         error = UserError(
-            f"{what}: that of the {named} answer of pair {pair} (counted from 0) is "
+            f"{what}: that of {named} {pair} (counted from 0) is "
             f"{log_probabilities[wrong[0]].item()}; look at the weights"
         )
     raise_together(error)

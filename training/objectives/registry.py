@@ -12,6 +12,7 @@ from training.config.schema import RunConfig, load_default_group
 from training.config.sources import list_evaluations
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
+from training.objectives.kto import KTO
 from training.objectives.objective import Objective
 from training.objectives.orpo import ORPO
 from training.objectives.pretrain import Pretraining
@@ -20,7 +21,7 @@ from training.objectives.sft import SFT
 from training.objectives.simpo import SimPO
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO(), Reward())
+    objective.name: objective for objective in (SFT(), Pretraining(), DPO(), ORPO(), SimPO(), CPO(), Reward(), KTO())
 }
 
 

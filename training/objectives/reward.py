@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -14,6 +12,7 @@ from models.losses.reward import RewardLoss
 from models.parallel.shard import TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
+from training.objectives.preference import check_coefficient
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -28,8 +27,7 @@ class Reward(Objective):
     scores_rows = True
 
     def check(self, config: RunConfig) -> None:
-        if not 0 <= config.reward.centering_coef < math.inf:
-            raise UserError(f"reward.centering_coef={config.reward.centering_coef}: 0 or more; 0 turns it off")
+        check_coefficient("reward.centering_coef", config.reward.centering_coef)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """`transformers` scores the last token of a row that is not its pad token: where that ends answers too, it
@@ -42,7 +40,7 @@ class Reward(Objective):
             )
 
     def describe(self, config: RunConfig) -> dict[str, str]:
-        return {"reward.centering_coef": f"{config.reward.centering_coef:g}"}
+        return self.describe_keys(config)
 
     def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
         return RewardLoss(config.reward.centering_coef)

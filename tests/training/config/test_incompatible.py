@@ -120,11 +120,23 @@ EXAMPLES = {
         "data=preference",
         "data.length_policy=split",
     ),
+    "data=unpaired_preference does not go together with data.packing=true: ": (
+        "data=unpaired_preference",
+        "data.packing=true",
+    ),
+    "data=unpaired_preference does not go together with data.length_policy=split: ": (
+        "data=unpaired_preference",
+        "data.length_policy=split",
+    ),
     "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
         "label_smoothing=0.1",
         "loss={_target_: my.Loss}",
     ),
     "data=preference does not go together with loss={_target_: ...}: ": ("data=preference", "loss={_target_: my.Loss}"),
+    "data=unpaired_preference does not go together with loss={_target_: ...}: ": (
+        "data=unpaired_preference",
+        "loss={_target_: my.Loss}",
+    ),
     "task=reward does not go together with adapter=lora: the new head": (
         "data=preference",
         "task=reward",

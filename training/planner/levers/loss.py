@@ -37,4 +37,16 @@ def compute_second_logits(chunk: Chunk) -> PassCost:
     return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
 
 
+def compute_first_pass(chunk: Chunk) -> PassCost:
+    """A forward pass over as many tokens before the step, for an objective that needs one; it is counted with that of
+    the step."""
+    if not get_objective(chunk.run.config).needs_first_pass:
+        return PassCost()
+    return PassCost(
+        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
+        forward_seconds=sum(chunk.time_forward(layer) for layer in chunk.layers),
+    )
+
+
+FIRST_PASS = Lever(chunk_cost=compute_first_pass)
 LOSS = Lever(stage_memory=compute_loss, chunk_cost=compute_second_logits)

@@ -8,7 +8,7 @@ from training.planner.levers.context_parallel import CONTEXT_PARALLEL
 from training.planner.levers.gradient_sums import GRADIENT_SUMS
 from training.planner.levers.layers import LAYERS
 from training.planner.levers.lever import Chunk, Lever, Stage
-from training.planner.levers.loss import LOSS
+from training.planner.levers.loss import FIRST_PASS, LOSS
 from training.planner.levers.model_states import MODEL_STATES
 from training.planner.levers.optimizer_step import OPTIMIZER_STEP
 from training.planner.levers.replicas import REPLICAS
@@ -24,6 +24,7 @@ LEVERS: tuple[Lever, ...] = (
     BOUNDARIES,  # num_stages, schedule
     LOSS,  # task
     CONTEXT_PARALLEL,  # context_parallel_size
+    FIRST_PASS,  # task
     TENSOR_PARALLEL,  # tensor_parallel_size
     REPLICAS,  # world_size
     OPTIMIZER_STEP,  # optimizer, offload_optimizer

@@ -1,0 +1,51 @@
+"""Single answers, each liked or not: a prompt and a completion, texts or lists of messages, as those of
+`data/encoders/preference.py`, and a label."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.media import refuse_media
+from data.encoders.preference import check_answer, split_answers
+from data.encoders.sample import Sample
+from data.encoders.segments import check_text, get_eos, get_fields, no_token_error, tokenize_pieces
+from data.encoders.sft import check_template
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class UnpairedEncoder:
+    """Records with a prompt, a completion and a label. A field `tools` goes to the chat template."""
+
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    label_field: str = "label"
+    prompt_template: str = "{prompt}\n"
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt_template)
+
+    def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+        """Raises `UserError` naming `location` when a field is missing or empty, or the label is not true or false."""
+        get_eos(tokenizer)  # there is one
+        refuse_media(record, location)
+        names = {
+            "data.prompt_field": self.prompt_field,
+            "data.completion_field": self.completion_field,
+            "data.label_field": self.label_field,
+        }
+        prompt, completion, label = get_fields(record, names, location)
+        if not isinstance(label, bool):
+            raise UserError(
+                f"{location}: field '{self.label_field}' must be true or false, not {label!r}; fix or remove the record"
+            )
+        check_answer(completion, self.completion_field, location)
+        if not isinstance(prompt, list):
+            check_text(prompt, f"{location}: field '{self.prompt_field}'")
+        template, tools = self.prompt_template, record.get("tools")
+        (pieces,) = split_answers(template, prompt, [completion], location, tokenizer, tools=tools)  # type: ignore[arg-type, list-item]
+        unknown: dict[int, str] = {}
+        (sample,) = tokenize_pieces([pieces], tokenizer, unknown)
+        for text in unknown.values():
+            raise no_token_error(text, location)
+        return Sample(input_ids=sample["input_ids"], labels=sample["labels"], desirable=label)

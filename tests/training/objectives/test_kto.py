@@ -1,0 +1,293 @@
+"""KTO through real pipeline stages against the paper's formula on the plain Hugging Face model in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.adapters import make_adapter, to_peft_weights
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    LAYOUTS,
+    Case,
+    build_engine,
+    hf_weights,
+    merge,
+    train_run,
+    worst_difference,
+)
+from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
+from support.workers import WorkerError, WorkerGroup
+from transformers import AutoModelForCausalLM
+
+from data.order import GlobalOrder
+from data.storage.tokenized import TokenizedDataset
+
+NUM_SAMPLES = 21  # no multiple of any batch
+WEIGHTS = ("kto.desirable_weight=1.5", "kto.undesirable_weight=0.7")
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}
+METRICS = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kto")
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_llama(root / "moved", seed=1)
+    save_records(root / "records.jsonl", NUM_SAMPLES)
+    records = [json.loads(line) for line in (root / "records.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**record, "label": number % 3 != 1}) for number, record in enumerate(records)]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    save_pairs(root / "pairs.jsonl", NUM_SAMPLES)
+    return root
+
+
+def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    if layout in TENSOR_PARALLEL:
+        overrides = ("tensor_parallel_size=2", *overrides)
+    file = "pairs.jsonl" if "data=preference" in overrides else "train.jsonl"
+    given = ("data=unpaired_preference", "task=kto", "kto.beta=0.3", "learning_rate=0.2", *overrides)
+    return Case(root / f"tied{tied}", root / file, workdir, num_stages, world_size, steps=3, overrides=given)
+
+
+def train_answers(case: Case) -> dict[str, Any]:
+    """Losses, gradient norms, metrics and final weights of a run on this rank."""
+    from training.engine.steps import train_step
+    from training.objectives.first_pass import build_first_pass
+    from training.objectives.registry import get_objective
+
+    engine, loader, config, layout, _ = build_engine(case)
+    objective, first_pass = get_objective(config), build_first_pass(engine, config)
+    micro_batches, first = loader.iterate(0, case.steps), loader.first.iterate(0, case.steps)
+    metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
+    assert metrics is not None and first_pass is not None
+    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
+    for step in range(case.steps):
+        first_pass(first, layout.gradient_accumulation_steps, config.global_batch_size)
+        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
+        result["norms"].append(float(engine.gradient_norm()))
+        metrics.add_step(counts=True)
+        result["metrics"].append(metrics.finish_interval())
+    return result | {"weights": hf_weights(engine)}
+
+
+def find_dataset(case: Case) -> TokenizedDataset:
+    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
+
+
+class Answers:
+    """The samples of a case as the paper has them: prompts, answers, labels. per_record: samples of a record."""
+
+    def __init__(self, case: Case, reference: torch.nn.Module) -> None:
+        dataset = find_dataset(case)
+        self.rows = []
+        for i in range(len(dataset)):
+            input_ids, labels = (torch.from_numpy(c(i).astype("int64")) for c in (dataset.input_ids, dataset.labels))
+            self.rows.append((input_ids[labels == -100], input_ids[labels != -100]))
+        if "data=preference" in case.overrides:
+            self.per_record, self.liked = 2, [i % 2 == 0 for i in range(len(dataset))]
+        else:
+            records = [json.loads(line) for line in case.train_file.read_text().splitlines()]
+            self.per_record, self.liked = 1, [record["label"] for record in records]
+        self._reference, self._max_seq_length = reference, case.config().max_seq_length
+
+    def compute_ratio(self, policy: torch.nn.Module, i: int, mismatched: bool = False) -> torch.Tensor:
+        """log p(y|x) - log r(y|x)."""
+        prompt = self.rows[i][0]
+        answer = self.rows[(i + self.per_record) % len(self.rows) if mismatched else i][1]
+        input_ids = torch.cat([prompt, answer])[: self._max_seq_length]
+        log_p = compute_log_probability(policy, input_ids, len(prompt))
+        with torch.no_grad():
+            log_r = compute_log_probability(self._reference, input_ids, len(prompt))
+        return log_p - log_r
+
+
+def compute_log_probability(model: torch.nn.Module, input_ids: torch.Tensor, start: int) -> torch.Tensor:
+    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
+    return log_probabilities[torch.arange(len(input_ids) - 1), input_ids[1:]][start - 1 :].sum()
+
+
+def compute_terms(
+    config: Any, answers: Answers, policy: torch.nn.Module, ids: list[int]
+) -> tuple[list[tuple[torch.Tensor, float]], float]:
+    """(loss, ratio) of each sample, one after the other as they are asked for, and z0."""
+    with torch.no_grad():
+        kl = max(0.0, float(np.mean([answers.compute_ratio(policy, i, mismatched=True).item() for i in ids])))
+
+    def compute(i: int) -> tuple[torch.Tensor, float]:
+        ratio = answers.compute_ratio(policy, i)
+        if answers.liked[i]:
+            value = config.kto.desirable_weight * (1 - torch.sigmoid(config.kto.beta * (ratio - kl)))
+        else:
+            value = config.kto.undesirable_weight * (1 - torch.sigmoid(config.kto.beta * (kl - ratio)))
+        return value, ratio.item()
+
+    return (compute(i) for i in ids), kl  # type: ignore[return-value]
+
+
+def summarize(config: Any, answers: Answers, ids: list[int], ratios: list[float], kl: float) -> dict[str, float]:
+    liked = np.array([answers.liked[i] for i in ids])
+    rewards = config.kto.beta * np.array(ratios)
+    margins = np.where(liked, 1, -1) * (rewards - config.kto.beta * kl)
+    accuracy = ((np.array(ratios) > kl) == liked).mean()
+    means = (rewards[liked].mean(), rewards[~liked].mean(), accuracy, margins.mean(), kl)
+    return dict(zip(METRICS, map(float, means), strict=True))
+
+
+def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module) -> dict[str, Any]:
+    """The same steps of SGD, answer by answer."""
+    config, answers = case.config(), Answers(case, reference)
+    order = GlobalOrder(len(answers.rows), config.global_batch_size, config.seed)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
+    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        ids, loss, ratios = order.sample_ids(step).tolist(), 0.0, []
+        terms, kl = compute_terms(config, answers, policy, ids)
+        for of_answer, ratio in terms:
+            (of_answer / len(ids)).backward()
+            loss += of_answer.item() / len(ids)
+            ratios.append(ratio)
+        result["losses"].append(loss)
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
+        result["metrics"].append(summarize(config, answers, ids, ratios, kl))
+        optimizer.step()
+    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    for found, expected in zip(result["metrics"][1:], oracle["metrics"][1:], strict=True):
+        scale = max(abs(value) for value in expected.values())
+        assert found == pytest.approx(expected, abs=BOUND * scale)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "overrides"),
+    [
+        ("pp2", False, (*WEIGHTS, CLIPPED)),
+        *(
+            pytest.param(layout, tied, overrides, marks=pytest.mark.full)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL)
+            for tied, overrides in (
+                (True, (*WEIGHTS, CHECKPOINTED, "micro_batch_size=1")),
+                (False, ("data=preference", "data.pad_to=max_seq_length")),
+            )
+        ),
+    ],
+)
+def test_three_sgd_steps_equal_the_paper(
+    workers: Callable[[int], WorkerGroup],
+    root: Path,
+    tmp_path: Path,
+    layout: str,
+    tied: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    case = build_case(root, tmp_path, layout, *overrides, tied=tied)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    policy = load_model(case.model)
+    oracle = train_oracle(case, policy, copy.deepcopy(policy))
+    check_equal(result, oracle)
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2"])
+def test_with_an_adapter_the_reference_is_the_model_without_it(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
+) -> None:
+    """The adapter starts far from zero, so that z0 is more than 0 from the first step on, and dropout is off in it."""
+    policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
+    case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, policy, load_model(case.model))
+    check_equal(result, oracle)
+    assert oracle["metrics"][0]["kl"] != 0 or oracle["metrics"][-1]["kl"] == 0
+    worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
+    assert worst < BOUND, name
+
+
+@pytest.fixture
+def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """run(name, layout, *overrides): the metrics of a whole run, which is evaluated on its own training samples."""
+
+    def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
+        defaults = (
+            f"output_dir={tmp_path / name}",
+            f"eval_file={root}/train.jsonl",
+            "eval_on_start=true",
+            "optimizer=adamw",
+            "learning_rate=1e-3",
+            "max_grad_norm=1.0",
+            "max_steps=6",
+            "logging_steps=1",
+        )
+        case = build_case(root, tmp_path, layout, *defaults, *overrides)
+        workers(case.world_size).run(train_run, case)
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("pp2", "pp1"),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("pp2xdp2", "pp2"), ("tp2", "pp2xdp2"))),
+    ],
+)
+def test_a_run_learns_and_continues_at_another_layout(
+    run, root: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    """Evaluations too: their z0 is a mean over the whole file, 21 samples in micro-batches that do not divide them."""
+    whole = run("whole", saved)
+    run("begun", saved, "stop_after_steps=3")
+    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
+    steps = [[record for record in records if record["step"] > 3 and "loss" in record] for records in (whole, ended)]
+    assert [record["step"] for record in steps[0]] == [4, 5, 6]
+    for expected, found in zip(*steps, strict=True):
+        names = ("loss", "grad_norm", *METRICS)
+        near = pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-5)  # Adam divides rounding
+        assert {name: found[name] for name in names} == near
+    assert whole[0]["eval_loss"] == pytest.approx(0.5, rel=1e-5) and whole[-1]["eval_loss"] < 0.45
+    case = build_case(root, tmp_path, "pp1")
+    answers = Answers(case, load_model(case.model))
+    ids, policy = list(range(NUM_SAMPLES)), load_model(tmp_path / "ended" / "hf")
+    with torch.no_grad():
+        terms, kl = compute_terms(case.config(), answers, policy, ids)
+        losses, ratios = zip(*((loss.item(), ratio) for loss, ratio in terms), strict=True)
+    means = summarize(case.config(), answers, ids, list(ratios), kl)
+    expected = {"eval_loss": float(np.mean(losses))} | {f"eval_{name}": value for name, value in means.items()}
+    assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_another_loss_and_one_label_alone_are_named(run, root: Path, tmp_path: Path) -> None:
+    run("begun", "pp1", "stop_after_steps=1")
+    with pytest.raises(WorkerError, match="kto.desirable_weight was 1, is 2. Give the same"):
+        run("other", "pp1", f"resume={tmp_path}/begun/checkpoints", "kto.desirable_weight=2")
+    liked = [json.loads(line) | {"label": True} for line in (root / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "liked.jsonl").write_text("\n".join(map(json.dumps, liked)))
+    with pytest.raises(WorkerError, match="train_file: the labels of all 21 samples are true; task=kto learns from"):
+        run("liked", "pp1", f"train_file={tmp_path}/liked.jsonl")
+    (tmp_path / "wrong.jsonl").write_text(json.dumps(liked[0] | {"label": "yes"}))
+    with pytest.raises(WorkerError, match="field 'label' must be true or false, not 'yes'"):
+        run("wrong", "pp1", f"train_file={tmp_path}/wrong.jsonl")
