@@ -13,6 +13,7 @@ from data.storage.tokenized import load_summary
 from models.adapter_targets import describe_targets
 from models.architecture import warn_of_length
 from models.experts.sizes import count_experts
+from models.reward import is_reward_model
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
@@ -207,7 +208,8 @@ def show_end(
         show_panel(f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest", facts)
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
-    facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
+    if not is_reward_model(setup.source.config):
+        facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
     resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
     facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"
     show_panel(f"done: {step} steps", facts)

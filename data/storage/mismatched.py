@@ -1,12 +1,14 @@
-"""Answers to other prompts: of each sample its prompt, with the answer of the next record of the data.
+"""Answers to other prompts: of each sample its prompt, with the answer of another record of the data.
 
-A function of the data alone, so what a reference model thinks of it is computed once. `KEY/mismatched` is a tokenized
-folder with as many samples in the same order; an answer that does not fit behind the other prompt is cut.
+That is the next record with another prompt, since answers to one prompt tend to stand together: of several, the one at
+the same place among them. A function of the data alone, so what a reference model thinks of it is computed once.
+`KEY/mismatched` is a tokenized folder with as many samples in the same order; an answer that does not fit behind the
+other prompt is cut.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,25 +28,31 @@ def mismatched_path(path: Path) -> Path:
 
 
 def prepare_mismatched(
-    path: Path, plan: RowPlan, samples_per_record: int, log: Callable[[str], None] | None = None
+    path: Path, plan: RowPlan, key: str, samples_per_record: int, log: Callable[[str], None] | None = None
 ) -> None:
-    """Writes the folder, with the rows of `plan`, unless it is there. path: of the tokenized samples."""
+    """Writes the folder, with the rows of `plan`, unless it is there. path: of the tokenized samples of `key`.
+
+    Raises UserError where all records have one prompt.
+    """
     folder, say = mismatched_path(path), log or (lambda text: None)
     if find_damage(folder) is not None:
         with lock_folder(path, say):
             if find_damage(folder) is not None:
-                _write(path, folder, plan.max_seq_length, samples_per_record)
+                _write(path, folder, key, plan.max_seq_length, samples_per_record)
     copy_rows(path, folder, plan)
 
 
-def check_labels(path: Path, key: str, samples_per_record: int) -> None:
-    """Raises UserError where all answers are desirable, or none is, and where an encoder has not said it."""
-    if samples_per_record == 1 and not column_file(path, "desirable").is_file():
+def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:
+    """Raises UserError where an encoder has not said of each sample whether it is desirable, and, of data to train on,
+    where all are, or none is."""
+    dataset = TokenizedDataset(path, False, False)
+    file = column_file(path, "desirable")
+    if samples_per_record == 1 and (not file.is_file() or len(dataset.desirable) != len(dataset)):
         raise UserError(
             f"{key}: task=kto needs to know of each sample whether it is desirable; data.encoder must say so"
         )
-    desirable = TokenizedDataset(path, False, False).desirable
-    if desirable.all() or not desirable.any():
+    desirable = dataset.desirable
+    if trains and (desirable.all() or not desirable.any()):
         which = "true" if desirable.all() else "false"
         raise UserError(
             f"{key}: the labels of all {len(desirable):,} samples are {which}; task=kto learns from desirable and "
@@ -52,8 +60,9 @@ def check_labels(path: Path, key: str, samples_per_record: int) -> None:
         )
 
 
-def _write(path: Path, folder: Path, max_seq_length: int, samples_per_record: int) -> None:
+def _write(path: Path, folder: Path, key: str, max_seq_length: int, samples_per_record: int) -> None:
     dataset, summary = TokenizedDataset(path, True, True), load_summary(path)
+    others = _choose_others(dataset, key, samples_per_record)
     temporary = folder.with_suffix(".tmp")
     for each in (temporary, folder):
         shutil.rmtree(each, ignore_errors=True)
@@ -61,12 +70,12 @@ def _write(path: Path, folder: Path, max_seq_length: int, samples_per_record: in
     with TokenizedWriter(temporary, num_sources=1) as writer:
         for start in range(0, len(dataset), _BATCH):
             numbers = range(start, min(start + _BATCH, len(dataset)))
-            rows = list(_mismatch(dataset, numbers, max_seq_length, samples_per_record))
+            rows = list(_mismatch(dataset, numbers, others, max_seq_length))
             columns = {
                 "input_ids": np.concatenate([input_ids for input_ids, _ in rows]),
                 "labels": np.concatenate([labels for _, labels in rows]),
                 "length": np.array([len(labels) for _, labels in rows], np.int32),
-                "num_targets": np.array([(labels != IGNORE_INDEX).sum() for _, labels in rows], np.int32),
+                "num_targets": np.array([(labels[1:] != IGNORE_INDEX).sum() for _, labels in rows], np.int32),
             }
             writer.append(columns, 0)
         counted = replace(summary, num_tokens=writer.num_tokens, num_targets=writer.num_targets)
@@ -74,17 +83,55 @@ def _write(path: Path, folder: Path, max_seq_length: int, samples_per_record: in
     os.rename(temporary, folder)
 
 
+def _choose_others(dataset: TokenizedDataset, key: str, samples_per_record: int) -> np.ndarray:
+    """The number of the sample whose answer each one gets, int64 [N].
+
+    Records with one prompt that stand together are a run, and a record gets the answer at its own place in the next; of
+    a record with two samples both get those of the same other record.
+    """
+    num_records = len(dataset) // samples_per_record
+    starts = _find_runs(dataset, samples_per_record)  # in records
+    if len(starts) == 1:
+        raise UserError(
+            f"{key}: all {num_records:,} records have the same prompt, so there is no answer to another one, which "
+            "task=kto compares with; add records"
+        )
+    ends = [*starts[1:], num_records]
+    following = [*range(1, len(starts)), 0]
+    if _read_prompt(dataset, starts[-1] * samples_per_record) == _read_prompt(dataset, 0):
+        following[-1] = 1
+    others = np.empty(num_records, np.int64)
+    for start, end, run in zip(starts, ends, following):
+        others[start:end] = starts[run] + np.arange(end - start) % (ends[run] - starts[run])
+    return (others[:, None] * samples_per_record + np.arange(samples_per_record)).reshape(-1)
+
+
+def _find_runs(dataset: TokenizedDataset, samples_per_record: int) -> Sequence[int]:
+    """The records whose prompt is another than that of the one before."""
+    starts, before = [], None
+    for record in range(len(dataset) // samples_per_record):
+        prompt = _read_prompt(dataset, record * samples_per_record)
+        if prompt != before:
+            starts.append(record)
+        before = prompt
+    return starts
+
+
 def _mismatch(
-    dataset: TokenizedDataset, numbers: range, max_seq_length: int, samples_per_record: int
+    dataset: TokenizedDataset, numbers: range, others: np.ndarray, max_seq_length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """input_ids and labels, int32 [T], of samples; where a record has two, both get those of the next record."""
+    """input_ids and labels, int32 [T], of samples."""
     for number in numbers:
-        other = (number + samples_per_record) % len(dataset)
+        other = int(others[number])
         prompt = dataset.input_ids(number)[: _find_answer(dataset, number)]
         answer = slice(_find_answer(dataset, other), None)
         input_ids = np.concatenate([prompt, dataset.input_ids(other)[answer]])
         labels = np.concatenate([np.full(len(prompt), IGNORE_INDEX, np.int32), dataset.labels(other)[answer]])
         yield input_ids[:max_seq_length], labels[:max_seq_length]
+
+
+def _read_prompt(dataset: TokenizedDataset, number: int) -> bytes:
+    return dataset.input_ids(number)[: _find_answer(dataset, number)].tobytes()
 
 
 def _find_answer(dataset: TokenizedDataset, number: int) -> int:

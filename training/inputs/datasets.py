@@ -116,9 +116,8 @@ def prepare_file(
     prepare_rows(path, plan, key, log, names=files.entries)
     if get_objective(config).needs_first_pass:
         per_record = find_kind(data.name).samples_per_record
-        if key == "train_file":
-            check_labels(path, key, per_record)
-        prepare_mismatched(path, plan, per_record, log)
+        check_labels(path, key, per_record, trains=key == "train_file")
+        prepare_mismatched(path, plan, key, per_record, log)
     return path
 
 

@@ -31,19 +31,22 @@ def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
     if not objective.needs_first_pass:
         return None
     plan = objective.plan_first_pass(engine.module.loss_fn)
-    bounds = DocumentBounds(engine.layout.micro_batch_size, config.max_seq_length)
+    # What a user-defined collator makes of rows nobody knows.
+    is_known = config.data.collator is None
+    bounds = DocumentBounds(engine.layout.micro_batch_size, config.max_seq_length) if is_known else None
     return partial(_run_first_pass, engine, plan, bounds)
 
 
 def _run_first_pass(
     engine: Engine,
     plan: FirstPass,
-    bounds: DocumentBounds,
+    bounds: DocumentBounds | None,
     micro_batches: Iterator[Any] | None,
     num_micro_batches: int,
     num_samples: int,
 ) -> None:
-    """Gives the loss of each rank the mean over `num_samples`, of all ranks. bounds: of any micro-batch's documents."""
+    """Gives the loss of each rank the mean over `num_samples`, of all ranks. bounds: of any micro-batch's documents;
+    None where they are not known."""
     engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for output in engine.forward_only(micro_batches, num_micro_batches, plan.measure):

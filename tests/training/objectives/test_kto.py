@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(root / "moved", seed=1)
     save_records(root / "records.jsonl", NUM_SAMPLES)
     records = [json.loads(line) for line in (root / "records.jsonl").read_text().splitlines()]
+    for number in range(2, NUM_SAMPLES, 5):
+        records[number]["prompt"] = records[number - 1]["prompt"]  # two answers to one prompt
     lines = [json.dumps({**record, "label": number % 3 != 1}) for number, record in enumerate(records)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "other.jsonl").write_text("\n".join(lines[:5]) + "\n")
     save_pairs(root / "pairs.jsonl", NUM_SAMPLES)
     return root
 
@@ -82,30 +86,37 @@ def train_answers(case: Case) -> dict[str, Any]:
     return result | {"weights": hf_weights(engine)}
 
 
-def find_dataset(case: Case) -> TokenizedDataset:
-    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
+def find_dataset(case: Case, num_samples: int | None = None) -> TokenizedDataset:
+    folders = [path for path in (case.workdir / "cache").iterdir() if path.is_dir()]
+    found = [TokenizedDataset(folder, True, True) for folder in folders]
+    return next(dataset for dataset in found if num_samples in (None, len(dataset)))
 
 
 class Answers:
-    """The samples of a case as the paper has them: prompts, answers, labels. per_record: samples of a record."""
+    """The samples of a case as the paper has them: prompts, answers, labels."""
 
-    def __init__(self, case: Case, reference: torch.nn.Module) -> None:
-        dataset = find_dataset(case)
+    def __init__(self, case: Case, reference: torch.nn.Module, num_samples: int | None = None) -> None:
+        """num_samples: of the file, where there are several; it is then the beginning of the training file."""
+        dataset = find_dataset(case, num_samples)
         self.rows = []
         for i in range(len(dataset)):
             input_ids, labels = (torch.from_numpy(c(i).astype("int64")) for c in (dataset.input_ids, dataset.labels))
             self.rows.append((input_ids[labels == -100], input_ids[labels != -100]))
         if "data=preference" in case.overrides:
-            self.per_record, self.liked = 2, [i % 2 == 0 for i in range(len(dataset))]
+            self.liked = [i % 2 == 0 for i in range(len(dataset))]
+            self._others = [(i + 2) % len(dataset) for i in range(len(dataset))]
         else:
-            records = [json.loads(line) for line in case.train_file.read_text().splitlines()]
-            self.per_record, self.liked = 1, [record["label"] for record in records]
+            records = [json.loads(line) for line in case.train_file.read_text().splitlines()][: len(dataset)]
+            self.liked = [record["label"] for record in records]
+            runs = [list(run) for _, run in groupby(range(len(records)), lambda i: records[i]["prompt"])]
+            following = zip(runs, [*runs[1:], runs[0]], strict=True)
+            self._others = [other[place % len(other)] for run, other in following for place in range(len(run))]
         self._reference, self._max_seq_length = reference, case.config().max_seq_length
 
     def compute_ratio(self, policy: torch.nn.Module, i: int, mismatched: bool = False) -> torch.Tensor:
         """log p(y|x) - log r(y|x)."""
         prompt = self.rows[i][0]
-        answer = self.rows[(i + self.per_record) % len(self.rows) if mismatched else i][1]
+        answer = self.rows[self._others[i] if mismatched else i][1]
         input_ids = torch.cat([prompt, answer])[: self._max_seq_length]
         log_p = compute_log_probability(policy, input_ids, len(prompt))
         with torch.no_grad():
@@ -145,14 +156,16 @@ def summarize(config: Any, answers: Answers, ids: list[int], ratios: list[float]
     return dict(zip(METRICS, map(float, means), strict=True))
 
 
-def train_oracle(case: Case, policy: torch.nn.Module, reference: torch.nn.Module) -> dict[str, Any]:
-    """The same steps of SGD, answer by answer."""
+def train_oracle(
+    case: Case, policy: torch.nn.Module, reference: torch.nn.Module, steps: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The same steps of SGD, answer by answer. steps: by default all of the case's."""
     config, answers = case.config(), Answers(case, reference)
     order = GlobalOrder(len(answers.rows), config.global_batch_size, config.seed)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
     result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
+    for step in steps or range(case.steps):
         optimizer.zero_grad()
         ids, loss, ratios = order.sample_ids(step).tolist(), 0.0, []
         terms, kl = compute_terms(config, answers, policy, ids)
@@ -171,10 +184,12 @@ def load_model(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
+def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: int = 1) -> None:
+    """first_metrics: the step from which on they are compared: the rewards of a policy that is its reference are 0."""
+    assert min(metrics["kl"] for metrics in oracle["metrics"][1:]) > 0.1  # it is not the 0 that it may not be below
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["metrics"][1:], oracle["metrics"][1:], strict=True):
+    for found, expected in zip(result["metrics"][first_metrics:], oracle["metrics"][first_metrics:], strict=True):
         scale = max(abs(value) for value in expected.values())
         assert found == pytest.approx(expected, abs=BOUND * scale)
 
@@ -190,6 +205,10 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
                 (True, (*WEIGHTS, CHECKPOINTED, "micro_batch_size=1")),
                 (False, ("data=preference", "data.pad_to=max_seq_length")),
             )
+        ),
+        *(
+            pytest.param("pp2", True, (f"schedule={name}", *WEIGHTS, *overrides), marks=pytest.mark.full)
+            for name, *overrides in (("interleaved", "virtual_stages_per_rank=2"), ("zero_bubble",))
         ),
     ],
 )
@@ -211,17 +230,16 @@ def test_three_sgd_steps_equal_the_paper(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2xdp2"])
+@pytest.mark.parametrize("layout", ["pp1", "pp2", "pp2xdp2", "tp2"])
 def test_with_an_adapter_the_reference_is_the_model_without_it(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
 ) -> None:
-    """The adapter starts far from zero, so that z0 is more than 0 from the first step on, and dropout is off in it."""
+    """The adapter starts far from zero, so that the policy is not its reference in the first step either."""
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
     result = merge(workers(case.world_size).run(train_answers, case))
     oracle = train_oracle(case, policy, load_model(case.model))
-    check_equal(result, oracle)
-    assert oracle["metrics"][0]["kl"] != 0 or oracle["metrics"][-1]["kl"] == 0
+    check_equal(result, oracle, first_metrics=0)
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
     assert worst < BOUND, name
 
@@ -248,13 +266,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
     return start
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        ("pp2", "pp1"),
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("pp2xdp2", "pp2"), ("tp2", "pp2xdp2"))),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp1"), ("pp2xdp2", "pp2"), ("tp2", "pp2xdp2")])
 def test_a_run_learns_and_continues_at_another_layout(
     run, root: Path, tmp_path: Path, saved: str, resumed: str
 ) -> None:
@@ -270,16 +283,54 @@ def test_a_run_learns_and_continues_at_another_layout(
         assert {name: found[name] for name in names} == near
     assert whole[0]["eval_loss"] == pytest.approx(0.5, rel=1e-5) and whole[-1]["eval_loss"] < 0.45
     case = build_case(root, tmp_path, "pp1")
-    answers = Answers(case, load_model(case.model))
-    ids, policy = list(range(NUM_SAMPLES)), load_model(tmp_path / "ended" / "hf")
-    with torch.no_grad():
-        terms, kl = compute_terms(case.config(), answers, policy, ids)
-        losses, ratios = zip(*((loss.item(), ratio) for loss, ratio in terms), strict=True)
-    means = summarize(case.config(), answers, ids, list(ratios), kl)
-    expected = {"eval_loss": float(np.mean(losses))} | {f"eval_{name}": value for name, value in means.items()}
+    expected = evaluate_oracle(case, tmp_path / "ended" / "hf", NUM_SAMPLES)
+    assert expected["eval_kl"] > 0.1
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def evaluate_oracle(case: Case, folder: Path, num_samples: int) -> dict[str, float]:
+    """Of the model in `folder`."""
+    answers, ids = Answers(case, load_model(case.model), num_samples), list(range(num_samples))
+    with torch.no_grad():
+        terms, kl = compute_terms(case.config(), answers, load_model(folder), ids)
+        losses, ratios = zip(*((loss.item(), ratio) for loss, ratio in terms), strict=True)
+    means = summarize(case.config(), answers, ids, list(ratios), kl)
+    return {"eval_loss": float(np.mean(losses))} | {f"eval_{name}": value for name, value in means.items()}
+
+
+@pytest.mark.full
+def test_each_evaluation_file_has_its_own_reference_point(run, root: Path, tmp_path: Path) -> None:
+    files = f"eval_file={{whole: {root}/train.jsonl, part: {root}/other.jsonl}}"
+    lines = run("named", "pp2xdp2", files)
+    case = build_case(root, tmp_path, "pp1")
+    found, means = lines[-1], []
+    for name, num_samples in (("whole", NUM_SAMPLES), ("part", 5)):
+        expected = evaluate_oracle(case, tmp_path / "named" / "hf", num_samples)
+        of_file = {key: found[key.replace("eval_", f"eval_{name}_", 1)] for key in expected}
+        assert of_file == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        means.append((expected["eval_loss"], num_samples, expected["eval_kl"]))
+    assert means[0][2] != pytest.approx(means[1][2], rel=0.1) and max(means[0][2], means[1][2]) > 0.1
+    whole = sum(loss * number for loss, number, _ in means) / (NUM_SAMPLES + 5)
+    assert found["eval_loss"] == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.full
+def test_what_is_not_trained_on_is_not_compared_with(run, root: Path, tmp_path: Path) -> None:
+    """Steps of `skip_data_intervals` have no reference point either."""
+    keys = ("skip_data_intervals=[[2,2]]", "optimizer=sgd", "learning_rate=0.2", "max_grad_norm=1.0", "max_steps=4")
+    constant = ("lr_scheduler_type=constant", "warmup_ratio=0", "eval_file=null", "eval_on_start=false")
+    lines = run("skipped", "pp2", *keys, *constant)
+    case = build_case(root, tmp_path, "pp1", *keys, *constant)
+    oracle = train_oracle(case, load_model(case.model), load_model(case.model), steps=[0, 2, 3])
+    assert [line["step"] for line in lines] == [1, 3, 4] and oracle["metrics"][-1]["kl"] > 0.1
+    for name in ("kl", "rewards_margin"):
+        assert [line[name] for line in lines[1:]] == pytest.approx(
+            [each[name] for each in oracle["metrics"][1:]], rel=1e-4
+        )
+    assert [line["loss"] for line in lines] == pytest.approx(oracle["losses"], rel=BOUND)
+
+
+@pytest.mark.full
 def test_another_loss_and_one_label_alone_are_named(run, root: Path, tmp_path: Path) -> None:
     run("begun", "pp1", "stop_after_steps=1")
     with pytest.raises(WorkerError, match="kto.desirable_weight was 1, is 2. Give the same"):
@@ -288,6 +339,7 @@ def test_another_loss_and_one_label_alone_are_named(run, root: Path, tmp_path: P
     (tmp_path / "liked.jsonl").write_text("\n".join(map(json.dumps, liked)))
     with pytest.raises(WorkerError, match="train_file: the labels of all 21 samples are true; task=kto learns from"):
         run("liked", "pp1", f"train_file={tmp_path}/liked.jsonl")
-    (tmp_path / "wrong.jsonl").write_text(json.dumps(liked[0] | {"label": "yes"}))
-    with pytest.raises(WorkerError, match="field 'label' must be true or false, not 'yes'"):
-        run("wrong", "pp1", f"train_file={tmp_path}/wrong.jsonl")
+    alike = [record | {"prompt": "What?", "label": number % 2 == 0} for number, record in enumerate(liked)]
+    (tmp_path / "alike.jsonl").write_text("\n".join(map(json.dumps, alike)))
+    with pytest.raises(WorkerError, match="train_file: all 21 records have the same prompt, so there is no answer to"):
+        run("alike", "pp1", f"train_file={tmp_path}/alike.jsonl")
