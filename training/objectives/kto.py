@@ -47,6 +47,9 @@ class KTO(Objective):
         assert isinstance(loss, KTOLoss)
         return FirstPass(loss.sum_log_ratios, loss.take_first_mean)
 
+    def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
+        return KTOLoss.metrics
+
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, KTOLoss)
         return ReportedMeans(loss, device)

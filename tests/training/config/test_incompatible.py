@@ -164,7 +164,7 @@ EXAMPLES = {
             "eval_file=a.jsonl",
             other,
         )
-        for other in ("adapter=lora", "data=preference", "evaluate_only=true")
+        for other in ("adapter=lora", "data=preference", "data=unpaired_preference", "evaluate_only=true")
     },
     "evaluate_only=true does not go together with eval_file=null: ": ("evaluate_only=true",),
     "evaluate_only=true does not go together with callbacks: ": (

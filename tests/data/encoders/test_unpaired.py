@@ -1,0 +1,55 @@
+"""Single answers with a label: the tokens of a pair's answer, the label beside them, and what every bad record says."""
+
+from __future__ import annotations
+
+import pytest
+from test_sft import read_runs
+
+from data.encoders.preference import PreferenceEncoder
+from data.encoders.unpaired import UnpairedEncoder
+from errors import UserError
+
+RECORD = {"prompt": "Legs of a {spider}?", "completion": "Eight.", "label": True}
+WHERE = "liked.jsonl:3"
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_an_answer_has_the_tokens_of_one_of_a_pair_and_its_label(build_tokenizer, label: bool) -> None:
+    tokenizer = build_tokenizer(puts_bos=True)
+    sample = UnpairedEncoder().encode(RECORD | {"label": label}, WHERE, tokenizer)
+    assert read_runs(sample, tokenizer) == [("masked", "<s>Legs of a {spider}?\n"), ("loss", "Eight.</s>")]
+    assert sample["desirable"] is label
+    renamed = {"question": RECORD["prompt"], "answer": RECORD["completion"], "liked": label}
+    names = {"prompt_field": "question", "completion_field": "answer", "label_field": "liked"}
+    assert UnpairedEncoder(**names).encode(renamed, WHERE, tokenizer) == sample
+
+
+def test_messages_and_texts_may_be_mixed(chat_tokenizer) -> None:
+    prompt, answer = {"role": "user", "content": "Legs?"}, {"role": "assistant", "content": "Eight."}
+    pair = {"prompt": [prompt], "chosen": [answer], "rejected": "Five."}
+    chosen, _ = PreferenceEncoder().encode(pair, WHERE, chat_tokenizer)
+    for record in ({"prompt": [prompt], "completion": [answer]}, {"prompt": "Legs?", "completion": [answer]}):
+        sample = UnpairedEncoder().encode(record | {"label": True}, WHERE, chat_tokenizer)
+        assert sample == chosen | {"desirable": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"label": "yes"}, "field 'label' must be true or false, not 'yes'; fix or remove the record"),
+        ({"label": 1}, "field 'label' must be true or false, not 1; fix or remove the record"),
+        ({"label": None}, "field 'label' must be true or false, not None; fix or remove the record"),
+        ({"completion": " "}, "field 'completion' is empty; fill it or remove the record"),
+        ({"completion": 8}, "field 'completion' must be text, not int; fix or remove the record"),
+        ({"prompt": 8}, "field 'prompt' must be text, not int; fix or remove the record"),
+    ],
+)
+def test_a_bad_record_is_named(build_tokenizer, changed: dict, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        UnpairedEncoder().encode(RECORD | changed, WHERE, build_tokenizer())
+    assert str(raised.value) == f"{WHERE}: {message}"
+
+
+def test_a_record_without_a_label_is_named(build_tokenizer) -> None:
+    with pytest.raises(UserError, match="no field 'label'; the record has 'prompt', 'completion'; set .*data.label_f"):
+        UnpairedEncoder().encode({"prompt": "Legs?", "completion": "Eight."}, WHERE, build_tokenizer())
