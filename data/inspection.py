@@ -35,8 +35,10 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
         f" 95% have {high:,} or fewer",
         f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",
         f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
-        f"{_compare(rows, lengths, plan)}",
+        f"{'' if dataset.has_desirable else _compare(rows, lengths, plan)}",
     ]
+    if dataset.has_desirable:  # and so they are not packed
+        lines.append(f"labels: {dataset.desirable.sum():,} of {len(dataset):,} samples are desirable")
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from data.encoders.sample import IGNORE_INDEX
 from data.storage.cache import lock_folder
 from data.storage.rows import RowPlan, copy_rows
-from data.storage.tokenized import TokenizedDataset, TokenizedWriter, column_file, find_damage, load_summary
+from data.storage.tokenized import TokenizedDataset, TokenizedWriter, find_damage, load_summary
 from errors import UserError
 
 _BATCH = 1000  # samples
@@ -46,8 +46,7 @@ def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool)
     """Raises UserError where an encoder has not said of each sample whether it is desirable, and, of data to train on,
     where all are, or none is."""
     dataset = TokenizedDataset(path, False, False)
-    file = column_file(path, "desirable")
-    if samples_per_record == 1 and (not file.is_file() or len(dataset.desirable) != len(dataset)):
+    if samples_per_record == 1 and (not dataset.has_desirable or len(dataset.desirable) != len(dataset)):
         raise UserError(
             f"{key}: task=kto needs to know of each sample whether it is desirable; data.encoder must say so"
         )

@@ -164,11 +164,15 @@ class TokenizedDataset:
         return len(self.lengths)
 
     @property
+    def has_desirable(self) -> bool:
+        """Whether the kind of data says of samples whether they are."""
+        return column_file(self._arguments[0], "desirable").is_file()
+
+    @property
     def desirable(self) -> np.ndarray:
         """Whether each sample is, bool [num_samples]; of pairs, which lie one behind the other, the chosen one."""
-        path = self._arguments[0]
-        if column_file(path, "desirable").is_file():
-            return map_column(path, "desirable", np.dtype(np.int32)) != 0
+        if self.has_desirable:
+            return map_column(self._arguments[0], "desirable", np.dtype(np.int32)) != 0
         return np.arange(len(self)) % 2 == 0
 
     def input_ids(self, index: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import pytest
 
 from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
+from data.encoders.unpaired import UnpairedEncoder
 from data.inspection import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
 from data.options import LengthPolicy, OnBadRecord, Packing
 from data.storage.rows import RowPlan, Rows, prepare_rows
@@ -46,6 +47,15 @@ def test_the_report_counts_everything(path: Path) -> None:
     )
     assert f"rows: 1, {tokens / 64:.1%} of max_seq_length=64 filled (packing efficiency)" in packed
     assert "skipped: " in single and "a.jsonl:3: no field 'completion'" in single
+
+
+def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_path: Path) -> None:
+    records = [{"prompt": "Legs?", "completion": "Eight.", "label": number == 1} for number in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(UnpairedEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.stop)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    report = describe_dataset(path, PLANS[Packing.NONE])
+    assert "labels: 1 of 3 samples are desirable" in report and "packing" not in report
 
 
 def test_trained_parts_are_marked(path: Path, tokenizer) -> None:

@@ -176,6 +176,12 @@ def test_the_plan_asks_a_new_objective(new_objective: None) -> None:
     assert scaled.tokens_per_step == usual.tokens_per_step
 
 
+def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
+    dpo, kto = build_small_plan("data=preference"), build_small_plan("data=preference", "task=kto")
+    assert [stage.forward_flops for stage in kto.stages] == [2 * stage.forward_flops for stage in dpo.stages]
+    assert [stage.backward_flops for stage in kto.stages] == [stage.backward_flops for stage in dpo.stages]
+
+
 def test_a_plan_refuses_a_task_that_is_not_there() -> None:
     with pytest.raises(UserError, match="task=scaled: must be one of .*dpo, .*pretrain, .*sft"):
         next(plan_run(build_config("task=scaled", "plan=true", "world_size=4")))
