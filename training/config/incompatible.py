@@ -207,6 +207,12 @@ INCOMPATIBLE = (
         "an answer is scored as a whole, and would lie on several ranks",
         f"{_ONE_SEQUENCE}, or use tensor_parallel_size",
     ),
+    Pair(
+        _CONTEXT_PARALLEL,
+        _UNPAIRED,
+        "an answer is scored as a whole, and would lie on several ranks",
+        f"{_ONE_SEQUENCE}, or use tensor_parallel_size",
+    ),
     Pair(_CONTEXT_PARALLEL, _OWN_LOSS, "it would see a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,

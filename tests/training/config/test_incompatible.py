@@ -61,6 +61,7 @@ EXAMPLES = {
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
             "data=preference": ("data=preference",),
+            "data=unpaired_preference": ("data=unpaired_preference",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),
