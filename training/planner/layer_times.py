@@ -246,7 +246,7 @@ def _measure_exchange(task: Task, dtype: torch.dtype) -> float:
     """Bytes/s: of a stage's output on its way to the next, or of gradients on a ring of replicas."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if not task.exchanges_hidden:
-        gradients = torch.zeros(REDUCED, dtype=dtype)
+        gradients = torch.zeros(min(REDUCED, task.updated), dtype=dtype)
         return 2 * (size - 1) / size * gradients.nbytes / _time(lambda: dist.all_reduce(gradients))
     hidden_states = torch.zeros(
         task.micro_batch_size, task.config.max_seq_length, task.architecture.hidden_size, dtype=dtype

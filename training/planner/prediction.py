@@ -27,7 +27,7 @@ from training.planner.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs, list_owners
 
 # Of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
-_TIMED_ELEMENTS, _PATIENCE = 2**23, 1.0
+_TIMED_ELEMENTS, _FEWEST_ELEMENTS, _PATIENCE = 2**23, 2**14, 1.0
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def time_layers(
 
     All ranks call it. costs: on the main rank.
     """
-    kinds = broadcast_from_main(lambda: _choose_timed(costs or ()), ranks)
+    kinds, updated = broadcast_from_main(lambda: _choose_timed(costs or (), layout), ranks)
     task = replace(
         build_task(replace(config, max_seq_length=lengths.padded), architecture, layout, kinds),
-        updated=_TIMED_ELEMENTS,
+        updated=updated,
         patience=_PATIENCE / len(kinds),
     )
     seen: list[Any] = [None] * ranks.world_size
@@ -109,11 +109,14 @@ def time_layers(
     return seen
 
 
-def _choose_timed(costs: Sequence[LayerCost]) -> list[list[int]]:
-    """Of each kind of layer as many as have so many parameters, and one at least."""
-    return [
+def _choose_timed(costs: Sequence[LayerCost], layout: Layout) -> tuple[list[list[int]], int]:
+    """Of each kind of layer as many as have so many parameters, and one at least; and the elements of an optimizer
+    step, a rank's or so many."""
+    kinds = [
         of_kind[: max(1, _TIMED_ELEMENTS // max(1, costs[of_kind[0]].num_parameters))] for of_kind in list_kinds(costs)
     ]
+    trained = sum(cost.total_trainable for cost in list_owners(costs)) // layout.world_size
+    return kinds, max(_FEWEST_ELEMENTS, min(_TIMED_ELEMENTS, trained))
 
 
 def predict(

@@ -148,7 +148,7 @@ def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> Non
     assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
     assert (
         message_of("optimizer=adam")
-        == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, custom, lion, sgd"
+        == "optimizer=adam: there is no conf/optimizer/adam.yaml; there are adamw, adamw_8bit, custom, lion, sgd"
     )
     assert message_of("model=llama-7b").startswith(
         "model=llama-7b: there is no conf/model/llama-7b.yaml; there are bloom_7b1, deepseek_v3, "

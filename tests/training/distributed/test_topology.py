@@ -8,9 +8,7 @@ import pytest
 from support.configs import build_config
 
 from errors import UserError
-from training.config.schema import RunConfig
-from training.distributed import topology
-from training.distributed.topology import AXES, DATA, PIPE, TENSOR, Axis, Layout, Topology, build_layout
+from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, build_layout
 from training.planner.run import check_world_size
 
 
@@ -79,37 +77,28 @@ def test_ranks_that_share_layers_are_neighbours() -> None:
     assert layout.global_batch_size == 2 and layout.describe().startswith("tp3 x pp2 x dp2 = 12 ranks")
 
 
-CONTEXT = Axis("context", "context_parallel_size", "cp", splits_weights=False)
-
-
-def with_context(config: RunConfig, size: int) -> RunConfig:
-    config.context_parallel_size = size  # type: ignore[attr-defined]
-    return config
-
-
-def test_another_axis_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_sequence_are_replicas_to_deepspeed() -> None:
     from training.engine.deepspeed_config import build_deepspeed_config
     from training.pipeline.module import build_deepspeed_topology
 
-    monkeypatch.setattr(topology, "AXES", (*AXES[:2], CONTEXT, AXES[2]))
     given = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=3", "gradient_accumulation_steps=5")
-    config = with_context(build_config(*given), 3)
+    config = build_config(*given, "context_parallel_size=3")
     layout = build_layout(config, 24, 8, False)
     ranks = layout.topology
 
-    axes = (PIPE, DATA, "context", TENSOR)
+    axes = (PIPE, DATA, CONTEXT, TENSOR)
     assert [ranks.size(axis) for axis in axes] == [2, 2, 3, 2]
     coordinates = list(itertools.product(range(2), range(2), range(3), range(2)))
     assert [tuple(ranks.index(rank, axis) for axis in axes) for rank in range(24)] == coordinates
-    assert ranks.groups("context")[:3] == [[0, 2, 4], [1, 3, 5], [6, 8, 10]]
-    assert ranks.groups("context", TENSOR)[1] == [6, 7, 8, 9, 10, 11] == ranks.groups(TENSOR, "context")[1]
-    assert (ranks.neighbour(4, "context"), ranks.neighbour(4, "context", -1), ranks.neighbour(13, PIPE)) == (0, 2, 1)
+    assert ranks.groups(CONTEXT)[:3] == [[0, 2, 4], [1, 3, 5], [6, 8, 10]]
+    assert ranks.groups(CONTEXT, TENSOR)[1] == [6, 7, 8, 9, 10, 11] == ranks.groups(TENSOR, CONTEXT)[1]
+    assert (ranks.neighbour(4, CONTEXT), ranks.neighbour(4, CONTEXT, -1), ranks.neighbour(13, PIPE)) == (0, 2, 1)
 
     of_deepspeed = build_deepspeed_topology(ranks)
     for rank in range(24):
         coordinate = of_deepspeed.get_coord(rank)
         assert coordinate.pipe == ranks.index(rank, PIPE) and coordinate.model == ranks.index(rank, TENSOR)
-        assert coordinate.data == ranks.index(rank, DATA, "context")
+        assert coordinate.data == ranks.index(rank, DATA, CONTEXT)
     assert of_deepspeed.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
     # DeepSpeed counts the samples of each of its `data` ranks; those of a context group share theirs.
     assert layout.global_batch_size == 3 * 5 * 2 and build_deepspeed_config(config, layout)["train_batch_size"] == 90
@@ -123,7 +112,7 @@ def test_another_axis_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=f"world_size=16 is not a multiple of {product}; the nearest is 12 or 24"):
         check_world_size(config)
     with pytest.raises(UserError, match="context_parallel_size=0: at least 1"):
-        build_layout(with_context(config, 0), 16, 8, False)
+        build_layout(build_config(*given, "context_parallel_size=0"), 16, 8, False)
 
 
 def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from models.parallel.shard import ShardLayout
 from training.checkpoint.optimizer_state import Fragment, file_name
-from training.distributed import topology
-from training.distributed.topology import AXES, DATA, PIPE, TENSOR, Axis, Topology
+from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Topology
+from training.engine.engine import PartitionSlice
 from training.pipeline.placement import Placement, parse_shard, render_shard
 
 RANKS = Topology.of(8, pipe=2, tensor=2)
@@ -17,16 +17,17 @@ SHARD = ShardLayout(80, ((40, 40),))
 WHOLE = Placement(RANKS, stages=(1,))
 PARTIAL = replace(WHOLE, partial=(TENSOR,))  # the norm of heads, of which each rank has some
 SHARDED = replace(WHOLE, sharded=(TENSOR,), shard=SHARD)
+HELD = PartitionSlice(partition=0, start=0, length=1, parameter_start=0)
 TIED = replace(SHARDED, stages=(0, 1))
 
 
 @pytest.mark.parametrize(
     ("placement", "gradient", "norm", "savers"),
     [
-        (WHOLE, (DATA,), (PIPE,), [4, 6]),
-        (PARTIAL, (DATA, TENSOR), (PIPE,), [4, 6]),
-        (SHARDED, (DATA,), (PIPE, TENSOR), [4, 5, 6, 7]),
-        (TIED, (PIPE, DATA), (TENSOR,), [0, 1, 2, 3]),
+        (WHOLE, (DATA, CONTEXT), (PIPE,), [4, 6]),
+        (PARTIAL, (DATA, CONTEXT, TENSOR), (PIPE,), [4, 6]),
+        (SHARDED, (DATA, CONTEXT), (PIPE, TENSOR), [4, 5, 6, 7]),
+        (TIED, (PIPE, DATA, CONTEXT), (TENSOR,), [0, 1, 2, 3]),
     ],
 )
 def test_what_follows_from_a_placement(
@@ -45,12 +46,10 @@ def test_a_norm_counts_each_element_once() -> None:
         assert len(counting) == RANKS.size(*placement.sharded)
 
 
-def test_another_axis_needs_no_line_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Axis("context", "context_parallel_size", "cp", splits_weights=False)
-    monkeypatch.setattr(topology, "AXES", (*AXES[:2], context, AXES[2]))
+def test_ranks_that_share_a_sequence_have_weights_alike() -> None:
     ranks = Topology.of(16, pipe=2, context=2, tensor=2)
     whole = replace(WHOLE, topology=ranks)
-    assert whole.gradient_axes == (DATA, "context")
+    assert whole.gradient_axes == (DATA, CONTEXT)
     savers = [rank for rank in range(16) if whole.is_saved_by(rank)]
     assert savers == [8, 10, 12, 14]  # each has a fragment of the state
     assert len({file_name(ranks, rank) for rank in range(16)}) == 16
@@ -58,7 +57,7 @@ def test_another_axis_needs_no_line_here(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_names_on_disk_stay_as_they_were() -> None:
     def label(shard: ShardLayout | None) -> str:
-        return Fragment("model.norm.weight", owned=True, shard=shard, start=7, states={}).label
+        return Fragment("model.norm.weight", owned=True, shard=shard, start=7, states={}, held=HELD).label
 
     assert label(None) == "model.norm.weight@7"
     assert label(SHARD) == "model.norm.weight[80:40+40]@7"
