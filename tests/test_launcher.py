@@ -225,6 +225,7 @@ def test_torchrun_gives_the_same_and_its_exit_code(root: Path, tmp_path: Path) -
     assert (out / "hf" / "config.json").is_file() and (out / "logs" / "rank_1.log").is_file()
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_saves_and_the_run_goes_on_at_another_layout(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

@@ -47,6 +47,7 @@ def refuse(name: str) -> Any:
     raise AssertionError(f"{name} is not JSON")
 
 
+@pytest.mark.full
 def test_skipped_steps_and_the_loss_scale_are_in_the_metrics(
     workers: Callable[[int], WorkerGroup], tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
 @pytest.mark.parametrize(
     "num_stages, world_size, tied, overrides",
     [
-        (2, 2, False, ()),
+        pytest.param(2, 2, False, (), marks=pytest.mark.full),
         (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
         pytest.param(
             1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true"), marks=pytest.mark.full
@@ -132,7 +132,8 @@ def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return masters
 
 
-@pytest.mark.parametrize("optimizer, tied", [pytest.param("sgd", True, marks=pytest.mark.full), ("adamw", False)])
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer, tied", [("sgd", True), ("adamw", False)])
 def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: str, tied: bool) -> None:
     overrides = (
         "precision=bf16",

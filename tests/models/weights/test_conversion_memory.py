@@ -50,6 +50,7 @@ stop = True
 """
 
 
+@pytest.mark.full
 def test_memory_stays_below_twice_the_largest_layer(tmp_path: Path) -> None:
     save_source(
         tmp_path / "hf",

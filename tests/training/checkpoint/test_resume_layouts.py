@@ -54,7 +54,6 @@ EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2"), ("pp4", 
 FEW = [
     ("pp2", "pp1xdp2", "tied"),
     ("pp2xdp2", "pp1", "untied"),
-    ("pp1", "pp4", "tied"),
     ("pp1", "pp2", "lora"),
     ("tp2", "pp2", "untied"),
 ]

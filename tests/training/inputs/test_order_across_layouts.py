@@ -122,6 +122,7 @@ def test_global_batches_are_the_same_at_every_layout(run: Callable[..., list[str
         assert run(layout) == whole, layout
 
 
+@pytest.mark.full
 def test_and_after_a_resume_in_the_middle_of_an_epoch_at_another_layout(
     run: Callable[..., list[str]], whole: list[str], root: Path
 ) -> None:

@@ -204,6 +204,7 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
         run("other", "pp1", f"resume={tmp_path}/begun/checkpoints", "dpo.beta=0.2")
 
 
+@pytest.mark.full
 def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) -> None:
     """A file says by its name which model computed it: one that changes in place is noticed."""
     quick = ("max_steps=1", "eval_file=null", "eval_on_start=false")

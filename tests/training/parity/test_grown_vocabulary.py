@@ -121,7 +121,8 @@ def test_an_export_has_the_rows_the_template_and_the_end_of_a_turn(
     )
 
 
-@pytest.mark.parametrize("base", ["tied", pytest.param("untied", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("base", ["tied", "untied"], indirect=True)
 def test_an_adapter_saves_what_has_grown_as_peft_does(
     workers: Callable[[int], WorkerGroup], base: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ from models.adapters import Adapter, adapter_names
 from models.architecture import build_layers
 from models.weights.sources import open_weights
 
-FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", ""), ("deepseek_v3", "pp2", "use_rslora")]
+FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", "")]
 REST = [
     (family, layout, "")
     for family in sorted(FAMILIES)
@@ -48,6 +48,7 @@ REST = [
     if (family, layout, "") not in FAST
 ]
 REST += [(family, "pp2", "") for family in sorted(MIXTURES)] + [("mixtral", "pp1", ""), ("glm4_moe", "pp1", "")]
+REST += [("deepseek_v3", "pp2", "use_rslora")]
 
 
 @pytest.mark.parametrize(

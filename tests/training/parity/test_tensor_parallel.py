@@ -39,7 +39,7 @@ GRADIENTS = (f"learning_rate={LARGE}", "max_grad_norm=0")
 STEPS = ("learning_rate=0.5", CLIPPED)
 FAST = [("llama", "tp2", False), ("qwen3", "tp2xpp2", False), ("llama", "tp2xpp2", True), ("qwen2", "tp2xdp2", True)]
 FAST += [(family, "tp2", True) for family in ("deepseek_v3", "gemma2", "gpt2", "mpt", "olmo2", "phi3")]
-LORA_FAST = [FAST[0], ("deepseek_v3", "tp2", True)]
+LORA_FAST = FAST[:1]
 LORA_REST = [("mixtral", "tp2", False), ("glm4_moe", "tp2xpp2", False)]
 REST = [(f, layout, tied) for f in CUT for layout in LAYOUTS for tied in (False, True) if (f, layout, tied) not in FAST]
 

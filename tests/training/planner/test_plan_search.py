@@ -45,6 +45,7 @@ def test_every_split_that_divides_is_tried() -> None:
     assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
 
 
+@pytest.mark.full
 def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
     found = search(build("world_size=8", "schedule=interleaved"))
     plain, interleaved = (
@@ -91,7 +92,8 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
 
 
-@pytest.mark.parametrize("machine", ["h100", pytest.param("h200", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ["h100", "h200"])
 def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str) -> None:
     """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
     found = search(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none"))
