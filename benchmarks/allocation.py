@@ -1,7 +1,8 @@
-"""Every byte that PyTorch allocates, counted from the moment it is allocated until it is freed."""
+"""Every byte that PyTorch allocates, counted until it is freed; and what the C library does with it then."""
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any
 
@@ -36,3 +37,11 @@ class AllocationPeak(TorchDispatchMode):
     def _forget(self, address: int, size: int) -> None:
         self._known.discard(address)
         self.alive -= size
+
+
+def keep_freed_memory() -> None:
+    """As a card's allocator does; glibc's gives large tensors back, and gets them page by page again. By mallopt(3): no
+    tensor has a mapping of its own, and the heap does not shrink."""
+    allocator, most_mappings, trim_threshold = ctypes.CDLL(None), -4, -1
+    if not (allocator.mallopt(most_mappings, 0) and allocator.mallopt(trim_threshold, -1)):
+        print("this C library does not keep freed memory on request")

@@ -15,7 +15,6 @@ tensors that live at once, beside inputs and weights. --tiny: small ones, to see
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import itertools
 import statistics
@@ -35,7 +34,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP
 
-from benchmarks.allocation import AllocationPeak
+from benchmarks.allocation import AllocationPeak, keep_freed_memory
 from models.experts.grouped import GROUPED
 from models.experts.lora import use_grouped_products
 
@@ -80,13 +79,6 @@ def main() -> None:
         contenders = build_contenders(dataclasses.replace(shape, intermediate_size=size), precision, routing)
         peaks = {name: measure_peak(contender) for name, contender in contenders.items()}
         print_row(f"{precision} | {size} | {routing}", measure_seconds(contenders, arguments.rounds), peaks)
-
-
-def keep_freed_memory() -> None:
-    """By mallopt(3): no tensor has a mapping of its own, and the heap does not shrink."""
-    allocator, most_mappings, trim_threshold = ctypes.CDLL(None), -4, -1
-    if not (allocator.mallopt(most_mappings, 0) and allocator.mallopt(trim_threshold, -1)):
-        print("this C library does not keep freed memory on request")
 
 
 def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Contender]:

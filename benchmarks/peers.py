@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.allocation import keep_freed_memory
 from benchmarks.workload import build_llama, repeat_batch
 from training.distributed.process import current_device
 
@@ -272,11 +273,14 @@ def serve_trainer(
     micro_batch_size: int,
     seq_length: int,
     precision: str,
+    fresh_memory: bool,
 ) -> None:
     """Takes an optimizer step whenever it is asked to; ends with the process at the other end."""
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if not fresh_memory:
+        keep_freed_memory()
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *arguments: Any, **named: Any) -> None:

@@ -15,14 +15,15 @@ micro-batches and AdamW:
     torch           `torch.distributed.pipelining`, 1F1B, with our split
     torch-default   the same with as many layers on either stage; it has no split of its own, and this is the usual one
     interleaved     the same in four chunks, two a process, interleaved 1F1B, with our split
-    zbv             the same, zero bubble in the shape of a V, with our split
-    dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, balanced over what a process holds
+    zbv             the same, zero bubble in the shape of a V, with the split of ours
+    dualpipev       DeepSpeed's `DualPipeVModule`, four chunks, with the split of our zero bubble
     trainer         the `Trainer` of transformers in one process on both cores
 
 The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach.
 Printed are medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
-Of ours also the host's time around a pass: the CPU time of a step's thread outside of its passes and the optimizer
-step, over the number of passes.
+All of them keep the memory that they free, as on a card (`--fresh_memory`: glibc's own way, by which every large tensor
+comes from the kernel page by page). Of ours also the host's time around a pass: the CPU time of a step's thread outside
+of its passes and the optimizer step, over the number of passes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers
+from benchmarks.allocation import keep_freed_memory
 from benchmarks.workload import build_llama, compose_run, run_ranks
 
 NUM_STAGES = 2
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--seq_length", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=4)
+    parser.add_argument("--fresh_memory", action="store_true", help="glibc's own allocator, page faults and all")
     parser.add_argument(
         "--runners", default="ours,copies,bare", help=f"all, or some of {', '.join(RUNNERS)}, with commas between"
     )
@@ -132,6 +135,7 @@ def start_trainer(arguments: argparse.Namespace) -> Connection:
         arguments.micro_batch_size,
         arguments.seq_length,
         arguments.precision,
+        arguments.fresh_memory,
     )
     context.Process(target=peers.serve_trainer, args=options, daemon=True).start()
     theirs.close()
@@ -144,6 +148,8 @@ def work(
     """Tokens/s of each runner on this rank, round by round, and seconds of host time around a pass of ours."""
     import torch.distributed as dist
 
+    if not arguments.fresh_memory:
+        keep_freed_memory()
     runners = build_runners(folder, arguments, trainer)
     rates: dict[str, list[float]] = {name: [] for name in runners}
     tokens = arguments.micro_batches * arguments.micro_batch_size * arguments.seq_length * arguments.steps
@@ -169,6 +175,7 @@ def build_runners(
     from training.distributed.ranks import read_ranks
     from training.pipeline.partition import compute_bounds
     from training.pipeline.schedule import Interleaved
+    from training.pipeline.zero_bubble import ZeroBubble
     from training.setup import build_setup
 
     given = (
@@ -191,6 +198,7 @@ def build_runners(
 
     shared = prepare()
     layers, bounds, split = shared.layers, shared.setup.bounds, shared.config.partition_method
+    folded = compute_bounds(layers, NUM_STAGES, split, schedule=ZeroBubble(NUM_STAGES, arguments.micro_batches))
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
         "ours-interleaved": lambda: build_ours(prepare("schedule=interleaved")),
@@ -203,27 +211,11 @@ def build_runners(
         "interleaved": lambda: peers.build_torch(
             shared, compute_bounds(layers, NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2))
         ),
-        "zbv": lambda: peers.build_torch(shared, split_folded(layers), is_folded=True),
-        "dualpipev": lambda: peers.build_dualpipev(shared, split_folded(layers)),
+        "zbv": lambda: peers.build_torch(shared, folded, is_folded=True),
+        "dualpipev": lambda: peers.build_dualpipev(shared, folded),
         "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
     }
     return {name: builders[name]() for name in arguments.runners}
-
-
-def split_folded(layers: list[Any]) -> list[int]:
-    """Bounds of two chunks a process, the first and the last, the second and the last but one, ..., such that the
-    process with the most work has the least; then the largest chunk. By trying all."""
-    from training.pipeline.partition import compute_work
-
-    work, num_chunks = [compute_work(layer) for layer in layers], 2 * NUM_STAGES
-
-    def judge(bounds: tuple[int, ...]) -> tuple[int, int]:
-        chunks = [sum(work[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        processes = [chunks[process] + chunks[-1 - process] for process in range(NUM_STAGES)]
-        return max(processes), max(chunks)
-
-    inner = itertools.combinations(range(1, len(layers)), num_chunks - 1)
-    return list(min(((0, *shard_specs, len(layers)) for shard_specs in inner), key=judge))
 
 
 class OurStep:
@@ -283,12 +275,11 @@ def report(ranks: list[dict[str, list[float]]], arguments: argparse.Namespace) -
         f"{arguments.micro_batch_size} x {arguments.seq_length}, vocabulary {arguments.vocab_size:,}, "
         f"{arguments.precision}; medians of {arguments.rounds} rounds (least - most)\n"
     )
-    print("| runner | tokens/s | ours / this |\n|---|---|---|")
+    own = [name for name in rates if name.startswith("ours")]
+    print(f"| runner | tokens/s | {' | '.join(f'{name} / this' for name in own)} |\n{'|---' * (2 + len(own))}|")
     for name, values in rates.items():
-        print(
-            f"| {name} | {describe(values, ',.0f')} | "
-            f"{describe([a / b for a, b in zip(rates['ours'], values)], '.3f')} |"
-        )
+        ratios = (describe([a / b for a, b in zip(rates[ours], values)], ".3f") for ours in own)
+        print(f"| {name} | {describe(values, ',.0f')} | {' | '.join(ratios)} |")
     if "copies" in rates:
         bound = arguments.micro_batches / (arguments.micro_batches + NUM_STAGES - 1)
         print(

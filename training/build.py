@@ -49,6 +49,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         config.freeze if trains else (),
         loss=build_run_loss(config, setup.source.config, parallel),
         checkpoint_mode=config.activation_checkpoint_mode,
+        activation_offload=config.activation_offload,
         compiles=config.compile,
         fuses=fuses and obstacle is None,
         parallel=parallel,

@@ -144,9 +144,10 @@ def _describe_recomputation(config: RunConfig) -> str:
     interval, mode = config.activation_checkpoint_interval, config.activation_checkpoint_mode
     if interval == 0:
         return "all activations kept"
+    where = ", their inputs on the host" if config.activation_offload else ""
     if mode is CheckpointMode.grouped:
-        return f"activations recomputed in groups of {interval} layers"
-    return f"activations recomputed (interval {interval}, {mode.value})"
+        return f"activations recomputed in groups of {interval} layers{where}"
+    return f"activations recomputed (interval {interval}, {mode.value}){where}"
 
 
 def _describe_memory(prediction: Prediction) -> str:

@@ -162,6 +162,18 @@ INCOMPATIBLE = (
         "give activation_checkpoint_interval=1 or more, or activation_checkpoint_mode=grouped",
     ),
     Pair(
+        _is("activation_offload", "true"),
+        _is("activation_checkpoint_interval", "0"),
+        "what it moves are the inputs of groups of layers that are recomputed",
+        "give activation_checkpoint_interval=1 or more, or activation_offload=false",
+    ),
+    Pair(
+        _is("activation_offload", "true"),
+        _COMPILED,
+        "it is not proven around compiled layers",
+        "give compile=false, or activation_offload=false",
+    ),
+    Pair(
         Feature("a schedule other than 1f1b", lambda run: run.config.schedule != "1f1b", "schedule"),
         _ONE_STAGE,
         "it fills the bubble of a pipeline, and one stage has none",

@@ -359,6 +359,7 @@ class RunConfig:
     offload_optimizer: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
     activation_checkpoint_mode: CheckpointMode = MISSING
+    activation_offload: bool = MISSING
     compile: bool = MISSING
     attn_implementation: AttnImplementation = MISSING
     fused_kernels: FusedKernels = MISSING

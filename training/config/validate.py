@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from training.config.incompatible import Run, check_together
-from training.config.schema import RunConfig, SchedulerConfig, StateDtype
+from training.config.schema import OptimizerConfig, OptimizerName, RunConfig, SchedulerConfig, StateDtype
 from training.config.sources import list_evaluations, read_files
 
 # Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
@@ -22,6 +22,13 @@ MIN_DEEPSPEED = "0.19.8"
 
 # Half of a step of bf16 is at most 1/256: so an average in bf16 always comes down when what it averages is 0.
 MAX_BF16_BETA = 0.996
+
+# Which of `optimizer.betas` and `optimizer.eps` an optimizer takes
+OPTIMIZER_KEYS: dict[OptimizerName, set[str]] = {
+    OptimizerName.adamw: {"betas", "eps"},
+    OptimizerName.adamw_8bit: {"betas", "eps"},
+    OptimizerName.lion: {"betas"},
+}
 
 
 def check_deepspeed_version(installed: str | None = None) -> None:
@@ -136,6 +143,17 @@ def _check_ranges(config: RunConfig) -> None:
         )
     if not eps > 0:
         raise UserError(f"optimizer.eps={eps}: more than 0")
+    name, default = config.optimizer.name, OptimizerConfig()
+    for key in sorted({"betas", "eps"} - OPTIMIZER_KEYS.get(name, set())):
+        if getattr(config.optimizer, key) != getattr(default, key):
+            raise UserError(
+                f"optimizer.{key} is not used by optimizer={name.value}; leave it out"
+                + (
+                    f", or give it as a field of optimizer.custom: {{..., {key}: ...}}"
+                    if name is OptimizerName.custom
+                    else ""
+                )
+            )
 
 
 def _check_schedule(options: SchedulerConfig) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from training.config.schema import CheckpointMode, RunConfig
+from training.pipeline.activation_offload import ActivationOffload
 
 # Projections, experts, and attention by each of torch's fused kernels; not the T x T products of eager attention.
 KEPT_OPERATORS = {
@@ -48,10 +49,11 @@ class Group:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """interval: `activation_checkpoint_interval`; 0 keeps all activations."""
+    """interval: `activation_checkpoint_interval`; 0 keeps all activations. offloads: `activation_offload`."""
 
     interval: int
     mode: CheckpointMode = CheckpointMode.grouped
+    offloads: bool = False
 
     @property
     def is_selective(self) -> bool:
@@ -75,16 +77,17 @@ class ActivationCheckpointing:
     def build_function(self) -> Callable[..., Any]:
         """Runs a group. torch's own, non-reentrant: it takes integer inputs and restores the random state for
         dropout."""
-        if not self.is_selective:
-            return partial(checkpoint, use_reentrant=False)
-        return partial(
-            checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, choose_kept)
-        )
+        function = partial(checkpoint, use_reentrant=False)
+        if self.is_selective:
+            function = partial(function, context_fn=partial(create_selective_checkpoint_contexts, choose_kept))
+        return ActivationOffload().wrap(function) if self.offloads else function
 
 
 def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
     """What the run does, and what its plan counts."""
-    recompute = ActivationCheckpointing(config.activation_checkpoint_interval, config.activation_checkpoint_mode)
+    recompute = ActivationCheckpointing(
+        config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload
+    )
     # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
     return replace(recompute, interval=1) if recompute.is_selective and config.compile else recompute
 

@@ -98,6 +98,7 @@ class StageModule(PipelineModule):
         topology: Topology,
         loss: Loss | None = None,
         checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
+        activation_offload: bool = False,
         compiles: bool = False,
         fuses: bool = False,
         parallel: TensorParallel = ALONE,
@@ -109,12 +110,13 @@ class StageModule(PipelineModule):
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
-        trained. topology: of all ranks. loss: of the last stage; next-token cross entropy by default. compiles: the
-        decoder layers, each by itself. fuses: parts of layers, by `models.fused_kernels`. parallel: the ranks that
-        share the layers, which `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks
-        that share each sequence. routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no
-        noise. schedule: says which chunks are this rank's, and whether gradients of weights are put off.
-        shards_weights: over the replicas, each layer as soon as it is loaded (`training.pipeline.weight_sharding`).
+        trained. activation_offload: what recomputation keeps goes to the host. topology: of all ranks. loss: of the
+        last stage; next-token cross entropy by default. compiles: the decoder layers, each by itself. fuses: parts of
+        layers, by `models.fused_kernels`. parallel: the ranks that share the layers, which
+        `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks that share each sequence.
+        routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which
+        chunks are this rank's, and whether gradients of weights are put off. shards_weights: over the replicas, each
+        layer as soon as it is loaded (`training.pipeline.weight_sharding`).
         Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
@@ -131,7 +133,7 @@ class StageModule(PipelineModule):
         self._schedule, self.shards_weights = schedule, shards_weights
         self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
-            ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode),
+            ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode, activation_offload),
             compiles,
             fuses,
         )

@@ -6,6 +6,7 @@ A split is given by its bounds, P x V + 1 layer indices of V chunks per stage: c
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
@@ -114,8 +115,8 @@ def _best_split(
 
 
 def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
-    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the heaviest chunk, no
-    chunk empty.
+    """The split in which the heaviest stage weighs least, then the next one, ..., and with these the chunk that is
+    heaviest for its share of a stage (`Schedule.share_of_rank`), no chunk empty.
 
     From evenly balanced chunks, by handing a layer from one chunk to another (those between them move by a layer) for
     as long as that is better. The best of all where decoder layers weigh the same and the others are few; all splits
@@ -124,11 +125,12 @@ def balance_chunks(weights: Sequence[int], schedule: Schedule) -> list[int]:
     prefix = list(accumulate(weights, initial=0))
     held = [schedule.list_chunks(stage) for stage in range(schedule.num_stages)]
     num_chunks = schedule.last_chunk + 1
+    shares = [schedule.share_of_rank(chunk) for chunk in range(num_chunks)]
 
-    def judge(bounds: Sequence[int]) -> tuple[list[int], list[int]]:
+    def judge(bounds: Sequence[int]) -> tuple[list[int], list[float]]:
         chunks = [prefix[stop] - prefix[start] for start, stop in pairwise(bounds)]
         stages = [sum(chunks[number] for number in numbers) for numbers in held]
-        return sorted(stages, reverse=True), sorted(chunks, reverse=True)
+        return sorted(stages, reverse=True), sorted(map(operator.truediv, chunks, shares), reverse=True)
 
     best = _balance_within(weights, num_chunks, None)
     while True:

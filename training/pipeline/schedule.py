@@ -83,6 +83,10 @@ class Schedule:
         chunks = range(self.num_stages * self.num_chunks)
         return tuple(chunk for chunk in chunks if self.find_stage(chunk) == stage_id)
 
+    def share_of_rank(self, chunk: int) -> float:
+        """Of its rank's work, what a chunk had best be."""
+        return 1 / self.num_chunks
+
     def list_links(self) -> list[tuple[UnitKind, int, int]]:
         """What crosses between two ranks, and which way: forward for activations, from a rank, to a rank."""
         pairs = [(self.find_stage(chunk), self.find_stage(chunk + 1)) for chunk in range(self.last_chunk)]

@@ -84,6 +84,14 @@ class ZeroBubble(Schedule):
     def find_stage(self, chunk: int) -> int:
         return min(chunk, self.last_chunk - chunk)
 
+    def share_of_rank(self, chunk: int) -> float:
+        """A half, but of two ranks the second waits for one forward pass of the first chunk, which is all that its
+        bubble is: a quarter (simulated, 4 to 16 micro-batches; with less the first rank runs dry at the end, and with
+        more ranks uneven chunks wait for each other)."""
+        if self.num_stages == 2 and chunk in (0, self.last_chunk):
+            return 0.75 if chunk else 0.25
+        return super().share_of_rank(chunk)
+
     def list_units(self, stage_id: int) -> list[Unit]:
         return list(self._order.units[stage_id])
 

@@ -58,11 +58,12 @@ class Memory(Summed):
 @dataclass(frozen=True, kw_only=True)
 class Kept(Summed):
     """Bytes of one micro-batch in one chunk of layers: `Memory.activations` of it alone, and `Memory.recomputation`;
-    deferred: its activations between the two halves of its backward pass."""
+    deferred: its activations between the two halves of its backward pass; host: what waits there."""
 
     activations: int = 0
     recomputation: int = 0
     deferred: int = 0
+    host: int = 0
 
 
 def bytes_of(precision: Precision) -> int:

@@ -31,6 +31,11 @@ EXAMPLES = {
         "activation_checkpoint_mode=every",
         "activation_checkpoint_interval=0",
     ),
+    "activation_offload=true does not go together with activation_checkpoint_interval=0: ": (
+        "activation_offload=true",
+        "activation_checkpoint_interval=0",
+    ),
+    "activation_offload=true does not go together with compile=true: ": ("activation_offload=true", "compile=true"),
     "schedule=interleaved does not go together with num_stages=1: ": ("schedule=interleaved",),
     "schedule=zero_bubble does not go together with compile=true: ": (
         "num_stages=2",

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture import build_layers
 from training.distributed.topology import Layout, Topology
-from training.pipeline.partition import compute_bounds
+from training.pipeline.partition import balance_chunks, compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedule import Unit, UnitKind
 from training.pipeline.schedules import build_schedule
@@ -125,3 +125,16 @@ def test_the_order_knows_the_head_and_what_cannot_wait() -> None:
 
 def test_even_chunks_are_what_a_schedule_takes_without_times() -> None:
     assert ZeroBubble(2, 4).list_units(0) == ZeroBubble(2, 4, pass_times=(EVEN,) * 4).list_units(0)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_of_two_ranks_the_first_begins_with_a_small_chunk(micro_batches: int) -> None:
+    """The second waits for nothing else, so an even cut loses more."""
+
+    def lose(layers_of_chunks: list[int]) -> float:
+        times = tuple(PassTimes(1.1 * count, 1.25 * count, count) for count in layers_of_chunks)
+        return ZeroBubble(2, micro_batches, pass_times=times).bubble_share
+
+    bounds = balance_chunks([1] * 16, ZeroBubble(2, micro_batches))
+    assert bounds == [0, 2, 6, 10, 16]
+    assert lose([stop - start for start, stop in itertools.pairwise(bounds)]) < 0.6 * lose([4] * 4)

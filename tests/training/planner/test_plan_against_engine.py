@@ -37,6 +37,7 @@ BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole
 SMALL_BUCKET = 60_000  # smaller than most matrices
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
 RECOMPUTED = ("activation_checkpoint_interval=1",)
+HOST_ACTIVATIONS = "activation_offload=true"
 SMALL_STATES = (("optimizer=adamw", "optimizer.state_dtype=bf16"), ("optimizer=lion",), ("optimizer=adamw_8bit",))
 CARD = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
@@ -113,6 +114,11 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         (2, ("precision=bf16", "activation_checkpoint_interval=1")),
         (1, ("precision=bf16", "activation_checkpoint_interval=2", "offload_optimizer=cpu")),
         pytest.param(2, OFFLOADED, marks=pytest.mark.full),
+        pytest.param(2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS), marks=pytest.mark.full),
+        pytest.param(1, ("precision=fp32", *RECOMPUTED, HOST_ACTIVATIONS), marks=pytest.mark.full),
+        pytest.param(
+            2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS, "schedule=zero_bubble"), marks=pytest.mark.full
+        ),
         (1, ("precision=bf16", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16")),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
         pytest.param(1, (*OFFLOADED, "gradient_reduce_dtype=bf16"), marks=pytest.mark.full),

@@ -20,7 +20,7 @@ LEVERS: tuple[Lever, ...] = (
     MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
     LAYERS,  # freeze, adapter
     GRADIENT_SUMS,  # gradient_accumulation_steps, precision
-    ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode
+    ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode, activation_offload
     BOUNDARIES,  # num_stages, schedule
     LOSS,  # task
     CONTEXT_PARALLEL,  # context_parallel_size
@@ -48,6 +48,7 @@ def sum_memory(stage: Stage) -> Memory:
             for counts in in_flight
         ),
         recomputation=max(each.recomputation for each in kept),
+        host=max(sum(held * each.host for held, each in zip(counts.held, kept, strict=True)) for counts in in_flight),
     )
 
 
