@@ -67,12 +67,18 @@ def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None
         write_carried(source, folder)
 
 
-def export(setup: RunSetup, folder: RunFolder, step: int) -> None:
-    """What was trained, as the checkpoint of this step has it, for others to load: a Hugging Face model, or a peft
-    folder."""
-    step_dir = folder.checkpoints / f"global_step{step}"
+def export_step(setup: RunSetup, folder: RunFolder, step: int) -> None:
+    """What `export_steps` asks for, beside the run."""
+    export(setup, folder.find_checkpoint(step), folder.find_export(step), shows=False)
+
+
+def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True) -> None:
+    """What was trained, as a checkpoint has it, for others to load: a Hugging Face model, or a peft folder.
+
+    shows: how far it is.
+    """
     if setup.adapter is not None:
-        export_adapter(step_dir, setup.layers, folder.export)
+        export_adapter(step_dir, setup.layers, output_dir)
         return
-    with progress("exporting", unit="B") as bar:
-        export_hugging_face(open_weights(str(step_dir)), folder.export, overwrite=True, progress=bar.reach)
+    with progress("exporting", unit="B", shown=shows) as bar:
+        export_hugging_face(open_weights(str(step_dir)), output_dir, overwrite=True, progress=bar.reach)

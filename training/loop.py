@@ -59,17 +59,22 @@ class TrainingLoop:
         telemetry: Telemetry,
         callbacks: Sequence[tuple[str, Any]] = (),
         pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
+        export_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         """state: where the run starts. eval_loaders: by the names of their files. reporters: empty on all ranks
         but the main one. callbacks: the user's, each with its name.
-        pause_watchdog: what waiting for the disk is done within."""
+        pause_watchdog: what waiting for the disk is done within. export_step: called in the main rank's thread of a
+        save, at the steps of `export_steps`."""
         self.engine, self.train_loader = engine, train_loader
         self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
         self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
         self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
         self._criterion = Criterion.of(config)
-        self._pause_watchdog = pause_watchdog
-        self._writer = CheckpointWriter(engine, folder.checkpoints, Retention.of(config), config.async_save)
+        self._pause_watchdog, self._export_step = pause_watchdog, export_step
+        self._writer = CheckpointWriter(
+            engine, folder.checkpoints, Retention.of(config), config.async_save,
+            weights_only=config.save_weights_only, export=self._export,
+        )  # fmt: skip
         self._probe = NonfiniteProbe(engine.module, engine.device)
         group = make_host_group()
         self._interrupts = Interrupts(
@@ -175,7 +180,8 @@ class TrainingLoop:
         if self.ended_by:
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
-        if is_due(step, self._save_every) or self.ended_by or is_asked:
+        is_final = bool(self.ended_by) and (self.config.save_final or bool(request.signum))
+        if is_due(step, self._save_every) or is_final or is_asked or step in self.config.export_steps:
             self._off_the_clock(self._save)
             self._interrupts.saved()
 
@@ -295,6 +301,10 @@ class TrainingLoop:
             self.state = replace(self.state, evaluation=found, best=best)
             self._stop_early()
         self._callbacks.call("on_evaluate", self.last_eval)
+
+    def _export(self, step: int) -> None:
+        if step in self.config.export_steps:
+            self._export_step(step)
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # of the one before

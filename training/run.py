@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from training.distributed.ranks import Ranks, exit_on_user_error, read_ranks
 from training.distributed.watchdog import Watchdog
 from training.evaluate import evaluate_checkpoint
 from training.evaluations import Evaluations
-from training.export import export, prepare_folder
+from training.export import export, export_step, prepare_folder
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
@@ -126,6 +127,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         loop = TrainingLoop(
             engine, config, budget, start, folder, train_loader=train_loader, eval_loaders=eval_loaders,
             reporters=reporters, telemetry=telemetry, callbacks=setup.callbacks, pause_watchdog=watchdog.paused,
+            export_step=partial(export_step, setup, folder),
         )  # fmt: skip
         watchdog.limit_collectives()  # those of the loop's group too
         with watchdog.watching(engine.module):
@@ -211,7 +213,9 @@ def conclude(
     state = loop.state
     best = state.best if config.load_best_model_at_end else None
     if not loop.signum:
-        export(setup, folder, state.step if best is None else best.step)
+        source = folder.find_checkpoint(state.step if best is None else best.step)
+        if source.is_dir():  # not with save_final=false
+            export(setup, source, folder.export)
         chosen = {} if best is None else {"best_step": best.step, "best_metric": best.value}
         evaluation = {"step": state.step, "num_tokens": state.num_tokens, **state.evaluation}
         folder.write_completed({**evaluation, **chosen, "ended_by": loop.ended_by})

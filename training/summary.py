@@ -26,7 +26,7 @@ from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
 from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
-from training.planner.report import render_count, render_seconds
+from training.planner.report import render_count, render_disk, render_seconds
 from training.setup import RunSetup
 
 Facts = dict[str, str]
@@ -62,6 +62,7 @@ def show_start(
     attention = setup.source.config._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
+    facts["on disk"] = render_disk(prediction.plan.checkpoint, config)
     facts["output"] = f"{config.output_dir} (metrics.jsonl, checkpoints/, logs/; hf/ at the end)"
     if setup.resume_from is not None:
         facts["resumed from"] = str(setup.resume_from)
@@ -204,9 +205,13 @@ def show_end(
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"
     if best is not None:
         facts["best"] = f"{best.metric} {best.value:.4f} at step {best.step}" + ("" if signum else ", exported")
-    facts["checkpoint"] = str(folder.checkpoints / f"global_step{step}")
+    if (checkpoint := folder.find_checkpoint(step)).is_dir():  # not with save_final=false
+        facts["checkpoint"] = str(checkpoint)
     if signum:
         show_panel(f"stopped by {signal.Signals(signum).name} at step {step}; continue with resume=latest", facts)
+        return
+    if not checkpoint.is_dir() and best is None:
+        show_panel(f"done: {step} steps, not saved (save_final=false)", facts)
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
     if not is_reward_model(setup.source.config):

@@ -104,7 +104,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             loop,
             "CheckpointWriter",
-            lambda *_: SimpleNamespace(
+            lambda *_, **__: SimpleNamespace(
                 save=lambda state: events.append(f"save {state.step}"),
                 wait=lambda: None,
                 check_room=lambda state_bytes: None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ class Coverage:
     """What a rank trains, and what it saves of the optimizer's state.
 
     trained: name of a parameter, with its place in the whole one -> number of elements. saved: name in the file of a
-    fragment -> the same of that.
+    fragment -> the same of that. in_fp32: of those that are their own master weights.
     """
 
     trained: Mapping[str, int]
     saved: Mapping[str, int]
+    in_fp32: Set[str] = frozenset()
 
 
 def check_coverage(
@@ -37,13 +38,16 @@ def check_coverage(
 
     Raises UserError, together on all ranks, when state of a trained parameter is missing or there twice.
     """
-    parameters = engine.module.named_hf_parameters()
-    trained = {
-        f"{name}{render_shard(placed.shard)}": whole_shape(p).numel()
-        for name, p, placed in parameters
+    parameters = {
+        f"{name}{render_shard(placed.shard)}": p
+        for name, p, placed in engine.module.named_hf_parameters()
         if p.requires_grad
     }
-    own = Coverage(trained, {key: tensor.numel() for key, tensor in saved.items()})
+    own = Coverage(
+        {name: whole_shape(p).numel() for name, p in parameters.items()},
+        {key: tensor.numel() for key, tensor in saved.items()},
+        frozenset(name for name, p in parameters.items() if p.dtype is torch.float32),
+    )
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, gathered, dst=0, group=group)
     gap = None if gathered is None else find_gap(gathered)
@@ -60,9 +64,11 @@ def find_gap(ranks: Sequence[Coverage]) -> str | None:
     """The first elements of a trained parameter that no rank saves, or several, in words; None when all ranks together
     save each element of each kind of state once."""
     trained = sorted({item for rank in ranks for item in rank.trained.items()})
-    by_kind = _list_fragments(ranks)
+    by_kind, in_fp32 = _list_fragments(ranks), {name for rank in ranks for name in rank.in_fp32}
     for name, count in trained:
         for kind, fragments in by_kind.items():
+            if kind == WEIGHT and name in in_fp32:
+                continue
             reached = 0
             for start, length in [*sorted(fragments.get(name, [])), (count, 0)]:
                 if start != reached:

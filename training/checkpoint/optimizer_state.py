@@ -14,7 +14,8 @@ in each `stride` elements of the whole those from `first` on (columns 40 to 79 o
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
 What an optimizer keeps is declared (`training/engine/state_kinds.py`, `optimizer.py`);
-training/checkpoint/coverage.py checks that all of it is saved. Parameter groups need not match: they follow from the
+training/checkpoint/coverage.py checks that all of it is saved. Master weights are left out where the weights
+themselves are in fp32: they are made again from the layer's file. Parameter groups need not match: they follow from the
 parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's
 are saved and both read them.
 
@@ -59,6 +60,7 @@ class Fragment:
     start: int  # the first element, in the flattened parameter
     states: dict[str, torch.Tensor | BlockRun]  # kind -> view of the partition, [number of elements]
     held: PartitionSlice
+    is_weight: bool  # the master weights are the parameter itself, in fp32, as the layer's file has it
 
     @property
     def label(self) -> str:
@@ -89,6 +91,8 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     declared = {name: kept for partition in engine.list_partitions() for name, kept in partition.declared.items()}
     for fragment in _list_fragments(engine):
         for kind, state in fragment.states.items() if fragment.owned else ():
+            if kind == WEIGHT and fragment.is_weight:  # made again from the weights
+                continue
             if isinstance(state, BlockRun):
                 tensors[f"{kind}/{fragment.label}"] = state.codes
                 tensors[f"{name_scales(declared[kind].scales, state.phase)}/{fragment.label}"] = state.scales
@@ -96,6 +100,11 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
                 tensors[f"{kind}/{fragment.label}"] = state
     scalars = {name: torch.as_tensor(value, dtype=torch.float64).cpu() for name, value in _read_scalars(engine).items()}
     return tensors | {f"{SCALAR}/{name}@0": value.reshape(1) for name, value in scalars.items()}
+
+
+def count_elements(engine: Engine) -> int:
+    """Of the trained parameters whose state this rank saves."""
+    return sum(fragment.states[WEIGHT].numel() for fragment in _list_fragments(engine) if fragment.owned)
 
 
 def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
@@ -106,10 +115,10 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
     """
     files = sorted(step_dir.glob(FILE_PATTERN))
     kinds, scalars = _survey(files)
-    kinds = (kinds if with_moments else set()) | {WEIGHT}
+    kinds = kinds if with_moments else kinds & {WEIGHT}
     restores: Restores = {}
     for number, partition in enumerate(engine.list_partitions()):
-        if kinds != {WEIGHT}:
+        if kinds - {WEIGHT}:
             state = _make_state(partition, kinds, scalars, step_dir)
             engine.restore_state(number, state)
             for name in _names_of(partition.declared, StateKind.blockwise, state):
@@ -119,7 +128,8 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
                 )
     wanted: dict[tuple[str, str], Fragment] = {}
     for fragment in _list_fragments(engine):
-        wanted |= {(kind, fragment.name): fragment for kind in kinds & fragment.states.keys()}
+        here = kinds & fragment.states.keys() - ({WEIGHT} if fragment.is_weight else set())
+        wanted |= {(kind, fragment.name): fragment for kind in here}
     missing = {key: fragment.states[key[0]].numel() for key, fragment in wanted.items()}
     for file in files:
         _read_overlaps(file, wanted, missing, restores)
@@ -187,7 +197,10 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         for kind in _names_of(partition.declared, StateKind.blockwise, partition.state):
             whole = BlockRun(partition.state[kind], partition.state[partition.declared[kind].scales], phase=0)
             states[kind] = whole.narrow(held.start, held.length)
-        yield Fragment(name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states, held)
+        yield Fragment(
+            name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states, held,
+            is_weight=parameter.dtype is torch.float32,
+        )  # fmt: skip
 
 
 def _read_scalars(engine: Engine) -> dict[str, Any]:

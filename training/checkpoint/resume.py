@@ -138,9 +138,14 @@ def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
 def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allow_changes: bool = False) -> list[str]:
     """What differs in what the run means, in words. The layout may differ freely.
 
-    Raises UserError, naming all of it, unless `allow_changes`.
+    Raises UserError for a checkpoint of weights alone, and, unless `allow_changes`, naming all that differs.
     """
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
+    if saved.weights_only:
+        raise UserError(
+            f"resume: {step_dir} holds weights alone (save_weights_only=true), and no run can continue from them; "
+            f"start a new one with model_name_or_path={step_dir}"
+        )
     differing = [
         f"{name} was {before.get(name, 'none')}, is {after.get(name, 'none')}"
         for name in {**before, **after}

@@ -24,6 +24,13 @@ class RunFolder:
         self.completed = self.path / "completed.json"
         self._lock: BaseFileLock | None = None
 
+    def find_checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"global_step{step}"
+
+    def find_export(self, step: int) -> Path:
+        """Of a step of `export_steps`."""
+        return self.path / f"{self.export.name}-step{step}"
+
     def check_writable(self) -> None:
         """Raises UserError for a folder that cannot be written."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
@@ -68,7 +75,8 @@ class RunFolder:
     def clear(self) -> None:
         """Deletes what an earlier run has left."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
-        shutil.rmtree(self.export, ignore_errors=True)
+        for export in (self.export, *self.path.glob(f"{self.export.name}-step*")):
+            shutil.rmtree(export, ignore_errors=True)
         self.metrics.unlink(missing_ok=True)
 
     def release(self) -> None:

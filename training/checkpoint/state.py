@@ -53,6 +53,7 @@ class TrainerState:
     )  # what is trained on and how: `describe_data` and `describe_loss`
     evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
     best: Best | None = None  # of the evaluations so far
+    weights_only: bool = False  # `save_weights_only`: without the optimizer's state
     format: int = FORMAT
 
 

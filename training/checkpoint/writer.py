@@ -16,7 +16,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
-def plan_share(engine: Engine) -> list[ShareFile]:
+def plan_share(engine: Engine, weights_only: bool = False) -> list[ShareFile]:
     """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers, or
     their weights, put them together, one after the other, in the host's memory of the one that writes it."""
     module, topology, parallel = engine.module, engine.layout.topology, engine.module.parallel
@@ -67,21 +67,25 @@ def plan_share(engine: Engine) -> list[ShareFile]:
             files.append(ShareFile(name, module.saved_tensors(layer_module)))
         elif (tensors := module.gather_tensors(layer_module, keeps=is_mine and is_writer)) is not None:
             files.append(ShareFile(name, tensors, is_copy=True))
-    if state := optimizer_state.collect_state(engine):
+    if not weights_only and (state := optimizer_state.collect_state(engine)):
         files.append(ShareFile(optimizer_state.file_name(topology, engine.rank), state))
     return files
 
 
-def plan_whole_share(engine: Engine, step: int, group: dist.ProcessGroup | None) -> list[ShareFile]:
+def plan_whole_share(
+    engine: Engine, step: int, group: dist.ProcessGroup | None, weights_only: bool = False
+) -> list[ShareFile]:
     """`plan_share`, for a save of this step. Raises UserError, together on all ranks, where it would leave out state of
     a trained parameter."""
     share: list[ShareFile] = []
     error = None
     try:
-        share = plan_share(engine)
+        share = plan_share(engine, weights_only)
     except UserError as mistake:
         error = mistake
     raise_together(error)
+    if weights_only:
+        return share
     state = {name: tensor for file in share if file.is_optimizer_state for name, tensor in file.tensors.items()}
     check_coverage(engine, state, step, group)
     return share
@@ -96,9 +100,14 @@ class CheckpointWriter:
         checkpoints: Path,
         retention: Retention = KEEP_ALL,
         asynchronous: bool = False,
+        *,
+        weights_only: bool = False,
+        export: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """weights_only: nothing of the optimizer. export: called on rank 0, in the thread, once the checkpoint of a
+        step is whole."""
         self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
-        self._asynchronous = asynchronous
+        self._asynchronous, self._weights_only, self._export = asynchronous, weights_only, export
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
@@ -112,11 +121,16 @@ class CheckpointWriter:
 
         state_bytes: that the optimizer will keep of a parameter, beside its fp32 weight.
         """
-        sizes = [(name, tensor.nbytes) for file in plan_share(self._engine) for name, tensor in file.tensors.items()]
-        weights = sum(size for name, size in sizes if name.startswith(f"{optimizer_state.WEIGHT}/"))
-        parameters = sum(size for name, size in sizes if "/" not in name)
+        files = plan_share(self._engine, self._weights_only)
+        there = sum(
+            tensor.nbytes
+            for file in files
+            for name, tensor in file.tensors.items()
+            if not file.is_optimizer_state or name.startswith(f"{optimizer_state.WEIGHT}/")
+        )
+        to_come = 0 if self._weights_only else state_bytes * optimizer_state.count_elements(self._engine)
         gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, parameters + round(weights * (1 + state_bytes / 4)), group=self._group)
+        dist.all_gather_object(gathered, there + round(to_come), group=self._group)
         error = None
         if self._rank == 0:
             try:
@@ -131,7 +145,8 @@ class CheckpointWriter:
         Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
         """
         self.wait()
-        share = plan_whole_share(self._engine, state.step, self._group)
+        share = plan_whole_share(self._engine, state.step, self._group, self._weights_only)
+        state = replace(state, weights_only=self._weights_only)
         folder = self._checkpoints / f"{TEMPORARY_PREFIX}global_step{state.step}"
         copied = sum(file.copy_nbytes for file in share)
         fits = self._prepare(folder, sum(file.nbytes for file in share), copied)
@@ -217,6 +232,7 @@ class CheckpointWriter:
                     state,
                     {name: record for part, _ in gathered for name, record in part.items()},
                 )
+                self._export(state.step)
                 prune_checkpoints(self._checkpoints / f"global_step{state.step}", self._retention)
             except Exception as mistake:
                 errors = [_explain(mistake, folder)]

@@ -343,6 +343,9 @@ class RunConfig:
     save_steps: int | None = MISSING
     save_epochs: float | None = MISSING
     save_minutes: float | None = MISSING
+    save_weights_only: bool = MISSING
+    save_final: bool = MISSING
+    export_steps: list[int] = field(default_factory=list)
     async_save: bool = MISSING
     keep_last: int | None = MISSING
     keep_best: int | None = MISSING

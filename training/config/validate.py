@@ -123,6 +123,8 @@ def _check_ranges(config: RunConfig) -> None:
         )
     if not 0 < config.num_train_epochs < math.inf:
         raise UserError(f"num_train_epochs={config.num_train_epochs}: more than 0")
+    if any(step < 1 for step in config.export_steps):
+        raise UserError(f"export_steps={config.export_steps}: give steps from 1, such as [500,1000]")
     for interval in config.skip_data_intervals:
         if len(interval) != 2 or not 1 <= interval[0] <= interval[1]:
             raise UserError(
@@ -147,12 +149,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key in sorted({"betas", "eps"} - OPTIMIZER_KEYS.get(name, set())):
         if getattr(config.optimizer, key) != getattr(default, key):
             raise UserError(
-                f"optimizer.{key} is not used by optimizer={name.value}; leave it out"
-                + (
-                    f", or give it as a field of optimizer.custom: {{..., {key}: ...}}"
-                    if name is OptimizerName.custom
-                    else ""
-                )
+                f"optimizer.{key} is not used by optimizer={name.value}; leave it out (custom takes it as a field of "
+                "optimizer.custom)"
             )
 
 

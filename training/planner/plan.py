@@ -24,6 +24,7 @@ from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule, find_schedule
 from training.pipeline.trainable import build_adapter
 from training.planner.cost import LayerCost, count_layers
+from training.planner.disk import CheckpointSize, estimate_size
 from training.planner.hardware import GB, GIB
 from training.planner.levers import table
 from training.planner.levers.lever import Chunk, PlannedRun, Stage
@@ -119,6 +120,7 @@ class Plan:
     memory_limit: float  # bytes of a card that can be used
     host_limit: float
     has_estimates: bool
+    checkpoint: CheckpointSize
 
     @property
     def schedule(self) -> Schedule:
@@ -212,6 +214,11 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
         memory_limit=hardware.usable_bytes,
         host_limit=hardware.host_memory * GIB,
         has_estimates=any(cost.is_estimated for cost in costs),
+        checkpoint=estimate_size(
+            run.config,
+            sum(cost.total_parameters for cost in list_owners(costs)),
+            sum(cost.total_trainable for cost in list_owners(costs)),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
 from training.objectives.registry import get_objective
+from training.planner.disk import CheckpointSize, count_disk_bytes
 from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
 
@@ -35,6 +36,7 @@ def render_plan(
             "",
             *render_step(plan, hardware),
             *render_run(plan, total_steps),
+            f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
             *render_verdict(plan, config),
         ]
@@ -231,6 +233,19 @@ def _speed_advice(plan: Plan, config: RunConfig) -> str:
         ),
     ]
     return f"what limits speed: {max(losses, key=lambda loss: loss[0])[1]}"
+
+
+def render_disk(size: CheckpointSize, config: RunConfig) -> str:
+    whole = count_disk_bytes(config, size)
+    in_all = "as many as are saved (keep_last=null)" if whole is None else f"at most {render_bytes(whole)} in all"
+    return f"{render_bytes(size.total)} a checkpoint, {render_bytes(size.weights)} an export; {in_all}"
+
+
+def render_bytes(count: float) -> str:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:,.1f} {unit}"
+    return f"{count / 1024:,.1f} KiB"
 
 
 def render_seconds(seconds: float) -> str:

@@ -62,7 +62,7 @@ def test_a_save_of_a_real_engine_is_whole_or_fails(workers: Callable[[int], Work
     errors = workers(1).run(break_state, case, tmp_path)[0]
     name = r"'model.layers.0.self_attn.q_proj.weight'"
     assert errors["whole"] is None
-    assert f"no rank holds elements 0 to 2303 of the optimizer's weight of {name}, so step 1" in errors["mapping"]
+    assert f"no rank holds elements 0 to 2303 of the optimizer's exp_avg of {name}, so step 1" in errors["mapping"]
     assert "keeps exp_avg (elementwise), exp_avg_sq (elementwise), more (of shape [3]), step (scalar)" in errors["more"]
     assert "keeps exp_avg_sq (elementwise), step (scalar), but a checkpoint saves exp_avg" in errors["less"]
     assert "the optimizer needs exp_avg, exp_avg_sq, step, and" in errors["resumed"]

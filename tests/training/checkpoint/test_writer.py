@@ -15,7 +15,7 @@ import torch
 from test_checkpoint import STATE
 
 from errors import UserError
-from training.checkpoint import manifest, share_file
+from training.checkpoint import manifest, optimizer_state, share_file
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.resume import find_damage, find_resume
 from training.checkpoint.state import list_checkpoints, read_state, remove_leftovers, step_of
@@ -145,9 +145,10 @@ def test_no_room_for_any_checkpoint_is_told_before_the_first_step(
 ) -> None:
     layer, state = (
         ShareFile("layer_00-model_states.pt", {"w": torch.zeros(10**6)}),
-        ShareFile("optimizer", {"weight/w@0": torch.zeros(10**6)}),
+        ShareFile("optimizer.safetensors", {"weight/w@0": torch.zeros(10**6)}),
     )
-    monkeypatch.setattr(checkpoint_writer, "plan_share", lambda _: [layer, state])
+    monkeypatch.setattr(checkpoint_writer, "plan_share", lambda *_: [layer, state])
+    monkeypatch.setattr(optimizer_state, "count_elements", lambda _: 10**6)
     needed = 4 * 10**6 * 4 + 16 * 2**20  # the layer, its fp32 weights and two moments
     for free, state_bytes in ((needed, 8), (needed - 1, 4)):
         monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))

@@ -1,0 +1,118 @@
+"""Checkpoints by need: weights alone, exports at chosen steps, no save at the end, and their sizes, told in advance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.cases import BOUND
+from support.configs import build_config
+from transformers import AutoModelForCausalLM
+
+from training.checkpoint.optimizer_state import FILE_PATTERN
+from training.planner.disk import CheckpointSize, count_disk_bytes
+
+KEYS = ("max_steps=4", "eval_file=null", "logging_steps=1", "lr_scheduler_type=constant")
+
+
+def measure(step_dir: Path) -> tuple[int, int]:
+    """Bytes of the weights, and of the optimizer's state."""
+    states = sum(file.stat().st_size for file in step_dir.glob(FILE_PATTERN))
+    return sum(file.stat().st_size for file in step_dir.glob("layer_*")), states
+
+
+def list_names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir() if path.name.startswith("hf"))
+
+
+def test_weights_alone_and_exports_at_chosen_steps(run: Callable[..., Path]) -> None:
+    out = run("weights", 2, 2, *KEYS, "save_weights_only=true", "save_steps=2", "keep_last=1", "export_steps=[1,3]")
+    assert [path.name for path in (out / "checkpoints").glob("global_step*")] == ["global_step4"]
+    assert list_names(out) == ["hf", "hf-step1", "hf-step3"]
+    models = [AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32) for name in list_names(out)]
+    of_head = [model.lm_head.weight.detach() for model in models]
+    assert len({float(weight.sum()) for weight in of_head}) == 3, "of three different steps"
+    assert measure(out / "checkpoints" / "global_step4")[1] == 0
+    with pytest.raises(Exception, match="holds weights alone .* start a new one with model_name_or_path="):
+        run("weights", 2, 2, *KEYS, "max_steps=6", "save_weights_only=true", "resume=latest")
+
+
+@pytest.mark.full
+def test_an_export_is_of_its_step(run: Callable[..., Path]) -> None:
+    """Resumed from the checkpoint of the step before, the run exports the same again."""
+    keys = (*KEYS, "save_steps=1", "export_steps=[2]")
+    out = run("once", 2, 2, *keys)
+    other = run("twice", 1, 2, *keys, "stop_after_steps=1")
+    run("twice", 2, 2, *keys, "resume=latest")
+    for name, weight in AutoModelForCausalLM.from_pretrained(out / "hf-step2", dtype=torch.float32).named_parameters():
+        again = AutoModelForCausalLM.from_pretrained(other / "hf-step2", dtype=torch.float32).get_parameter(name)
+        assert ((weight - again).abs().max() / weight.abs().max()) < BOUND, name
+
+
+@pytest.mark.full
+def test_nothing_is_saved_at_the_end(run: Callable[..., Path]) -> None:
+    out = run("none", 2, 2, *KEYS, "save_final=false", "save_steps=3")
+    assert [path.name for path in (out / "checkpoints").glob("global_step*")] == ["global_step3"]
+    assert list_names(out) == []
+    completed = json.loads((out / "completed.json").read_text())
+    assert (completed["step"], completed["ended_by"]) == (4, "the last step")
+
+
+@pytest.mark.full
+def test_adapters_are_exported_at_chosen_steps(run: Callable[..., Path]) -> None:
+    out = run("lora", 2, 2, *KEYS, "adapter=lora", "export_steps=[2]", "save_weights_only=true")
+    assert list_names(out) == ["hf", "hf-step2"]
+    assert (out / "hf-step2" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("precision=fp32",),
+        pytest.param(("precision=bf16",), marks=pytest.mark.full),
+        pytest.param(("precision=fp32", "optimizer=sgd"), marks=pytest.mark.full),
+        pytest.param(("precision=bf16", "optimizer.state_dtype=bf16"), marks=pytest.mark.full),
+        pytest.param(("precision=bf16", "adapter=lora", "adapter.r=64"), marks=pytest.mark.full),
+        pytest.param(("precision=fp32", "save_weights_only=true"), marks=pytest.mark.full),
+    ],
+    ids=lambda keys: "-".join(key.rpartition("=")[2] for key in keys),
+)
+def test_sizes_are_told_in_advance(run: Callable[..., Path], root: Path, keys: tuple[str, ...]) -> None:
+    """fp32's master weights are the weights, and are in no file twice."""
+    optimizer = () if any(key.startswith("optimizer") for key in keys) else ("optimizer=adamw",)
+    out = run("sizes", 2, 2, *KEYS, *keys, *optimizer, "stop_after_steps=1", "export_steps=[1]")
+    text = (out / "plan.txt").read_text()
+    weights, states = measure(out / "checkpoints" / "global_step1")
+    (line,) = (line for line in text.splitlines() if line.startswith("on disk: "))
+    told = read_bytes(line.removeprefix("on disk: ").partition(" a checkpoint")[0])
+    assert told == pytest.approx(weights + states, rel=0.05)
+    exported = sum(file.stat().st_size for file in (out / "hf-step1").glob("*.safetensors"))
+    assert read_bytes(line.partition(", ")[2].partition(" an export")[0]) == pytest.approx(exported, rel=0.05)
+    if "precision=fp32" in keys:
+        for file in (out / "checkpoints" / "global_step1").glob(FILE_PATTERN):
+            with safe_open(file, framework="pt") as saved:
+                assert not [key for key in saved.keys() if key.startswith("weight/")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpoints", "exports"),
+    [
+        ((), 1, 1),
+        (("save_steps=2",), None, 1),
+        (("save_steps=2", "keep_last=3", "keep_best=1", "load_best_model_at_end=true", "eval_file=a"), 6, 1),
+        (("save_steps=2", "keep_last=1", "export_steps=[1,2,3]"), 2, 4),
+    ],
+)
+def test_what_a_whole_run_takes(keys: tuple[str, ...], checkpoints: int | None, exports: int) -> None:
+    """Those that are kept and the one that is being written."""
+    config, size = build_config(*keys), CheckpointSize(weights=10, optimizer=60)
+    assert count_disk_bytes(config, size) == (None if checkpoints is None else 70 * checkpoints + 10 * exports)
+
+
+def read_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number.replace(",", "")) * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)

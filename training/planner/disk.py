@@ -1,0 +1,41 @@
+"""What checkpoints and exports take of a disk, told before a run starts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from training.config.schema import AdapterName, Precision, RunConfig
+from training.engine.optimizer import count_state_bytes
+from training.planner.memory import bytes_of
+
+
+class CheckpointSize(NamedTuple):
+    """Bytes, without headers and the manifest. weights: of an export too."""
+
+    weights: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer
+
+
+def estimate_size(config: RunConfig, num_parameters: int, num_trainable: int) -> CheckpointSize:
+    """Of one checkpoint of a run; adapters are saved without the model. Counts of all layers, what several share
+    once."""
+    saved = num_parameters if config.adapter.name is AdapterName.none else num_trainable
+    weights = saved * bytes_of(config.precision)
+    if config.save_weights_only:
+        return CheckpointSize(weights, 0)
+    masters = 0 if config.precision is Precision.fp32 else 4
+    return CheckpointSize(weights, round(num_trainable * (masters + count_state_bytes(config))))
+
+
+def count_disk_bytes(config: RunConfig, size: CheckpointSize) -> int | None:
+    """At most, of a whole run: checkpoints that are kept, one that is being written, exports. None where nothing says
+    how many checkpoints are kept."""
+    saves_often = config.save_steps or config.save_epochs or config.save_minutes
+    if saves_often and config.keep_last is None:
+        return None
+    kept = (config.keep_last or 1) + (config.keep_best or 0) + config.load_best_model_at_end + 1 if saves_often else 1
+    return kept * size.total + (len(config.export_steps) + 1) * size.weights
