@@ -263,12 +263,17 @@ INCOMPATIBLE = (
         "give optimizer.state_dtype=fp32, or optimizer=adamw",
     ),
     Pair(
-        _SHARDED,
+        _WEIGHTS_SHARDED,
         Feature("num_stages > 1", lambda run: run.config.num_stages > 1, "num_stages"),
-        "DeepSpeed's pipeline engine sums gradients once a step, and needs whole weights in each pass",
-        "give zero_stage=1, or num_stages=1",
+        "each pass of a stage needs whole weights, which would cross the network for each micro-batch",
+        "give zero_stage=1 or 2, or num_stages=1",
     ),
-    Pair(_SHARDED, _TENSOR_PARALLEL, "it is not proven on cut layers", "give zero_stage=1, or tensor_parallel_size=1"),
+    Pair(
+        _WEIGHTS_SHARDED,
+        _TENSOR_PARALLEL,
+        "it is not proven on cut layers",
+        "give zero_stage=1 or 2, or tensor_parallel_size=1",
+    ),
     Pair(_SHARDED, _FP16, "loss scaling is not proven on it", "use precision=bf16, or zero_stage=1"),
     Pair(_SHARDED, _COMPILED, "it is not proven in compiled layers", "give compile=false, or zero_stage=1"),
     Pair(

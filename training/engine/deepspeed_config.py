@@ -40,7 +40,8 @@ def build_deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
         "zero_optimization": {
-            "stage": config.zero_stage,
+            # the pipeline engine's sums of stage 2 are the project's own (training/engine/sharded_sums.py)
+            "stage": 1 if config.zero_stage == 2 else config.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
@@ -59,11 +60,12 @@ def build_deepspeed_config(
     elif config.offload_optimizer is Offload.none:
         del built["zero_optimization"]["offload_optimizer"]
         if (
-            config.precision is Precision.fp32
+            config.precision is Precision.fp32 or config.zero_stage == 2
         ):  # else they are copied into a bucket first, and out of it into one more buffer
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
-        built["data_types"] = {"grad_accum_dtype": "fp32"}
+        # of fp32 DeepSpeed makes an optimizer that holds all of them
+        built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.zero_stage == 2 else "fp32"}
     if trains and config.zero_stage == 3:
         built["zero_optimization"] |= STAGE_3
     for key, value in config.deepspeed.items():

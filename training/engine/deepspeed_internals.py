@@ -139,6 +139,11 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
     yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "summing gradients as they arrive"
     yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "summing gradients as they arrive"
+    # training/engine/sharded_sums.py
+    parts = ("averaged_gradients", "partition_size", "params_in_partition", "bit16_groups", "bit16_groups_flat")
+    yield _ZERO, (*parts, "reduce_bucket_size", "dp_process_group"), "sharing out sums of gradients"
+    yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), "sharing out sums of gradients"
+    yield f"{_ZERO}.scaled_global_norm", ("averaged_gradients",), "sharing out sums of gradients"
     # training/engine/partitions.py, training/pipeline/weight_sharding.py
     stage_3 = ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer", "overflow")
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"

@@ -170,7 +170,7 @@ class ScheduleEngine(PipelineEngine):
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in kinds}
         self.num_pipe_buffers = 0
         self._arriving: list[dist.Work] = []
-        self._add_to_sum = build_adder(self.optimizer)
+        self.add_to_sum = build_adder(self.optimizer)
         self._connect()
 
     def _connect(self) -> None:
@@ -265,7 +265,7 @@ class ScheduleEngine(PipelineEngine):
         self._free(buffer_id, "losses", "grads", "outputs", "labels", *([] if chunk else ["inputs"]))
 
     def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
-        compute_gradients(self.pipe_buffers["products"][buffer_id], self._add_to_sum)
+        compute_gradients(self.pipe_buffers["products"][buffer_id], self.add_to_sum)
         self._free(buffer_id, "products")
 
     def _exec_start_recv(self, buffer_id: int, chunk: int, kind: UnitKind) -> None:

@@ -10,16 +10,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
-from training.config.schema import RunConfig
+from training.config.precision import DTYPES
+from training.config.schema import Precision, RunConfig
 from training.distributed.process import has_accelerator
 from training.distributed.topology import Layout
 from training.engine.deepspeed_backed import DeepSpeedBacked, move_micro_batches
-from training.engine.deepspeed_config import build_deepspeed_config
+from training.engine.deepspeed_config import build_deepspeed_config, choose_reduce_dtype
 from training.engine.engine import Engine, StepObserver
 from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import build_optimizer, declare_state
 from training.engine.parameter_groups import group_trained
+from training.engine.sharded_sums import ShardedSums
+from training.engine.stage_2 import announce_passes, shard_sums
 from training.engine.state_kinds import DeclaredState
 from training.engine.zero_patches import (
     free_gradients_by_bucket,
@@ -41,13 +44,17 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
     avoid_host_waits(wrapped)
     sum_by_one_function(wrapped.optimizer)
     free_gradients_by_bucket(wrapped.optimizer)
-    if layout.num_weight_replicas == 1:
+    sums = None
+    if trains and config.zero_stage == 2:
+        sums = shard_sums(wrapped, DTYPES[Precision(choose_reduce_dtype(config, layout))])
+    elif layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
     return DeepSpeedPipeline(
         wrapped,
         layout,
         has_varying_lengths=config.data.pad_to is PadTo.longest,
         kept=declare_state(config) if trains else {},
+        sums=sums,
     )
 
 
@@ -66,12 +73,21 @@ def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
 
 class DeepSpeedPipeline(DeepSpeedBacked):
     """wrapped: DeepSpeed's engine. has_varying_lengths: micro-batches of one step may be longer than those of
-    another. kept: what the optimizer keeps."""
+    another. kept: what the optimizer keeps. sums: of gradients, where replicas share them out."""
 
-    def __init__(self, wrapped: PipelineEngine, layout: Layout, has_varying_lengths: bool, kept: DeclaredState) -> None:
+    def __init__(
+        self,
+        wrapped: ScheduleEngine,
+        layout: Layout,
+        has_varying_lengths: bool,
+        kept: DeclaredState,
+        sums: ShardedSums | None = None,
+    ) -> None:
         super().__init__(wrapped, wrapped.module, layout, kept)
-        self._has_varying_lengths = has_varying_lengths
-        self._instructions = wrapped._INSTRUCTION_MAP = sweep_after_backward(type(wrapped)._INSTRUCTION_MAP)
+        self._has_varying_lengths, self.sums = has_varying_lengths, sums
+        executed = type(wrapped)._INSTRUCTION_MAP
+        executed = sweep_after_backward(executed) if sums is None else announce_passes(executed, sums)
+        self._instructions = self.wrapped._INSTRUCTION_MAP = executed
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
         self.start_step(learning_rate, seed)

@@ -1,5 +1,5 @@
-"""The `Engine` over DeepSpeed's plain engine, which shards gradients (ZeRO-2) and weights (ZeRO-3) where its pipeline
-engine does not: a model in one stage.
+"""The `Engine` over DeepSpeed's plain engine, which shards weights (ZeRO-3) where its pipeline engine does not: a model
+in one stage.
 
 Passes, losses and their scale are those of the pipeline. A step is a loop over micro-batches: the gradients of each are
 summed over the replicas into this rank's shard, and freed.
@@ -84,7 +84,7 @@ class DeepSpeedPlain(DeepSpeedBacked):
     def forward_only(
         self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
     ) -> list[Any]:
-        """Of stage 3 all ranks run as many passes: each has a part of every layer."""
+        """All ranks run as many passes: each has a part of every layer."""
         self.wrapped.eval()
         batches = move_micro_batches(micro_batches, self.device)
         outputs = []
@@ -96,7 +96,7 @@ class DeepSpeedPlain(DeepSpeedBacked):
         return outputs
 
     def gradient_norm(self) -> torch.Tensor:
-        """Of a step that was skipped stage 3 says nothing, and would show the norm of the one before (0.19.8,
+        """Of a step that was skipped DeepSpeed says nothing, and would show the norm of the one before (0.19.8,
         zero/stage3.py, `step`)."""
         if self.has_skipped_step():
             return torch.tensor(float("inf"), dtype=torch.float64)

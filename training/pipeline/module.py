@@ -161,7 +161,12 @@ class StageModule(PipelineModule):
         layer).
         """
         self.parts = method
-        self.chunks = [range(method[chunk], method[chunk + 1]) for chunk in self._schedule.list_chunks(self.stage_id)]
+        self.chunk_numbers = self._schedule.list_chunks(self.stage_id)
+        self.chunks = [range(method[chunk], method[chunk + 1]) for chunk in self.chunk_numbers]
+
+    def list_modules(self, chunk: int) -> list[torch.nn.Module]:
+        """Those of the layers of a chunk, by its number in the model."""
+        return [self._module_of(index) for index in self.chunks[self.chunk_numbers.index(chunk)]]
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a layer."""

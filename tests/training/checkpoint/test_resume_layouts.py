@@ -21,6 +21,7 @@ LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2x
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # each sequence on two ranks
 SHARDED = {f"stage{stage}xdp{ranks}": (1, ranks) for stage in (2, 3) for ranks in (2, 4)}  # zero_stage
+SHARDED["stage2xpp2xdp2"] = (2, 4)
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
@@ -136,6 +137,7 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
 SHARDED_PAIRS = [
     ("stage3xdp2", "pp2"), ("pp2", "stage3xdp2"), ("stage2xdp2", "pp2"), ("pp2", "stage2xdp2"),
     ("stage3xdp4", "stage2xdp2"), ("stage2xdp2", "stage3xdp4"), ("pp4", "stage3xdp4"), ("stage3xdp2", "pp2xdp2"),
+    ("stage2xpp2xdp2", "stage3xdp2"), ("stage2xdp4", "stage2xpp2xdp2"), ("stage2xpp2xdp2", "pp1"),
 ]  # fmt: skip
 
 

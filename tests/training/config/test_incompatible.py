@@ -83,7 +83,7 @@ EXAMPLES = {
         "optimizer=lion",
         "optimizer.state_dtype=bf16",
     ),
-    "zero_stage=2 does not go together with num_stages=2: ": ("zero_stage=2", "num_stages=2"),
+    "zero_stage=3 does not go together with num_stages=2: ": ("zero_stage=3", "num_stages=2"),
     "zero_stage=3 does not go together with tensor_parallel_size=2: ": ("zero_stage=3", TWO_RANKS),
     "zero_stage=2 does not go together with precision=fp16: ": ("zero_stage=2", "precision=fp16"),
     "zero_stage=3 does not go together with compile=true: ": ("zero_stage=3", "compile=true"),

@@ -178,6 +178,7 @@ def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
             pytest.param(2, ("num_stages=1", f"zero_stage={stage}"), id=f"stage{stage}", marks=pytest.mark.full)
             for stage in (2, 3)
         ),
+        pytest.param(4, ("zero_stage=2",), id="stage2-pp2xdp2", marks=pytest.mark.full),
     ],
 )
 def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, overrides: tuple[str, ...]) -> None:

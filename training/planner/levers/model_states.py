@@ -1,7 +1,7 @@
 """Model states: weights, gradients and optimizer under ZeRO (1910.02054), as DeepSpeed 0.19.8 allocates them.
 
 Stage 1: whole weights and sums of gradients on each rank, fp32 master weights and moments cut into dp parts. Stage 2
-cuts the sums of gradients too, stage 3 the weights (`_allocate_sharded`). Which of
+cuts the sums of gradients too, stage 3 the weights. Which of
 DeepSpeed's two optimizers runs, and whether its gradients go through buckets, follows from precision and offload.
 docs/plan.md names the lines behind each term.
 
@@ -27,9 +27,11 @@ ALLREDUCE_BUCKET = (
 def compute_model_states(stage: Stage) -> Memory:
     config = stage.run.config
     held = Memory(optimizer=4 * _part(stage) + _moments(stage))
-    if config.zero_stage > 1:
-        return held + _allocate_sharded(stage)
+    if config.zero_stage == 3:
+        return held + _allocate_stage_3(stage)
     weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
+    if config.zero_stage == 2:
+        return weights + held + _allocate_stage_2(stage)
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)
     allocate = {Precision.bf16: _allocate_bf16, Precision.fp32: _allocate_fp32, Precision.fp16: _allocate_fp16}
@@ -38,26 +40,40 @@ def compute_model_states(stage: Stage) -> Memory:
     return weights + held + dataclasses.replace(allocated, step=step)
 
 
-def _allocate_sharded(stage: Stage) -> Memory:
-    """Stages 2 and 3 (`zero/stage_1_and_2.py`, `zero/stage3.py`): sums of gradients in fp32, this rank's part; in bf16
-    a bucket of a micro-batch's own. At the step the part is flattened once more.
+def _allocate_stage_2(stage: Stage) -> Memory:
+    """`training/engine/sharded_sums.py`: sums of gradients in fp32, this rank's part; a bucket of a micro-batch's own,
+    and what is made of it to be reduced, beside the one parameter's that `layers.py` has.
 
-    Where layers are recomputed, gradients are reduced while that takes most: of stage 2 in fp32 those that wait for
-    it, flattened, and the result; of stage 3 flattened and cast. Where nothing is, the layers behind have been freed.
-    Of stage 3 a rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where
-    nothing is recomputed a backward pass needs all of them, and they stay.
+    Where nothing is recomputed, the layers behind have been freed by then. The step takes the norm of each
+    parameter's in fp64.
+    """
+    run, part, largest = stage.run, _part(stage), stage.largest_trainable
+    in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), largest)
+    bucket = run.weight_bytes * (in_bucket - largest) + run.reduce_bytes * in_bucket
+    return Memory(
+        gradients=4 * part,
+        buffers=bucket if run.config.activation_checkpoint_interval else 0,
+        step=max(8 * min(part, largest), count_update_buffers(run.config, part)),
+    )
+
+
+def _allocate_stage_3(stage: Stage) -> Memory:
+    """`zero/stage3.py`: sums of gradients in fp32, this rank's part; in bf16 a bucket of a micro-batch's own. At the
+    step the part is flattened once more. Where layers are recomputed, gradients are flattened and cast to be reduced
+    while that takes most; where nothing is, the layers behind have been freed.
+
+    A rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where nothing is
+    recomputed a backward pass needs all of them, and they stay.
     """
     run, part = stage.run, _part(stage)
     in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
     is_fp32, recomputes = run.config.precision is Precision.fp32, run.config.activation_checkpoint_interval > 0
     bucket = 0 if is_fp32 else run.weight_bytes * in_bucket
-    gathered, num_weights, reduced = 0, stage.num_parameters, 12 * in_bucket if is_fp32 else 0
-    if run.config.zero_stage == 3:
-        gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
-        num_weights = -(-num_weights // run.layout.num_weight_replicas)
-        reduced = (run.reduce_bytes + (4 if is_fp32 else 0)) * in_bucket
+    num_weights = stage.num_parameters
+    gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
+    reduced = (run.reduce_bytes + (4 if is_fp32 else 0)) * in_bucket
     return Memory(
-        weights=run.weight_bytes * num_weights,
+        weights=run.weight_bytes * -(-num_weights // run.layout.num_weight_replicas),
         gradients=4 * part,
         buffers=gathered + bucket + (reduced if recomputes else 0),
         step=4 * part + count_update_buffers(run.config, part),

@@ -40,6 +40,8 @@ def count_reduce_bytes(run: PlannedRun) -> int:
     in_bucket = run.config.precision is Precision.fp16 or run.config.offload_optimizer is not Offload.none
     if run.layout.num_weight_replicas == 1 and not in_bucket:
         return 0
+    if run.config.zero_stage == 2:  # of a micro-batch: read, written to its bucket, sent, and received where it goes
+        return run.weight_bytes + 4 * run.reduce_bytes
     held, sent = run.gradient_bytes, run.reduce_bytes
     cast = 0 if held == sent else 2 * (held + sent)
     return (4 if in_bucket else 2) * 2 * held + cast + 2 * sent

@@ -1,0 +1,79 @@
+"""ZeRO-2 in the pipeline engine: tells `ShardedSums` when passes begin and end, and what they make gradients of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as instructions
+
+from training.engine.executor import ScheduleEngine, WeightPass
+from training.engine.sharded_sums import ShardedSums
+from training.pipeline.module import StageModule
+from training.pipeline.weight_gradients import list_split
+
+Instruction = Callable[..., None]
+
+
+class Half(Enum):
+    """What of a backward pass: the whole, or one of the two that a schedule has cut it into."""
+
+    both = "both"
+    inputs = "inputs"
+    weights = "weights"
+
+
+def shard_sums(engine: ScheduleEngine, reduce_dtype: torch.dtype) -> ShardedSums:
+    """The sums of this rank's stage. All gradients enter them, those of a pass for weights too."""
+    module = engine.module
+    sums = ShardedSums(
+        engine.optimizer,
+        _list_passes(module),
+        kept_whole=[weight for weight, _ in module.get_tied_weights_and_groups()],
+        reduce_dtype=reduce_dtype,
+    )
+    engine.add_to_sum = sums.add
+    return sums
+
+
+def _list_passes(module: StageModule) -> dict[tuple[int, Half], list[torch.nn.Parameter]]:
+    """(chunk, half) -> what may get a gradient in it. What is in no layer may in any: placeholders, those of a loss."""
+    chunks = {chunk: module.list_modules(chunk) for chunk in module.chunk_numbers}
+    layers = [layer for found in chunks.values() for layer in found]
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
+    put_off = {id(each) for layer in layers for _, part in list_split(layer) for each in part.parameters(recurse=False)}
+    passes = {}
+    for chunk, found in chunks.items():
+        own = list({id(each): each for layer in found for each in layer.parameters() if each.requires_grad}.values())
+        passes[chunk, Half.both] = own + others
+        passes[chunk, Half.inputs] = [each for each in own if id(each) not in put_off] + others
+        passes[chunk, Half.weights] = [each for each in own if id(each) in put_off]
+    return passes
+
+
+def announce_passes(executed: Mapping[type, Instruction], sums: ShardedSums) -> dict[type, Instruction]:
+    """An engine's `_INSTRUCTION_MAP`, whose passes add to `sums`."""
+    run_backward, run_weights = executed[instructions.BackwardPass], executed[WeightPass]
+
+    def backward(engine: ScheduleEngine, *, chunk: int, splits: bool, **arguments: Any) -> None:
+        sums.start_pass((chunk, Half.inputs if splits else Half.both))
+        run_backward(engine, chunk=chunk, splits=splits, **arguments)
+        sums.finish_pass()
+
+    def weights(engine: ScheduleEngine, *, chunk: int, **arguments: Any) -> None:
+        sums.start_pass((chunk, Half.weights))
+        run_weights(engine, chunk=chunk, **arguments)
+        sums.finish_pass()
+
+    def reduce(engine: ScheduleEngine) -> None:
+        sums.finish_step()
+
+    return {
+        **executed,
+        instructions.BackwardPass: backward,
+        WeightPass: weights,
+        instructions.ReduceGrads: reduce,
+    }
