@@ -10,8 +10,8 @@ int64 [N]: where the N targets are in the flattened micro-batch; a GPU that was 
 
 In training it is targets of the global batch / (dp_size * num_parts * gradient_accumulation_steps), so the mean that
 the engine takes over micro-batches, data-parallel ranks and those that share a sequence is the exact loss of the global
-batch. In evaluation it is 1, so the loss is a sum. A rank that has one of several equal parts of each sequence gets its
-tokens and its targets, which are shifted before they are cut; positions and segments it gets whole.
+batch. In evaluation it is 1, so the loss is a sum. A rank that has a part of each sequence, one or several of equal
+chunks, gets its tokens and its targets, which are shifted before they are cut; positions and segments it gets whole.
 
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
@@ -54,8 +54,8 @@ class LoaderOptions:
     micro_batch_size: int
     row_plan: RowPlan
     pad_token_id: int
-    part: int = 0  # of each sequence, that the rank reads
-    num_parts: int = 1  # equal ones
+    chunks: tuple[int, ...] = (0,)  # of each sequence, that the rank reads, in this order
+    num_chunks: int = 1  # equal ones
     pad_to: PadTo = PadTo.longest
     mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
@@ -82,14 +82,19 @@ class LoaderOptions:
             ids, number, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size
         )
 
+    @property
+    def num_parts(self) -> int:
+        """Ranks that share each sequence."""
+        return self.num_chunks // len(self.chunks)
+
     def take_part(self, of_tokens: Tensor) -> Tensor:
         """This rank's of the equal parts of rows [B, T]."""
-        width = of_tokens.shape[1] // self.num_parts
-        return of_tokens[:, self.part * width : (self.part + 1) * width].contiguous()
+        width = of_tokens.shape[1] // self.num_chunks
+        return torch.cat([of_tokens[:, chunk * width : (chunk + 1) * width] for chunk in self.chunks], dim=1)
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, self.num_parts)
+        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, self.num_chunks)
 
 
 class TrainLoader:

@@ -11,6 +11,8 @@ differs from most:
     ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
     SEQUENCE_OBSTACLE = "..."        why ranks cannot share its sequences
+    RING_ATTENTION = True            its attention is queries, keys and values under a causal mask or a window, no more:
+                                     keys and values can travel around the ranks that share its sequences
     tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
                                      Fused; without it the layer cannot be sharded
 
@@ -182,6 +184,11 @@ def find_sequence_obstacle(config: PretrainedConfig) -> str | None:
     if config.model_type not in ARCHITECTURES:
         return "it has no file in models/, and its layers were not tried on parts of sequences"
     return getattr(_load_architecture(config), "SEQUENCE_OBSTACLE", None)
+
+
+def has_ring_attention(config: PretrainedConfig) -> bool:
+    """Whether this family's file in models/ says that keys and values can travel."""
+    return config.model_type in ARCHITECTURES and getattr(_load_architecture(config), "RING_ATTENTION", False)
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:

@@ -27,6 +27,7 @@ from models.documents import (
     number_documents,
 )
 from models.packed_attention import FLASH, VARLEN
+from models.parallel.blocks import SequenceMask
 from models.parallel.shard import WHOLE, ContextParallel
 from models.recurrent import DocumentBatches, batch_documents
 
@@ -156,6 +157,9 @@ class MicroBatchContext:
         """Keyword arguments of one type of attention, as the attention implementation wants them. inputs: of the whole
         sequence."""
         implementation = self.config._attn_implementation
+        if self.sequence_part.is_ring:
+            mask = SequenceMask(self._numbers, self._find_window(attention_type))
+            return {"attention_mask": None, "sequence_mask": mask}
         if implementation == VARLEN:
             return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}
         if implementation in FLASH:

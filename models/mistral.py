@@ -11,6 +11,7 @@ from models.layer import Layer
 from models.parallel.plan import read_published_plan
 
 tensor_parallel_plan = read_published_plan
+RING_ATTENTION = True
 
 
 class DecoderLayer(PipelineDecoderLayer, MistralDecoderLayer):

@@ -38,7 +38,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     parallel = join_tensor_parallel(setup.layout.topology, ranks.rank)
     fuses = config.fused_kernels is FusedKernels.auto
     obstacle = find_obstacle(current_device()) if fuses else None
-    sequence_part = join_context_parallel(setup.layout.topology, ranks.rank)
+    sequence_part = join_context_parallel(setup.layout.topology, ranks.rank, setup.parts)
     module = StageModule(
         setup.layers,
         setup.bounds,

@@ -21,7 +21,7 @@ from models.adapters import Adapter
 from models.architecture import build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
 from models.layer import Layer
-from models.parallel.context_parallel import check_sequences
+from models.parallel.shard import WHOLE, ContextParallel
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import is_reward_model
 from models.weights.grown import GrownWeights
@@ -52,6 +52,7 @@ from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
+from training.pipeline.sequence_parts import check_run_sequences
 from training.pipeline.trainable import (
     build_adapter,
     check_added_tokens,
@@ -83,8 +84,8 @@ class RunSetup:
     """What the checks have found out on the way.
 
     costs: of the layers, for the plan; None on a rank that makes none. resumable: what `resume_from` is chosen from.
-    reference: of an objective that needs one: what the run has started from, or will. routers: None for a dense model.
-    callbacks: the user's, each with its name.
+    reference: of an objective that needs one: what the run has started from, or will. parts: of sequences, of no rank
+    in particular. routers: None for a dense model. callbacks: the user's, each with its name.
     """
 
     source: WeightSource
@@ -96,6 +97,7 @@ class RunSetup:
     resume_from: Path | None = None
     resumable: Resumable | None = None
     reference: WeightSource | None = None
+    parts: ContextParallel = WHOLE
     routers: RouterOptions | None = None
     callbacks: Sequence[tuple[str, Any]] = ()
 
@@ -155,7 +157,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config, source.wrapper)
     layers = shard_layers(source.config, layers, config.tensor_parallel_size)
-    check_sequences(source.config, config.context_parallel_size, config.tensor_parallel_size, config.max_seq_length)
+    parts = check_run_sequences(config, source.config)
     check_run_packing(config, source.config)
     source.config._experts_implementation = choose_experts(
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
@@ -194,7 +196,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     )
     layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
     reference = source if get_objective(config).needs_reference else None
-    return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference, routers=routers)
+    return RunSetup(source, layers, layout, bounds, adapter, costs, reference=reference, parts=parts, routers=routers)
 
 
 def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
@@ -288,7 +290,7 @@ def predict_run(
     layout, architecture = setup.layout, setup.source.config
     order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
     lengths = broadcast_from_main(
-        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, layout.context_parallel_size), ranks
+        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, setup.parts.num_chunks), ranks
     )
     times: list[LayerTimes] = []
     if (

@@ -1,9 +1,10 @@
-"""A sequence over several ranks, by all-to-all over heads (Ulysses, 2309.14509).
+"""A sequence over several ranks, by all-to-all over heads (Ulysses, 2309.14509) or around a ring (`ring.py`).
 
 Each rank of a group has an equal part of every sequence: its hidden states, its logits, its targets. Attention alone
 looks at other tokens. So around it the ranks exchange: of queries, keys and values each rank gets all tokens of a part
 of the heads, runs the attention that one rank would run for them, whichever it is, and gives the outputs back. What
-says which tokens see each other (positions, documents) every rank has whole: integers are small.
+says which tokens see each other (positions, documents) every rank has whole: integers are small. Around a ring keys and
+values travel instead, and the number of heads does not matter.
 
 B micro-batch, T sequence, H query heads, G heads of keys and values, E head size, C ranks of the group.
 """
@@ -23,15 +24,28 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from errors import UserError
-from models.architecture import find_sequence_obstacle
+from models.architecture import find_sequence_obstacle, has_ring_attention
+from models.parallel.ring import RingAttention
 from models.parallel.shard import ContextParallel
 
 NAME = "context_parallel"  # of the attention function
 
 
-def check_sequences(config: PretrainedConfig, size: int, tensor_parallel_size: int, max_seq_length: int) -> None:
+def choose_parts(config: PretrainedConfig, mode: str, size: int, tensor_parallel_size: int) -> ContextParallel:
+    """How a group of so many ranks shares sequences of this model; of no rank in particular.
+
+    mode: `context_parallel_mode`. auto: by heads where they suffice, else around a ring.
+    """
+    suffice = _count_heads(config, tensor_parallel_size) % size == 0
+    is_ring = mode == "ring" or (mode == "auto" and not suffice and has_ring_attention(config))
+    return ContextParallel(size=size, is_ring=is_ring and size > 1)
+
+
+def check_sequences(
+    config: PretrainedConfig, mode: str, size: int, tensor_parallel_size: int, max_seq_length: int
+) -> None:
     """Raises UserError for sequences of this model that a group of so many ranks cannot share: of a family whose layers
-    were not tried, of fewer heads than ranks, of a length that does not divide."""
+    were not tried, of fewer heads than ranks without a ring, of a length that does not divide."""
     if size == 1:
         return
     if obstacle := find_sequence_obstacle(config):
@@ -39,20 +53,56 @@ def check_sequences(config: PretrainedConfig, size: int, tensor_parallel_size: i
             f"context_parallel_size={size}: a '{config.model_type}' cannot share sequences: {obstacle}; "
             "give context_parallel_size=1, or tensor_parallel_size"
         )
+    if choose_parts(config, mode, size, tensor_parallel_size).is_ring:
+        _check_ring(config, mode, size, max_seq_length)
+    else:
+        _check_heads(config, size, tensor_parallel_size, max_seq_length)
+
+
+def _check_heads(config: PretrainedConfig, size: int, tensor_parallel_size: int, max_seq_length: int) -> None:
     if max_seq_length % size:
-        below = max_seq_length // size * size
-        nearest = f"{below} or {below + size}" if below else f"{size}"
         raise UserError(
-            f"context_parallel_size={size} does not divide max_seq_length={max_seq_length}; the nearest is {nearest}"
+            f"context_parallel_size={size} does not divide max_seq_length={max_seq_length}; "
+            f"the nearest is {_find_nearest(max_seq_length, size)}"
         )
-    heads = config.num_attention_heads // tensor_parallel_size
+    heads = _count_heads(config, tensor_parallel_size)
     if heads % size:
         fitting = [str(each) for each in range(1, heads + 1) if heads % each == 0]
         of_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
+        ring = "; or give context_parallel_mode=ring" if has_ring_attention(config) else ""
         raise UserError(
             f"context_parallel_size={size} does not divide the {heads} attention heads{of_rank}, of which each rank "
-            f"takes a part; sizes that do: {', '.join(fitting)}"
+            f"takes a part; sizes that do: {', '.join(fitting)}{ring}"
         )
+
+
+def _check_ring(config: PretrainedConfig, mode: str, size: int, max_seq_length: int) -> None:
+    if not has_ring_attention(config):
+        raise UserError(
+            f"context_parallel_mode=ring: a '{config.model_type}' cannot: its attention is proven by heads alone; "
+            "give context_parallel_mode=ulysses"
+        )
+    if getattr(config, "attention_dropout", 0):
+        raise UserError(
+            f"context_parallel_mode={mode}: ring attention has no dropout, and the model's config says "
+            f"attention_dropout={config.attention_dropout}; set it to 0 there, or give context_parallel_mode=ulysses "
+            "with a context_parallel_size that divides the heads"
+        )
+    if max_seq_length % (2 * size):
+        raise UserError(
+            f"context_parallel_mode={mode}: in a ring of context_parallel_size={size} each rank has two of {2 * size} "
+            f"chunks of a sequence, which do not divide max_seq_length={max_seq_length}; "
+            f"the nearest is {_find_nearest(max_seq_length, 2 * size)}"
+        )
+
+
+def _count_heads(config: PretrainedConfig, tensor_parallel_size: int) -> int:
+    return config.num_attention_heads // tensor_parallel_size
+
+
+def _find_nearest(length: int, divisor: int) -> str:
+    below = length // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
 
 
 def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
@@ -62,7 +112,7 @@ def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
             if hasattr(asks, "sequence_part"):
                 asks.sequence_part = parallel  # type: ignore[union-attr]
         if "Attention" in type(part).__name__ and hasattr(part, "config"):
-            part.exchange = HeadExchange(part, parallel)  # type: ignore[assignment]
+            part.exchange = RingAttention(parallel) if parallel.is_ring else HeadExchange(part, parallel)  # type: ignore[assignment]
             exchanging: Any = copy.copy(part.config)
             exchanging._attn_implementation = NAME
             part.config = exchanging

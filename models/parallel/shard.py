@@ -27,18 +27,32 @@ ALONE = TensorParallel()
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank among those that share each sequence. group: of these ranks; None where none is needed."""
+    """This rank among those that share each sequence. group: of these ranks; None where none is needed. is_ring:
+    whether keys and values travel, not heads (`models/parallel/ring.py`); which chunks a rank has follows from it."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    is_ring: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        """Equal ones that a sequence is cut into."""
+        return 2 * self.size if self.is_ring else self.size
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Those that this rank has, in its order. Around a ring an early and a late one, so that all ranks have the
+        same number of earlier tokens to attend to."""
+        return (self.rank, 2 * self.size - 1 - self.rank) if self.is_ring else (self.rank,)
 
     def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of something that has all tokens along `dim`."""
+        """This rank's part of something that has all tokens along `dim`: a view, unless it has several chunks."""
         if self.size == 1:
             return tensor
-        length = tensor.shape[dim] // self.size
-        return tensor.narrow(dim, self.rank * length, length)
+        length = tensor.shape[dim] // self.num_chunks
+        chunks = [tensor.narrow(dim, chunk * length, length) for chunk in self.chunks]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
 
 WHOLE = ContextParallel()

@@ -212,6 +212,12 @@ INCOMPATIBLE = (
         "give tensor_parallel_size=1",
     ),
     Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
+    Pair(
+        _is("context_parallel_mode", "ulysses", "ring"),
+        Feature("context_parallel_size=1", lambda run: run.config.context_parallel_size == 1, "context_parallel_size"),
+        "nobody shares a sequence then",
+        "give context_parallel_size=2 or more, or context_parallel_mode=auto",
+    ),
     Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose another hardware"),
     Pair(
         _CONTEXT_PARALLEL,

@@ -73,6 +73,12 @@ class AttnImplementation(Enum):
     flex_attention = "flex_attention"
 
 
+class ContextParallelMode(Enum):
+    auto = "auto"
+    ulysses = "ulysses"
+    ring = "ring"
+
+
 class FusedKernels(Enum):
     none = "none"
     auto = "auto"
@@ -302,6 +308,7 @@ class RunConfig:
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING
     context_parallel_size: int = MISSING
+    context_parallel_mode: ContextParallelMode = MISSING
     zero_stage: int = MISSING
     partition_method: Any = MISSING
     schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedules.py, which checks it

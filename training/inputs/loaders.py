@@ -17,7 +17,7 @@ from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.process import current_device
 from training.distributed.ranks import Ranks
-from training.distributed.topology import CONTEXT, Layout
+from training.distributed.topology import Layout
 from training.inputs.custom import build_collator
 from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import EvalSize, StepBudget
@@ -40,8 +40,8 @@ def build_options(
         reads_labels=module.has_loss,
         dp_rank=layout.dp_rank(ranks.rank),
         dp_size=layout.dp_size,
-        part=layout.topology.index(ranks.rank, CONTEXT),
-        num_parts=layout.context_parallel_size,
+        chunks=module.sequence_part.chunks,
+        num_chunks=module.sequence_part.num_chunks,
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=config.data.pad_to,

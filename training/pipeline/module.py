@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +67,12 @@ def join_tensor_parallel(topology: Topology, rank: int) -> TensorParallel:
     return ALONE if size == 1 else TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR))
 
 
-def join_context_parallel(topology: Topology, rank: int) -> ContextParallel:
-    """This rank among those that share its sequences, with a process group of them. All ranks call it."""
-    size = topology.size(CONTEXT)
-    return WHOLE if size == 1 else ContextParallel(topology.index(rank, CONTEXT), size, join_group(topology, CONTEXT))
+def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel) -> ContextParallel:
+    """This rank among those that share its sequences, with a process group of them. All ranks call it. parts: as
+    `models.parallel.context_parallel.choose_parts` has chosen."""
+    if parts.size == 1:
+        return WHOLE
+    return replace(parts, rank=topology.index(rank, CONTEXT), group=join_group(topology, CONTEXT))
 
 
 class StageModule(PipelineModule):
@@ -129,7 +132,7 @@ class StageModule(PipelineModule):
             list(freeze),
         )
         self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
-        self._sequence_part = sequence_part
+        self.sequence_part = sequence_part
         self._schedule, self.shards_weights = schedule, shards_weights
         self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
@@ -302,8 +305,8 @@ class StageModule(PipelineModule):
                 setattr(part, name, buffer.to(device))  # what follows from the config is in no file
         if stray := [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]:
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
-        if self._sequence_part.size > 1:
-            share_sequence(module, self._sequence_part)
+        if self.sequence_part.size > 1:
+            share_sequence(module, self.sequence_part)
         choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
         self._mark_parameters(index, module)
 

@@ -16,7 +16,6 @@ from console import fit, measure_width
 from errors import UserError
 from models.architecture import build_layers, check_length, choose_attention
 from models.layer import Layer
-from models.parallel.context_parallel import check_sequences
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import describe_reward_model, is_reward_model
 from models.weights.sources import load_config, parse_config
@@ -32,6 +31,7 @@ from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
+from training.pipeline.sequence_parts import check_run_sequences
 from training.pipeline.trainable import check_freeze
 from training.planner.hardware import Machine, complete_hardware
 from training.planner.levers.lever import PlannedRun
@@ -59,7 +59,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     world_size = check_world_size(config)
     architecture, wrapper = read_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
-    check_sequences(architecture, config.context_parallel_size, config.tensor_parallel_size, config.max_seq_length)
+    check_run_sequences(config, architecture)
     build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if wrapper is not None:

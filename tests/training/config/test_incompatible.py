@@ -61,6 +61,7 @@ EXAMPLES = {
         "hardware=here",
         "hardware.peak_flops=null",
     ),
+    "context_parallel_mode=ring does not go together with context_parallel_size=1: ": ("context_parallel_mode=ring",),
     **{
         f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
         for other, keys in {

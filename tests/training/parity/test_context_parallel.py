@@ -55,6 +55,13 @@ def test_five_sgd_steps_equal_hugging_face(workers: Callable[[int], WorkerGroup]
     compare(workers, build_case(root, CLIPPED))
 
 
+RING = "context_parallel_mode=ring"
+
+
+def test_a_ring_equals_hugging_face(workers: Callable[[int], WorkerGroup], root: Path) -> None:
+    compare(workers, build_case(root, RING, CLIPPED))
+
+
 PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
 
 
@@ -78,6 +85,16 @@ PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
         pytest.param(2, 1, ("offload_optimizer=cpu",), id="cp2-offloaded"),
         pytest.param(4, 1, ("zero_stage=2",), id="cp2-dp2-stage2"),
         pytest.param(4, 1, ("zero_stage=3", CHECKPOINTED), id="cp2-dp2-stage3"),
+        pytest.param(4, 1, (RING, "context_parallel_size=4"), id="ring-cp4"),
+        pytest.param(4, 2, (RING,), id="ring-cp2-pp2"),
+        pytest.param(4, 1, (RING, "tensor_parallel_size=2"), id="ring-cp2-tp2"),
+        pytest.param(4, 1, (RING,), id="ring-cp2-dp2"),
+        pytest.param(4, 2, (RING, "schedule=interleaved", CHECKPOINTED), id="ring-cp2-pp2-interleaved"),
+        pytest.param(4, 2, (RING, "schedule=zero_bubble", CHECKPOINTED), id="ring-cp2-pp2-zero_bubble"),
+        pytest.param(2, 1, (RING, CHECKPOINTED), id="ring-cp2-grouped"),
+        pytest.param(2, 1, (RING, *SELECTIVE), id="ring-cp2-selective"),
+        pytest.param(2, 1, (RING, "data.pad_to=max_seq_length"), id="ring-cp2-padded"),
+        pytest.param(4, 1, (RING, "zero_stage=3", CHECKPOINTED), id="ring-cp2-dp2-stage3"),
     ],
 )
 def test_every_layout_equals_hugging_face(
@@ -97,9 +114,23 @@ def test_every_layout_equals_hugging_face(
 def test_every_family_equals_hugging_face(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
 ) -> None:
-    save_family(tmp_path / "model", family, tied=False)
-    keys = (SHARED, f"tokenizer_name_or_path={root}/tokenizer", "learning_rate=0.05", CLIPPED)
-    compare(workers, Case(tmp_path / "model", root / "train.jsonl", tmp_path, 1, 2, overrides=keys))
+    compare(workers, build_family_case(root, tmp_path, family, "context_parallel_mode=ulysses"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_family_of_a_ring_equals_hugging_face(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str, size: int
+) -> None:
+    compare(workers, build_family_case(root, tmp_path, family, RING, size=size))
+
+
+def build_family_case(root: Path, folder: Path, family: str, mode: str, size: int = 2) -> Case:
+    save_family(folder / "model", family, tied=False)
+    tokenizer = f"tokenizer_name_or_path={root}/tokenizer"
+    keys = (f"context_parallel_size={size}", mode, tokenizer, "learning_rate=0.05", CLIPPED)
+    return Case(folder / "model", root / "train.jsonl", folder, 1, size, overrides=keys)
 
 
 @pytest.mark.full
@@ -112,6 +143,9 @@ def test_every_family_equals_hugging_face(
         ("adapter=lora", CHECKPOINTED),
         ("label_smoothing=0.1",),
         ("freeze=[embed_tokens]",),
+        (RING, *PACKED),
+        (RING, *PACKED, "attn_implementation=varlen", CHECKPOINTED),
+        (RING, "adapter=lora", CHECKPOINTED),
     ],
     ids=lambda keys: "-".join(keys),
 )
@@ -120,7 +154,7 @@ def test_two_ranks_do_what_one_does(
 ) -> None:
     """Which other tests hold against the oracle: documents of packed rows, peft's adapters."""
     shared = replace(build_case(root, CLIPPED, *keys), workdir=tmp_path)
-    alone = replace(shared, world_size=1, overrides=shared.overrides[1:])
+    alone = replace(shared, world_size=1, overrides=tuple(k for k in shared.overrides if k not in (SHARED, RING)))
     found, expected = (merge(workers(case.world_size).run(train_case, case)) for case in (shared, alone))
     worst, name = worst_difference(found["weights"], expected["weights"])
     assert worst < BOUND, name

@@ -1,0 +1,175 @@
+"""Causal attention in blocks of queries and keys: what one block adds to outputs and gradients, by the log-sum-exp of
+the scores (2205.14135).
+
+A block is a run of consecutive queries of a row and one of keys, each with its places in the row. Scores are made for a
+bounded number of queries at a time, and only with keys that some of them see. Sums are fp32, of fp64 tensors fp64.
+
+B micro-batch, H query heads, G heads of keys and values, R = H / G, E head size; L tokens of a rank, l and m queries
+and keys of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+MOST_SCORES = 2**26  # made at a time: 256 MiB in fp32
+
+
+class SequenceMask(NamedTuple):
+    """Which of the tokens before it a token sees, itself included.
+
+    documents: int64 [B, T], of whole rows: it sees those of its document; None for all. window: the nearest that it
+    sees; None for all.
+    """
+
+    documents: torch.Tensor | None
+    window: int | None
+
+
+class Block(NamedTuple):
+    """queries, keys: where they are among a rank's L tokens, and among those of the keys. first_query, first_key: the
+    places in the row of the first of them."""
+
+    queries: slice
+    keys: slice
+    first_query: int
+    first_key: int
+
+
+def list_pieces(blocks: list[Block], window: int | None, most_queries: int) -> Iterator[Block]:
+    """The blocks cut into pieces of at most `most_queries`, each with the keys that some of its queries see; those that
+    see none are omitted."""
+    for block in blocks:
+        keys = range(block.first_key, block.first_key + block.keys.stop - block.keys.start)
+        for start in range(block.queries.start, block.queries.stop, most_queries):
+            stop = min(start + most_queries, block.queries.stop)
+            first_query = block.first_query + start - block.queries.start
+            first = keys.start if window is None else max(keys.start, first_query - window + 1)
+            last = min(keys.stop, first_query + stop - start)
+            if first < last:
+                offset = block.keys.start - keys.start
+                yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first)
+
+
+class BlockAttention:
+    """Attention of a rank's queries over keys and values that come block after block."""
+
+    def __init__(self, query: torch.Tensor, groups: int, scale: float, mask: SequenceMask) -> None:
+        """query [B, H, L, E]; groups: G."""
+        self._query, self._groups, self._scale, self._mask = query, groups, scale, mask
+        self._sums = torch.promote_types(query.dtype, torch.float32)
+
+    def _cut(self, blocks: list[Block], key: torch.Tensor) -> Iterator[Block]:
+        per_query = self._query.shape[0] * self._query.shape[1] * key.shape[2]
+        return list_pieces(blocks, self._mask.window, max(1, MOST_SCORES // per_query))
+
+    def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [B, H, L, E] and log-sum-exp [B, H, L] of no keys at all."""
+        output = torch.zeros_like(self._query, dtype=self._sums)
+        return output, torch.full(output.shape[:-1], -torch.inf, dtype=self._sums, device=output.device)
+
+    def attend(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: list[Block],
+        output: torch.Tensor,
+        log_sums: torch.Tensor,
+    ) -> None:
+        """Merges the blocks of key and value [B, G, L, E] into what there is of the others, in place."""
+        for piece in self._cut(blocks, key):
+            scores = self._score(key, piece)  # [B, G, R l, m]
+            added_sums = torch.logsumexp(scores, dim=-1, keepdim=True)
+            # Where no key is visible all scores and their log-sum-exp are -inf, whose difference is not a number
+            probabilities = scores.sub_(_finite(added_sums)).exp_()
+            added = self._multiply(probabilities, value[:, :, piece.keys])
+            rows = piece.queries
+            added, added_sums = self._ungroup(added), self._ungroup(added_sums).squeeze(-1)
+            before = log_sums[:, :, rows]
+            after = torch.logaddexp(before, added_sums)
+            kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
+            output[:, :, rows] = output[:, :, rows] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
+            log_sums[:, :, rows] = after
+
+    def differentiate(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: list[Block],
+        log_sums: torch.Tensor,
+        output_gradient: torch.Tensor,
+        row_products: torch.Tensor,
+        query_gradient: torch.Tensor,
+    ) -> torch.Tensor:
+        """Gradients of key and value, [2, B, G, L, E]; that of the queries is added to, in place.
+
+        log_sums: over all keys. row_products [B, H, L]: sum(output x its gradient) of each query.
+        """
+        gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
+        for piece in self._cut(blocks, key):
+            rows, columns = piece.queries, piece.keys
+            sums, products = (self._group(rows_of[:, :, rows].unsqueeze(-1)) for rows_of in (log_sums, row_products))
+            probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
+            of_output = self._group(output_gradient[:, :, rows])
+            gradients[1][:, :, columns] += self._multiply(probabilities.mT, of_output)
+            of_scores = self._multiply(of_output, value[:, :, columns].mT).sub_(products).mul_(probabilities)
+            of_scores.mul_(self._scale)
+            query_gradient[:, :, rows] += self._ungroup(self._multiply(of_scores, key[:, :, columns]))
+            gradients[0][:, :, columns] += self._multiply(of_scores.mT, self._group(self._query[:, :, rows]))
+        return gradients
+
+    def _score(self, key: torch.Tensor, piece: Block) -> torch.Tensor:
+        """[B, G, R l, m], -inf for what is not seen."""
+        query = self._group(self._query[:, :, piece.queries])
+        scores = self._multiply(query, key[:, :, piece.keys].mT).mul_(self._scale)
+        hidden = self._find_hidden(piece)
+        if hidden is not None:
+            length = piece.queries.stop - piece.queries.start
+            scores.unflatten(2, (-1, length)).masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def _find_hidden(self, piece: Block) -> torch.Tensor | None:
+        """bool, to broadcast to [B, G, R, l, m]: what the queries do not see; None where they see all."""
+        device, (documents, window) = self._query.device, self._mask
+        last_query = piece.first_query + piece.queries.stop - piece.queries.start - 1
+        last_key = piece.first_key + piece.keys.stop - piece.keys.start - 1
+        queries = torch.arange(piece.first_query, last_query + 1, device=device).unsqueeze(1)
+        keys = torch.arange(piece.first_key, last_key + 1, device=device)
+        found = []
+        if last_key > piece.first_query:
+            found.append(keys > queries)
+        if window is not None and last_query - piece.first_key >= window:
+            found.append(queries - keys >= window)
+        if documents is not None:
+            of_queries = documents[:, piece.first_query : last_query + 1, None]
+            of_keys = documents[:, None, piece.first_key : last_key + 1]
+            found.append((of_queries != of_keys)[:, None, None])
+        hidden = None
+        for each in found:
+            hidden = each if hidden is None else hidden | each
+        return hidden
+
+    def _group(self, of_heads: torch.Tensor) -> torch.Tensor:
+        """[B, H, l, ...] -> [B, G, R l, ...]: heads that have the same keys, one after the other."""
+        return of_heads.unflatten(1, (self._groups, -1)).flatten(2, 3)
+
+    def _ungroup(self, of_groups: torch.Tensor) -> torch.Tensor:
+        heads = self._query.shape[1]
+        return of_groups.unflatten(2, (heads // self._groups, -1)).flatten(1, 2)
+
+    def _multiply(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Matrix products [B, G, ., .] with sums that are not rounded to the training dtype. A GPU multiplies in that
+        dtype, as its attention kernels do; a CPU in fp32."""
+        dtype = self._query.dtype
+        if dtype != self._sums and left.is_cuda:
+            left, right = (factor.to(dtype) for factor in (left, right))
+            products = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), self._sums)
+            return products.unflatten(0, left.shape[:2])
+        return left.to(self._sums) @ right.to(self._sums)
+
+
+def _finite(log_sums: torch.Tensor) -> torch.Tensor:
+    return log_sums.clamp(min=torch.finfo(log_sums.dtype).min)

@@ -1,0 +1,158 @@
+"""Ring attention (2310.01889): keys and values travel around the ranks that share a sequence, and each rank attends
+from its own queries to the block that it has while the next one is under way.
+
+Of 2 C equal chunks of a sequence rank i has i and 2 C - 1 - i, so that causal attention is the same work for all: in
+each turn half of a rank's queries x keys. Outputs are merged by the log-sum-exp of their scores. The backward pass is a
+second trip, on which the gradients of keys and values travel behind their block, one turn later, and end where it
+belongs. A rank keeps its own queries, keys, values and outputs, and has two blocks at a time. Which documents and
+windows tokens see each other in follows from integers that every rank has whole.
+
+B micro-batch, H query heads, G heads of keys and values, E head size, C ranks of the group, L = T / C tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models.parallel.blocks import Block, BlockAttention, SequenceMask
+from models.parallel.shard import ContextParallel
+
+_BLOCKS, _GRADIENTS = 0, 1  # tags, for backends that ask for them: two may be under way between two ranks
+
+
+class RingAttention:
+    """What stands in the place of the attention of one layer."""
+
+    def __init__(self, parallel: ContextParallel) -> None:
+        self._parallel = parallel
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        sequence_mask: SequenceMask,
+        scaling: float,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, H, T / C, E], key and value [B, G, T / C, E]; returns [B, T / C, H, E].
+
+        sequence_mask: from the context of the micro-batch. options: what transformers passes on; the window comes with
+        the mask.
+        """
+        if dropout:
+            raise ValueError("ring attention has no dropout")
+        output = attend_in_ring(query, key, value, sequence_mask, scaling, self._parallel)
+        return output.transpose(1, 2).contiguous(), None
+
+
+def attend_in_ring(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    scale: float,
+    parallel: ContextParallel,
+) -> torch.Tensor:
+    """query [B, H, L, E], key and value [B, G, L, E] of this rank's chunks; returns [B, H, L, E]. All ranks call it."""
+    return _Ring.apply(query, key, value, mask, scale, parallel)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: SequenceMask,
+        scale: float,
+        parallel: ContextParallel,
+    ) -> torch.Tensor:
+        attention = BlockAttention(query, key.shape[1], scale, mask)
+        output, log_sums = attention.start_forward()
+        block = torch.stack([key, value])
+        for turn in range(parallel.size):
+            next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
+            attention.attend(block[0], block[1], list_blocks(parallel, turn, query.shape[2]), output, log_sums)
+            if next_block is not None:
+                block = next_block.receive()
+        output = output.to(query.dtype)
+        context.save_for_backward(query, key, value, output, log_sums)
+        context.mask, context.scale, context.parallel = mask, scale, parallel
+        return output
+
+    @staticmethod
+    def backward(context: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, output, log_sums = context.saved_tensors
+        parallel: ContextParallel = context.parallel
+        attention = BlockAttention(query, key.shape[1], context.scale, context.mask)
+        query_gradient = torch.zeros_like(query, dtype=log_sums.dtype)
+        row_products = (output.to(log_sums.dtype) * output_gradient).sum(-1)
+        block, travelling = torch.stack([key, value]), None
+        for turn in range(parallel.size):
+            next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
+            blocks = list_blocks(parallel, turn, query.shape[2])
+            gradients = attention.differentiate(
+                block[0], block[1], blocks, log_sums, output_gradient, row_products, query_gradient
+            )
+            if travelling is not None:
+                gradients += travelling.receive()  # what the ranks before have found for this block
+            travelling = _Transfer(gradients, parallel, _GRADIENTS)
+            if next_block is not None:
+                block = next_block.receive()
+        assert travelling is not None
+        key_gradient, value_gradient = travelling.receive()  # the last turn sent them home
+        return (
+            query_gradient.to(query.dtype),
+            key_gradient.to(key.dtype),
+            value_gradient.to(value.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def list_blocks(parallel: ContextParallel, turn: int, length: int) -> list[Block]:
+    """What a rank attends to in this turn, when it has the block of the rank that many places before it: pairs of its
+    chunks and of that one's, the later of which sees the earlier. length: L."""
+    source = ContextParallel((parallel.rank - turn) % parallel.size, parallel.size, is_ring=True)
+    width = length // len(parallel.chunks)
+    return [
+        Block(_run(i, width), _run(j, width), query * width, key * width)
+        for i, query in enumerate(parallel.chunks)
+        for j, key in enumerate(source.chunks)
+        if key <= query
+    ]
+
+
+def _run(number: int, width: int) -> slice:
+    return slice(number * width, (number + 1) * width)
+
+
+class _Transfer:
+    """A tensor on its way to the next rank of the ring, and that of the rank before on its way here. All ranks send
+    tensors of one shape, in one order."""
+
+    def __init__(self, sent: torch.Tensor, parallel: ContextParallel, tag: int) -> None:
+        self._sent, self._received = sent, torch.empty_like(sent)  # the sent one must not be freed before it is gone
+        rank, size, group = parallel.rank, parallel.size, parallel.group
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._received, group=group, tag=tag, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def receive(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received

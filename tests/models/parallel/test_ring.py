@@ -1,0 +1,94 @@
+"""Ring attention alone against attention over whole sequences, in float64: outputs and the gradients of all three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.workers import WorkerGroup
+
+from models.parallel import blocks
+from models.parallel.blocks import SequenceMask
+from models.parallel.ring import attend_in_ring, list_blocks
+from models.parallel.shard import ContextParallel
+
+BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 6, 2, 32, 8
+SCALE = 0.4
+PACKED = torch.tensor([[1] * 5 + [2] * 16 + [3] * 11, [4] * 30 + [5] * 2])  # borders within chunks, and across ranks
+
+
+def draw(seed: int, *heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(BATCH, each, LENGTH, SIZE, generator=generator, dtype=torch.float64) for each in heads]
+
+
+def take(parallel: ContextParallel, tensor: torch.Tensor) -> torch.Tensor:
+    return parallel.take(tensor, dim=2).clone()
+
+
+def attend_part(mask: SequenceMask, most_scores: int) -> tuple[torch.Tensor, ...]:
+    """This rank's outputs and gradients."""
+    with patch.object(blocks, "MOST_SCORES", most_scores):
+        return _attend_part(mask)
+
+
+def _attend_part(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
+    parallel = ContextParallel(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, is_ring=True)
+    inputs = [take(parallel, each).requires_grad_() for each in draw(0, HEADS, GROUPS, GROUPS)]
+    output = attend_in_ring(*inputs, mask, SCALE, parallel)
+    output.backward(take(parallel, draw(1, HEADS)[0]))
+    return output.detach(), *(each.grad for each in inputs)  # type: ignore[misc]
+
+
+def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
+    """By torch, with everything it must not see masked."""
+    places = torch.arange(LENGTH)
+    seen = places[:, None] >= places
+    if mask.window is not None:
+        seen = seen & (places[:, None] - places < mask.window)
+    seen = seen.expand(BATCH, 1, -1, -1)
+    if mask.documents is not None:
+        seen = seen & (mask.documents[:, None, :, None] == mask.documents[:, None, None, :])
+    inputs = [each.requires_grad_() for each in draw(0, HEADS, GROUPS, GROUPS)]
+    attend: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+    output = attend(*inputs, attn_mask=seen, scale=SCALE, enable_gqa=True)
+    output.backward(draw(1, HEADS)[0])
+    return output.detach(), *(each.grad for each in inputs)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("mask", "most_scores"),
+    [
+        (SequenceMask(None, None), 2**26),
+        (SequenceMask(PACKED, None), BATCH * HEADS * 8 * 3),  # three queries at a time, where the chunk has eight keys
+        (SequenceMask(PACKED, 7), 2**26),
+        pytest.param(SequenceMask(None, 5), 1, marks=pytest.mark.full),
+    ],
+    ids=["whole", "packed-pieces", "packed-window", "window-single"],
+)
+def test_a_ring_is_attention_over_the_whole(
+    workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int
+) -> None:
+    of_ranks = workers(size).run(attend_part, mask, most_scores)
+    for found, expected in zip(zip(*of_ranks, strict=True), attend_whole(mask), strict=True):
+        for rank, of_rank in enumerate(found):
+            torch.testing.assert_close(of_rank, take(ContextParallel(rank, size, is_ring=True), expected))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_have_even_work_and_see_every_earlier_token_once(size: int) -> None:
+    length = 4
+    seen = torch.zeros(2 * size * 2, 2 * size * 2)
+    for rank in range(size):
+        for turn in range(size):
+            found = list_blocks(ContextParallel(rank, size, is_ring=True), turn, length)
+            assert len(found) == (3 if turn == 0 else 2)  # two of the first turn's are causal: half of their scores
+            for block in found:
+                seen[block.first_query : block.first_query + 2, block.first_key : block.first_key + 2] += 1
+    chunks = torch.ones(2 * size, 2 * size).tril()
+    assert torch.equal(seen, chunks.repeat_interleave(2, 0).repeat_interleave(2, 1))
