@@ -58,8 +58,11 @@ def test_five_sgd_steps_equal_hugging_face(workers: Callable[[int], WorkerGroup]
 RING = "context_parallel_mode=ring"
 
 
-def test_a_ring_equals_hugging_face(workers: Callable[[int], WorkerGroup], root: Path) -> None:
-    compare(workers, build_case(root, RING, CLIPPED))
+def test_a_ring_where_heads_do_not_suffice(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
+    """As `auto` chooses it: two ranks could not exchange three heads."""
+    save_llama(tmp_path / "model", num_attention_heads=3, num_key_value_heads=1)
+    save_tokenizer(tmp_path / "model")
+    compare(workers, Case(tmp_path / "model", root / "train.jsonl", tmp_path, 1, 2, overrides=(SHARED, CLIPPED)))
 
 
 PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
@@ -85,6 +88,7 @@ PACKED = ("data.packing=true", "micro_batch_size=1", "global_batch_size=4")
         pytest.param(2, 1, ("offload_optimizer=cpu",), id="cp2-offloaded"),
         pytest.param(4, 1, ("zero_stage=2",), id="cp2-dp2-stage2"),
         pytest.param(4, 1, ("zero_stage=3", CHECKPOINTED), id="cp2-dp2-stage3"),
+        pytest.param(2, 1, (RING,), id="ring-cp2"),
         pytest.param(4, 1, (RING, "context_parallel_size=4"), id="ring-cp4"),
         pytest.param(4, 2, (RING,), id="ring-cp2-pp2"),
         pytest.param(4, 1, (RING, "tensor_parallel_size=2"), id="ring-cp2-tp2"),
