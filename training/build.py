@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from models.fused_kernels import describe_fused, find_obstacle
 from training.config.precision import DTYPES
-from training.config.schema import FusedKernels, RunConfig
-from training.distributed.process import current_device
+from training.config.schema import FusedKernels, Offload, RunConfig
+from training.distributed.process import current_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
@@ -25,6 +25,7 @@ from training.objectives.reference_logprobs import prepare_reference
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.module import StageModule, join_context_parallel, join_tensor_parallel
 from training.pipeline.schedules import build_schedule
+from training.pipeline.weight_sharding import WeightSharding
 from training.setup import RunSetup
 
 Datasets = Mapping[str, Path]  # key of the files -> tokenized folder
@@ -58,7 +59,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
         schedule=build_schedule(setup.layout),
-        shards_weights=trains and config.zero_stage == 3,
+        weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
     if module.deferred_share is not None:
         ranks.say(
@@ -67,6 +68,12 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
     if fuses:
         ranks.say(f"fused_kernels=auto: {describe_fused(module.fused, obstacle)}")
     return module
+
+
+def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
+    if config.zero_stage < 3:
+        return None
+    return WeightSharding(config.offload_parameters is Offload.cpu, pins=has_accelerator())
 
 
 def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> Engine:

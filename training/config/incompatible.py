@@ -307,6 +307,12 @@ INCOMPATIBLE = (
         "give zero_stage=1 or 2",
     ),
     Pair(
+        _is("offload_parameters", "cpu"),
+        _is("zero_stage", "1", "2"),
+        "each pass needs whole weights, which are on the card then",
+        "give zero_stage=3, or offload_parameters=none",
+    ),
+    Pair(
         _WEIGHTS_SHARDED,
         _EVALUATION,
         "weights are cut where they are trained",

@@ -367,6 +367,7 @@ class RunConfig:
     precision: Precision = MISSING
     gradient_reduce_dtype: ReduceDtype = MISSING
     offload_optimizer: Offload = MISSING
+    offload_parameters: Offload = MISSING
     activation_checkpoint_interval: int = MISSING
     activation_checkpoint_mode: CheckpointMode = MISSING
     activation_offload: bool = MISSING

@@ -68,6 +68,8 @@ def build_deepspeed_config(
         built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.zero_stage == 2 else "fp32"}
     if trains and config.zero_stage == 3:
         built["zero_optimization"] |= STAGE_3
+        if config.offload_parameters is Offload.cpu:
+            built["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": has_accelerator}
     for key, value in config.deepspeed.items():
         if key in built:
             raise UserError(

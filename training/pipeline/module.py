@@ -38,7 +38,7 @@ from training.pipeline.routers import StageRouters
 from training.pipeline.schedule import Schedule
 from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, split_projections
-from training.pipeline.weight_sharding import shard_weights, whole_weights
+from training.pipeline.weight_sharding import WeightSharding, shard_weights, whole_weights
 
 
 def build_layer_specs(layers: Sequence[Layer]) -> list[LayerSpec]:
@@ -109,7 +109,7 @@ class StageModule(PipelineModule):
         routers: RouterOptions | None = None,
         neftune_noise_alpha: float = 0.0,
         schedule: Schedule,
-        shards_weights: bool = False,
+        weight_sharding: WeightSharding | None = None,
     ) -> None:
         """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
@@ -118,7 +118,7 @@ class StageModule(PipelineModule):
         layers, by `models.fused_kernels`. parallel: the ranks that share the layers, which
         `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks that share each sequence.
         routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which
-        chunks are this rank's, and whether gradients of weights are put off. shards_weights: over the replicas, each
+        chunks are this rank's, and whether gradients of weights are put off. weight_sharding: over the replicas, each
         layer as soon as it is loaded (`training.pipeline.weight_sharding`).
         Needs an initialised process group.
 
@@ -133,7 +133,7 @@ class StageModule(PipelineModule):
         )
         self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
         self.sequence_part = sequence_part
-        self._schedule, self.shards_weights = schedule, shards_weights
+        self._schedule, self._weight_sharding = schedule, weight_sharding
         self.deferred = DeferredGradients()
         self._recompute, self._compiles, self._fuses = (
             ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode, activation_offload),
@@ -231,8 +231,8 @@ class StageModule(PipelineModule):
         with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as bar:
             for index, _, module in bar.follow(self.local_layers()):
                 self._load(module, index)
-                if self.shards_weights:
-                    shard_weights(module, self._dtype)
+                if self._weight_sharding is not None:
+                    shard_weights(module, self._dtype, self._weight_sharding)
 
     def _compile_layers(self) -> None:
         """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
@@ -442,6 +442,10 @@ class StageModule(PipelineModule):
         for index, layer, module in self.local_layers():
             for name, parameter, placement in self._place_parameters(index, module):
                 yield layer.hf_prefix + name, parameter, placement
+
+    @property
+    def shards_weights(self) -> bool:
+        return self._weight_sharding is not None
 
     @property
     def has_first_layer(self) -> bool:

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
 
-def shard_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
+@dataclass(frozen=True)
+class WeightSharding:
+    """Where a rank's part of the weights is. on_host: in the host's memory, pinned or not; else on its card."""
+
+    on_host: bool = False
+    pins: bool = False
+
+
+def shard_weights(module: torch.nn.Module, dtype: torch.dtype, sharding: WeightSharding) -> None:
     """Leaves on each rank its part of the parameters of `module`, which all ranks have loaded. All ranks call it."""
-    Init(module=module, dtype=dtype, mem_efficient_linear=False)
+    host = {"remote_device": "cpu", "pin_memory": sharding.pins} if sharding.on_host else {}
+    Init(module=module, dtype=dtype, mem_efficient_linear=False, **host)
 
 
 @contextmanager

@@ -189,6 +189,8 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("a smaller micro_batch_size")
     if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and config.zero_stage < 3:
         advice.append("zero_stage=3")
+    if config.zero_stage == 3 and config.offload_parameters is Offload.none:
+        advice.append("offload_parameters=cpu")
     if config.offload_optimizer is Offload.none and config.zero_stage == 1:
         advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:

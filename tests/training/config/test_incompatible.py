@@ -95,6 +95,7 @@ EXAMPLES = {
         "adapter.load_in_4bit=true",
     ),
     "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
+    "offload_parameters=cpu does not go together with zero_stage=1: ": ("offload_parameters=cpu",),
     "zero_stage=3 does not go together with evaluate_only=true: ": (
         "zero_stage=3",
         "evaluate_only=true",

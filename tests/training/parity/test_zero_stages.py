@@ -115,12 +115,53 @@ def train_in_small_buckets(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [2, 3])
-def test_lora_equals_peft(workers, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["clipped", "recomputed-clipped"])
+def test_offloaded_weights_equal_hugging_face(workers, material, kind: str, tied: bool) -> None:
+    case = material(tied, 2, "zero_stage=3", "offload_parameters=cpu", *KINDS[kind])
+    result = merge(workers(2).run(train_offloaded, case))
+    oracle = find_oracle(material(tied, 1, CLIPPED))
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+def train_offloaded(case: Case) -> dict[str, Any]:
+    """Sees to it that the weights go to the host: when they are cut, and in the optimizer."""
+    from training.engine import plain_engine
+    from training.pipeline import weight_sharding
+
+    asked: list[Any] = []
+    init, start = weight_sharding.Init, plain_engine.DeepSpeedPlain
+
+    def cut(**arguments: Any) -> Any:
+        asked.append(arguments.get("remote_device"))
+        return init(**arguments)
+
+    def begin(wrapped: Any, *others: Any) -> Any:
+        assert wrapped.optimizer.offload_param
+        return start(wrapped, *others)
+
+    with patch.object(weight_sharding, "Init", cut), patch.object(plain_engine, "DeepSpeedPlain", begin):
+        result = train_case(case)
+    assert asked and {*asked} == {"cpu"}
+    return result
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "overrides"), [(2, ()), (3, ()), (3, ("offload_parameters=cpu",))])
+def test_lora_equals_peft(workers, tmp_path: Path, stage: int, overrides: tuple[str, ...]) -> None:
     save_llama(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     model = make_adapter(tmp_path / "adapter", tmp_path / "model")
-    keys = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, CLIPPED, f"zero_stage={stage}")
+    keys = (
+        "adapter=lora",
+        f"adapter.name_or_path={tmp_path}/adapter",
+        CHECKPOINTED,
+        CLIPPED,
+        f"zero_stage={stage}",
+        *overrides,
+    )
     case = Case(tmp_path / "model", save_records(tmp_path / "train.jsonl", 40), tmp_path, 1, 2, overrides=keys)
     result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case, model)
     worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))

@@ -158,6 +158,15 @@ def test_replicas_exchange_gradients_and_weights_on_a_ring() -> None:
     assert offloaded == pytest.approx(40 * N / (1000 * GB))
 
 
+def test_later_stages_exchange_more() -> None:
+    """Of 8 micro-batches: their gradients, each to one rank; weights put together for two passes of each."""
+    layout, gigabyte = Layout(Topology.of(4), B, 8), N / GB
+    summed = 8 * 18 * gigabyte / 1000 + 3 / 4 * (8 * 4 + 2) * gigabyte / 100
+    assert reduce_seconds(layout, "zero_stage=2") == pytest.approx(summed)
+    offloaded, sharded = (reduce_seconds(layout, "zero_stage=3", *more) for more in (["offload_parameters=cpu"], []))
+    assert offloaded - sharded == pytest.approx((2 * 8 + 1) * 2 * gigabyte / 4 / 20)
+
+
 def test_the_optimizer_is_bound_by_memory() -> None:
     layout = Layout(Topology.of(4, pipe=2), B, 8)
     on_card = compute_update(stage(layout)).optimizer_seconds

@@ -102,6 +102,20 @@ def test_fp16() -> None:
     assert offloaded.host == 8 * BIG // 4 + pinned
 
 
+def test_stage_2_holds_a_part_of_the_sums() -> None:
+    bucket = 2 * (1000 - 20) + 4 * 1000  # beside one gradient, which is counted with the layers; what is made of it
+    found = state("zero_stage=2", "activation_checkpoint_interval=1", largest=20)
+    assert found == Memory(weights=2000, gradients=1000, optimizer=3000, buffers=bucket, step=8 * 20)
+    assert state("zero_stage=2", "activation_checkpoint_interval=0", largest=20).buffers == 0
+
+
+def test_stage_3_may_keep_its_part_of_the_weights_on_the_host() -> None:
+    sharded, offloaded = (state("zero_stage=3", *more) for more in ((), ("offload_parameters=cpu",)))
+    assert (sharded.weights, sharded.host) == (500, 0)
+    assert offloaded == replace(sharded, weights=0, host=500)
+    assert state("zero_stage=3", "offload_parameters=cpu", machine=CARD).host == 512
+
+
 def test_sgd_has_no_moments() -> None:
     assert state("optimizer=sgd").optimizer == 4 * 250
     assert state("optimizer=sgd", OFFLOADED).host == 250 * 10

@@ -63,7 +63,8 @@ def _allocate_stage_3(stage: Stage) -> Memory:
     while that takes most; where nothing is, the layers behind have been freed.
 
     A rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where nothing is
-    recomputed a backward pass needs all of them, and they stay.
+    recomputed a backward pass needs all of them, and they stay. With `offload_parameters` its part is in the host's
+    memory, pinned for a GPU.
     """
     run, part = stage.run, _part(stage)
     in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
@@ -72,8 +73,12 @@ def _allocate_stage_3(stage: Stage) -> Memory:
     num_weights = stage.num_parameters
     gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
     reduced = (run.reduce_bytes + (4 if is_fp32 else 0)) * in_bucket
+    own = run.weight_bytes * -(-num_weights // run.layout.num_weight_replicas)
+    is_on_host = run.config.offload_parameters is Offload.cpu
+    pinned = pinned_bytes(own) if run.hardware.device is Device.cuda else own
     return Memory(
-        weights=run.weight_bytes * -(-num_weights // run.layout.num_weight_replicas),
+        weights=0 if is_on_host else own,
+        host=pinned if is_on_host else 0,
         gradients=4 * part,
         buffers=gathered + bucket + (reduced if recomputes else 0),
         step=4 * part + count_update_buffers(run.config, part),

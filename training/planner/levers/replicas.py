@@ -15,18 +15,34 @@ def compute_reduction(stage: Stage) -> StepCost:
     Stage 2 reduces the gradients of each micro-batch, to the rank that has them; stage 3 gathers the weights for each
     forward and each backward pass.
     """
-    run, dp_size = stage.run, stage.run.layout.num_weight_replicas
+    run = stage.run
     copied = count_reduce_bytes(run) * stage.num_trainable
-    crossing = (2 * run.reduce_bytes + run.weight_bytes) * stage.num_trainable
     if run.config.zero_stage > 1:
-        num_micro_batches = run.layout.gradient_accumulation_steps
-        copied *= num_micro_batches
-        crossing = num_micro_batches * run.reduce_bytes * stage.num_trainable
-        crossing += run.weight_bytes * (
-            stage.num_trainable if run.config.zero_stage == 2 else 2 * num_micro_batches * stage.num_parameters
-        )
-    sent = (dp_size - 1) / dp_size * crossing
-    return StepCost(reduce_seconds=copied / (run.hardware.memory_bandwidth * GB), reduce_sent=Sent({DATA: sent}))
+        copied *= run.layout.gradient_accumulation_steps
+    seconds = copied / (run.hardware.memory_bandwidth * GB)
+    if run.config.offload_parameters is Offload.cpu:
+        seconds += _count_from_host(stage) / (run.hardware.host_link_bandwidth * GB)
+    return StepCost(reduce_seconds=seconds, reduce_sent=Sent({DATA: _count_sent(stage)}))
+
+
+def _count_sent(stage: Stage) -> float:
+    """Bytes that a rank sends in a step."""
+    run, dp_size = stage.run, stage.run.layout.num_weight_replicas
+    gradients, weights = run.reduce_bytes * stage.num_trainable, run.weight_bytes * stage.num_trainable
+    if run.config.zero_stage > 1:
+        gradients *= run.layout.gradient_accumulation_steps
+    else:
+        gradients *= 2
+    if run.config.zero_stage == 3:
+        weights = 2 * run.layout.gradient_accumulation_steps * run.weight_bytes * stage.num_parameters
+    return (dp_size - 1) / dp_size * (gradients + weights)
+
+
+def _count_from_host(stage: Stage) -> float:
+    """Bytes of this rank's part of the weights that cross its host's link: for each pass, and back when updated."""
+    run = stage.run
+    part = run.weight_bytes * stage.num_parameters / run.layout.num_weight_replicas
+    return (2 * run.layout.gradient_accumulation_steps + 1) * part
 
 
 def count_reduce_bytes(run: PlannedRun) -> int:
