@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
     BOUND,
@@ -66,7 +67,6 @@ def train_counting(case: Case) -> tuple[dict[str, Any], int]:
                 (True, "pp2", (CHECKPOINTED, "schedule=zero_bubble"), "zero_bubble"),
                 (True, "dp2", (CHECKPOINTED, "zero_stage=2"), "zero_stage=2"),
                 (True, "dp2", (CHECKPOINTED, "zero_stage=3"), "zero_stage=3"),
-                (False, "pp2", (CHECKPOINTED, "data.packing=true"), "packed"),
             )
         ),
     ],
@@ -83,6 +83,18 @@ def test_five_sgd_steps_equal_hugging_face(
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert result["losses"] == pytest.approx(oracle["losses"], rel=BOUND)
     assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)
+
+
+@pytest.mark.full
+def test_packed_rows_are_the_same_to_the_bit(workers, root: Path) -> None:
+    keys = (CHECKPOINTED, CLIPPED, "data.packing=true")
+    moved, kept = (
+        workers(2).run(train_counting, Case(root / "tiedTrue", root / "train.jsonl", root, 2, 2, overrides=each))
+        for each in ((*keys, OFFLOAD), keys)
+    )
+    assert all(count for _, count in moved) and not any(count for _, count in kept)
+    results = [merge([each for each, _ in run])["weights"] for run in (moved, kept)]
+    assert all(torch.equal(results[0][name], weight) for name, weight in results[1].items())
 
 
 @pytest.mark.full

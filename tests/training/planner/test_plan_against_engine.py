@@ -117,7 +117,7 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         pytest.param(2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS), marks=pytest.mark.full),
         pytest.param(1, ("precision=fp32", *RECOMPUTED, HOST_ACTIVATIONS), marks=pytest.mark.full),
         pytest.param(
-            2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS, "schedule=zero_bubble"), marks=pytest.mark.full
+            2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS, "schedule=interleaved"), marks=pytest.mark.full
         ),
         (1, ("precision=bf16", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16")),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
@@ -133,6 +133,12 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
         (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
         (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=interleaved")),
+        pytest.param(
+            2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=zero_bubble"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            2, ("precision=bf16", "activation_checkpoint_interval=1", "schedule=zero_bubble"), marks=pytest.mark.full
+        ),
         pytest.param(
             2, ("precision=bf16", "activation_checkpoint_interval=1", "schedule=interleaved"), marks=pytest.mark.full
         ),
