@@ -133,6 +133,23 @@ class Schedule:
                 found.add(InFlight(tuple(held), tuple(deferred)))
         return frozenset(found)
 
+    @cache
+    def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
+        """What a rank holds as a backward pass begins, and which of its chunks that is of."""
+        chunks = self.list_chunks(stage_id)
+        held, deferred, found = [0] * len(chunks), [0] * len(chunks), set()
+        for unit in self.list_units(stage_id):
+            number = chunks.index(unit.chunk)
+            if unit.kind is UnitKind.forward:
+                held[number] += 1
+            elif unit.kind is UnitKind.weight_backward:
+                deferred[number] -= 1
+            else:
+                found.add((InFlight(tuple(held), tuple(deferred)), number))
+                held[number] -= 1
+                deferred[number] += unit.kind is UnitKind.input_backward
+        return frozenset(found)
+
     @property
     def bubble_share(self) -> float:
         """The share of a step that a rank of an even pipeline waits (GPipe, 1811.06965; 2104.04473)."""

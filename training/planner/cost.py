@@ -27,7 +27,7 @@ from models.parallel.tensor_parallel import list_shard_specs, shard_module
 from models.recurrent import find_mixers
 from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
-from training.planner.saved_activations import SavedBytes, count_saved_bytes
+from training.planner.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
@@ -270,7 +270,8 @@ def _count_deferred(built: _BuiltLayer) -> int:
     deferred = DeferredGradients()
     split_projections(built.module, deferred)
     try:
-        hidden_states = _run(built)[0]
+        with WithoutData():
+            hidden_states = _run(built)[0]
         with deferred.defer() as products:
             hidden_states.backward(torch.empty_like(hidden_states))
     except (RuntimeError, NotImplementedError):

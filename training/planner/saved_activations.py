@@ -40,7 +40,7 @@ def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
         return tensor
 
     results = _KeptResults()
-    with _WithoutData(), results, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with WithoutData(), results, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
     return SavedBytes(
         saved=sum(storage.nbytes() for storage in saved.values()),
@@ -65,8 +65,8 @@ class _KeptResults(TorchDispatchMode):
         return result
 
 
-class _WithoutData(TorchFunctionMode):
-    """Lets a forward pass run on the meta device.
+class WithoutData(TorchFunctionMode):
+    """Lets forward and backward pass run on the meta device.
 
     Attention keeps what the fused kernels keep (meta would choose the one that saves T x T probabilities), and a
     question about values, such as "is no row packed?" in the masks of `transformers`, is answered with yes.
@@ -97,4 +97,4 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        raise NotImplementedError("only the forward pass is counted")
+        return tuple(torch.empty_like(tensor) for tensor in context.saved_tensors[:3])

@@ -25,7 +25,9 @@ from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.distributed.topology import build_layout
 from training.engine import pieces
+from training.objectives.registry import get_objective
 from training.pipeline.partition import compute_bounds
+from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import build_schedule, schedule_layout
 from training.planner.hardware import Machine
 from training.planner.levers.lever import PlannedRun
@@ -223,6 +225,7 @@ def compare_peaks(
     layout = schedule_layout(build_layout(config, world_size, len(layers), False), config, len(layers))
     costs = count_costs(config, architecture, layers, layout)
     bounds = compute_bounds(layers, num_stages, config.partition_method, schedule=build_schedule(layout))
+    layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
     plan = compute_plan(costs, bounds, PlannedRun(config, layout, architecture.vocab_size, CARD))
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank, real in enumerate(peaks):

@@ -13,7 +13,7 @@ def compute_kept(chunk: Chunk) -> Kept:
     """Group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host, the
     input of the group that is recomputed has come back, and that of the one before it is coming."""
     checkpointing = chunk.checkpointing
-    kept = recomputation = on_host = 0
+    kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
     for group in reversed(checkpointing.list_groups(len(chunk.layers))):
         layers = chunk.layers[group.start : group.stop]
         if not group.is_recomputed:
@@ -25,8 +25,9 @@ def compute_kept(chunk: Chunk) -> Kept:
             on_host, came_back, entering = on_host + entering, 2 * entering, 0
         else:
             came_back = 0
-        recomputation = max(recomputation, came_back + remade - kept)
+        recomputation = max(recomputation, came_back + remade + deferred - kept)
         kept += entering
+        deferred += sum(layer.deferred_bytes for layer in layers)
         if checkpointing.is_selective:
             kept += sum(layer.kept_bytes for layer in layers)
     return Kept(

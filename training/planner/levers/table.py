@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from training.pipeline.schedule import InFlight
 from training.planner.levers.activations import ACTIVATIONS
 from training.planner.levers.boundaries import BOUNDARIES
 from training.planner.levers.context_parallel import CONTEXT_PARALLEL
@@ -39,16 +42,21 @@ def sum_memory(stage: Stage) -> Memory:
     )
     kept = [_sum_kept(chunk) for chunk in stage.chunks]
     in_flight = stage.schedule.list_in_flight(stage.stage_id)
+    activations = max(_sum_in_flight(counts, kept) for counts in in_flight)
+    in_backward = max(
+        _sum_in_flight(counts, kept) + kept[number].recomputation
+        for counts, number in stage.schedule.list_backward(stage.stage_id)
+    )
     return once + Memory(
-        activations=max(
-            sum(
-                held * each.activations + deferred * each.deferred
-                for held, deferred, each in zip(*counts, kept, strict=True)
-            )
-            for counts in in_flight
-        ),
-        recomputation=max(each.recomputation for each in kept),
+        activations=activations,
+        recomputation=max(0, in_backward - activations),
         host=max(sum(held * each.host for held, each in zip(counts.held, kept, strict=True)) for counts in in_flight),
+    )
+
+
+def _sum_in_flight(counts: InFlight, kept: Sequence[Kept]) -> int:
+    return sum(
+        held * each.activations + deferred * each.deferred for held, deferred, each in zip(*counts, kept, strict=True)
     )
 
 
