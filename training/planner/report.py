@@ -11,6 +11,7 @@ from training.objectives.registry import get_objective
 from training.planner.disk import CheckpointSize, count_disk_bytes
 from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
+from training.planner.remedies import Remedy
 
 COLUMNS = (
     "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
@@ -19,9 +20,16 @@ COLUMNS = (
 
 
 def render_plan(
-    plan: Plan, config: RunConfig, hardware: Machine, total_steps: int | None, *, width: int | None = None
+    plan: Plan,
+    config: RunConfig,
+    hardware: Machine,
+    total_steps: int | None,
+    *,
+    width: int | None = None,
+    remedies: Sequence[Remedy] = (),
 ) -> str:
-    """Several lines, without a newline at the end. width: as of `render_rows`."""
+    """Several lines, without a newline at the end. width: as of `render_rows`. remedies: of a plan that does not
+    fit."""
     return "\n".join(
         [
             f"{plan.layout.describe()}; {plan.layout.gradient_accumulation_steps} micro-batches a step, "
@@ -38,7 +46,7 @@ def render_plan(
             *render_run(plan, total_steps),
             f"on disk: {render_disk(plan.checkpoint, config)}",
             "",
-            *render_verdict(plan, config),
+            *render_verdict(plan, config, remedies),
         ]
     )
 
@@ -137,8 +145,8 @@ def render_run(plan: Plan, total_steps: int | None) -> list[str]:
     ]
 
 
-def render_verdict(plan: Plan, config: RunConfig) -> list[str]:
-    """What fits or not, on which stage, why, and what to change."""
+def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = ()) -> list[str]:
+    """What fits or not, on which stage, why, and what to change. remedies: what would make it fit."""
     fullest = plan.fullest
     memory, stage = fullest.memory, fullest.stage_id
     moment = "in the backward pass" if memory.backward_peak >= memory.peak else "at the optimizer step"
@@ -156,6 +164,8 @@ def render_verdict(plan: Plan, config: RunConfig) -> list[str]:
     if plan.fits:
         lines.append(f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare")
         lines.append(_speed_advice(plan, config))
+    elif remedies:
+        lines.append(f"would fit with {' or '.join(remedy.describe() for remedy in remedies)}")
     else:
         lines.append(f"change: {'; '.join(_memory_advice(plan, config))}; or let plan=search look")
     return lines

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from training.planner.hardware import Machine, complete_hardware
 from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.profile_machine import profile_layers
+from training.planner.remedies import find_remedies
 from training.planner.report import render_plan
 from training.planner.search import render_search, search_plans
 from training.planner.timeline import predicted_timeline
@@ -68,7 +70,10 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
         yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
         return
     plan = build_plan(config, architecture, layers, hardware)
-    yield render_plan(plan, config, hardware, count_steps(config, plan.layout.global_batch_size), width=width)
+    steps = count_steps(config, plan.layout.global_batch_size)
+    again = partial(build_plan, architecture=architecture, layers=layers, hardware=hardware)
+    remedies = [] if plan.fits else find_remedies(plan, config, again)
+    yield render_plan(plan, config, hardware, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
 
 

@@ -1,0 +1,44 @@
+"""docs/memory.md: its table is what the plan says today."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.configs import build_config
+
+from models.architecture import build_layers
+from models.parallel.tensor_parallel import shard_layers
+from training.planner.hardware import GIB, complete_hardware
+from training.planner.memory import HOST_BYTES_A_RANK
+from training.planner.plan import Plan
+from training.planner.run import build_plan, read_architecture
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
+COMMON = ("max_seq_length=4096", "micro_batch_size=1", "global_batch_size=64", "plan=true", "model_name_or_path=none")
+ROWS = re.findall(r"^\| `(model=.*?)` \| ([\d.]+)(.*?) \| ([\d.]+) \| ([\d,]+) \|$", PAGE.read_text(), re.MULTILINE)
+
+
+def plan_row(overrides: str) -> Plan:
+    config = build_config(*COMMON, *overrides.split())
+    architecture, _ = read_architecture(config)
+    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
+    return build_plan(config, architecture, layers, hardware)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "card", "fits", "host", "speed"),
+    [pytest.param(*row, id=row[0], marks=() if number == 12 else pytest.mark.full) for number, row in enumerate(ROWS)],
+)
+def test_the_table_is_the_plans(overrides: str, card: str, fits: str, host: str, speed: str) -> None:
+    plan = plan_row(overrides)
+    memory = plan.fullest.memory
+    assert (f"{memory.peak / GIB:.1f}", f"{(memory.host - HOST_BYTES_A_RANK) / GIB:.1f}") == (card, host)
+    assert f"{plan.tokens_per_second:,.0f}" == speed
+    assert plan.fits == (fits == "")
+
+
+def test_there_is_a_table() -> None:
+    assert len(ROWS) > 12

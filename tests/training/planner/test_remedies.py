@@ -1,0 +1,71 @@
+"""What a plan that does not fit says would make it fit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from support.configs import build_config
+
+from models.architecture import build_layers
+from training.planner.hardware import complete_hardware
+from training.planner.remedies import find_remedies
+from training.planner.report import render_verdict
+from training.planner.run import build_plan, read_architecture
+
+KEYS = (
+    "model=llama_7b",
+    "world_size=1",
+    "num_stages=1",
+    "max_seq_length=2048",
+    "micro_batch_size=1",
+    "plan=true",
+    "global_batch_size=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (("hardware=a100_80g",), ["offload_optimizer=cpu"]),
+        (
+            ("hardware=h200", "hardware.memory=120"),
+            ["offload_optimizer=cpu", "optimizer.state_dtype=bf16", "optimizer=adamw_8bit"],
+        ),
+        (("hardware=rtx4090",), []),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(len(value)),
+)
+def test_keys_that_make_it_fit(keys: tuple[str, ...], expected: list[str]) -> None:
+    config = build_config(*KEYS, "model_name_or_path=none", *keys)
+    architecture, _ = read_architecture(config)
+    hardware = complete_hardware(config.hardware, config.precision, 1)
+    build = partial(build_plan, architecture=architecture, layers=build_layers(architecture), hardware=hardware)
+    plan = build(config)
+    remedies = find_remedies(plan, config, build)
+    assert not plan.fits and all(remedy.plan.fits for remedy in remedies)
+    assert [remedy.overrides for remedy in remedies] == expected
+    verdict = render_verdict(plan, config, remedies)[-1]
+    assert verdict.startswith("would fit with " if expected else "change: ")
+
+
+def test_several_keys_where_one_does_not_do() -> None:
+    keys = (
+        "model=llama_7b",
+        "world_size=2",
+        "num_stages=1",
+        "max_seq_length=2048",
+        "micro_batch_size=1",
+        "plan=true",
+        "global_batch_size=8",
+    )
+    given = ("hardware=a100_80g", "hardware.memory=48", "activation_checkpoint_interval=0", "model_name_or_path=none")
+    config = build_config(*keys, *given)
+    architecture, _ = read_architecture(config)
+    hardware = complete_hardware(config.hardware, config.precision, 2)
+    build = partial(build_plan, architecture=architecture, layers=build_layers(architecture), hardware=hardware)
+    (remedy,) = find_remedies(build(config), config, build)
+    assert remedy.plan.fits
+    assert remedy.overrides == (
+        "activation_checkpoint_interval=1 activation_checkpoint_mode=grouped offload_optimizer=cpu"
+    )

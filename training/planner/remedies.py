@@ -1,0 +1,94 @@
+"""What would make a plan fit: it is planned again with one key changed, then with all that leave the run's numbers as
+they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from errors import UserError
+from training.config.incompatible import Run, check_together
+from training.config.schema import CheckpointMode, Offload, OptimizerName, RunConfig, StateDtype
+from training.config.validate import check_config
+from training.planner.hardware import GIB
+from training.planner.plan import Plan
+
+# Each gives memory for time, and changes no gradient; from the cheapest on.
+EXACT: tuple[dict[str, Any], ...] = (
+    {"activation_checkpoint_interval": 1, "activation_checkpoint_mode": CheckpointMode.grouped},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"activation_offload": True},
+    {"offload_optimizer": Offload.cpu},
+    {"offload_parameters": Offload.cpu, "zero_stage": 3},
+)
+# The optimizer's averages are rounded.
+ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": StateDtype.bf16}, {"name": OptimizerName.adamw_8bit})
+
+
+class Remedy(NamedTuple):
+    overrides: str
+    plan: Plan
+
+    def describe(self) -> str:
+        return f"{self.overrides} ({self.plan.fullest.memory.peak / GIB:.1f} GiB)"
+
+
+def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Plan]) -> list[Remedy]:
+    """Those that make it fit, each alone; where none does, several together, if they do. build: plans a config."""
+    alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED)]
+    if fitting := [remedy for remedy in alone if remedy is not None and remedy.plan.fits]:
+        return fitting
+    offloading = [changes for changes in EXACT if "zero_stage" not in changes]  # they do not go together
+    sharding = [changes for changes in EXACT if "offload_optimizer" not in changes]
+    together = [_collect(plan, config, [*chain, *ROUNDED[:1]], build) for chain in (offloading, sharding)]
+    return [remedy for remedy in together if remedy is not None]
+
+
+def _collect(
+    plan: Plan, config: RunConfig, chain: Sequence[dict[str, Any]], build: Callable[[RunConfig], Plan]
+) -> Remedy | None:
+    """One change after the other, each that lessens the memory, until it fits; then those of them that it takes. None
+    where it never fits."""
+    collected: list[dict[str, Any]] = []
+    best = Remedy("", plan)
+    for changes in chain:
+        found = _try(config, _merge([*collected, changes]), build)
+        if found is not None and found.plan.fullest.memory.peak < best.plan.fullest.memory.peak:
+            collected, best = [*collected, changes], found
+            if best.plan.fits:
+                break
+    for changes in collected if best.plan.fits else []:
+        fewer = [each for each in collected if each is not changes]
+        found = _try(config, _merge(fewer), build)
+        if found is not None and found.plan.fits:
+            collected, best = fewer, found
+    return best if best.plan.fits else None
+
+
+def _merge(collected: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for changes in collected for key, value in changes.items()}
+
+
+def _try(config: RunConfig, changes: Mapping[str, Any], build: Callable[[RunConfig], Plan]) -> Remedy | None:
+    """None where the config has it, or cannot have it."""
+    of_optimizer = {key: value for key, value in changes.items() if hasattr(config.optimizer, key)}
+    others = {key: value for key, value in changes.items() if key not in of_optimizer}
+    changed = replace(config, optimizer=replace(config.optimizer, **of_optimizer), **others)
+    if changed == config:
+        return None
+    with suppress(UserError):
+        check_config(changed, has_accelerator=True)
+        check_together(Run(changed))
+        return Remedy(" ".join(_render(key, value) for key, value in changes.items()), build(changed))
+    return None
+
+
+def _render(key: str, value: Any) -> str:
+    written = getattr(value, "value", value)
+    if isinstance(value, OptimizerName):
+        return f"optimizer={written}"
+    name = "optimizer.state_dtype" if isinstance(value, StateDtype) else key
+    return f"{name}={str(written).lower() if isinstance(value, bool) else written}"
