@@ -62,13 +62,16 @@ class BlockAttention:
         self._query, self._groups, self._scale, self._mask = query, groups, scale, mask
         self._sums = torch.promote_types(query.dtype, torch.float32)
 
-    def _cut(self, blocks: list[Block], key: torch.Tensor) -> Iterator[Block]:
-        per_query = self._query.shape[0] * self._query.shape[1] * key.shape[2]
+    def _cut(self, blocks: list[Block]) -> Iterator[Block]:
+        batch, heads = self._query.shape[:2]
+        per_query = batch * heads * max(block.keys.stop - block.keys.start for block in blocks)
         return list_pieces(blocks, self._mask.window, max(1, MOST_SCORES // per_query))
 
     def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [B, H, L, E] and log-sum-exp [B, H, L] of no keys at all."""
-        output = torch.zeros_like(self._query, dtype=self._sums)
+        batch, heads, length, size = self._query.shape
+        # In the order that the projection behind attention takes them in, which then keeps the same memory
+        output = self._query.new_zeros(batch, length, heads, size, dtype=self._sums).transpose(1, 2)
         return output, torch.full(output.shape[:-1], -torch.inf, dtype=self._sums, device=output.device)
 
     def attend(
@@ -80,14 +83,15 @@ class BlockAttention:
         log_sums: torch.Tensor,
     ) -> None:
         """Merges the blocks of key and value [B, G, L, E] into what there is of the others, in place."""
-        for piece in self._cut(blocks, key):
+        for piece in self._cut(blocks):
             scores = self._score(key, piece)  # [B, G, R l, m]
-            added_sums = torch.logsumexp(scores, dim=-1, keepdim=True)
-            # Where no key is visible all scores and their log-sum-exp are -inf, whose difference is not a number
-            probabilities = scores.sub_(_finite(added_sums)).exp_()
-            added = self._multiply(probabilities, value[:, :, piece.keys])
+            # Where no key is visible all scores are -inf, and so is their log-sum-exp
+            largest = _finite(scores.amax(dim=-1, keepdim=True))
+            weights = scores.sub_(largest).exp_()
+            sums = weights.sum(dim=-1, keepdim=True)
+            added = self._multiply(weights, value[:, :, piece.keys]) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
             rows = piece.queries
-            added, added_sums = self._ungroup(added), self._ungroup(added_sums).squeeze(-1)
+            added, added_sums = self._ungroup(added), self._ungroup(sums.log() + largest).squeeze(-1)
             before = log_sums[:, :, rows]
             after = torch.logaddexp(before, added_sums)
             kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
@@ -109,7 +113,7 @@ class BlockAttention:
         log_sums: over all keys. row_products [B, H, L]: sum(output x its gradient) of each query.
         """
         gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
-        for piece in self._cut(blocks, key):
+        for piece in self._cut(blocks):
             rows, columns = piece.queries, piece.keys
             sums, products = (self._group(rows_of[:, :, rows].unsqueeze(-1)) for rows_of in (log_sums, row_products))
             probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]

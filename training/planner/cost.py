@@ -9,7 +9,6 @@ B micro-batch, T sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,13 @@ from models.adapters import Adapter
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layer import Layer
 from models.parallel.plan import count_sums
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_module
 from models.recurrent import find_mixers
 from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
 from training.planner.saved_activations import SavedBytes, WithoutData, count_saved_bytes
+from training.planner.shared_attention import SharedAttention, count_shared_attention
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
 BOUNDARY_BYTES = (
@@ -51,8 +51,8 @@ class LayerCost:
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a
     token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a
     token, those of the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
-    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. exchanged_bytes: of queries,
-    keys, values and outputs of a micro-batch that the ranks of a sequence exchange in a forward pass; 0 for one rank.
+    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
+    several ranks share each sequence.
     """
 
     name: str
@@ -76,7 +76,7 @@ class LayerCost:
     total_trainable: int = 0
     deferred_flops: float = 0
     deferred_bytes: int = 0
-    exchanged_bytes: int = 0
+    shared_attention: SharedAttention | None = None
 
     @property
     def backward_flops(self) -> float:
@@ -94,12 +94,12 @@ def count_layers(
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
     tensor_parallel_size: int = 1,
-    context_parallel_size: int = 1,
+    parts: ContextParallel = WHOLE,
     splits_backward: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
     trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
-    training. seq_length: of whole sequences, of which each of `context_parallel_size` ranks has a part.
+    training. seq_length: of whole sequences, of which each of the ranks that `parts` says has a part.
     splits_backward: whether the schedule puts off gradients of weights."""
     known: dict[Any, LayerCost] = {}
     costs = []
@@ -117,10 +117,10 @@ def count_layers(
                     module,
                     config,
                     micro_batch_size,
-                    seq_length // context_parallel_size,
+                    seq_length // parts.size,
                     dtype,
                     tensor_parallel_size,
-                    context_parallel_size,
+                    parts,
                     is_first=index == 0,
                     splits_backward=splits_backward,
                 )
@@ -132,7 +132,7 @@ def count_layers(
 @dataclass(frozen=True)
 class _BuiltLayer:
     """A layer on the meta device, and the micro-batch that it is counted for. seq_length: the rank's part of it.
-    tensor_parallel_size, context_parallel_size: of the groups that share the layer, and its sequences."""
+    tensor_parallel_size: of the group that shares the layer; parts: how ranks share its sequences."""
 
     layer: Layer
     module: nn.Module
@@ -141,7 +141,7 @@ class _BuiltLayer:
     seq_length: int
     dtype: torch.dtype
     tensor_parallel_size: int
-    context_parallel_size: int
+    parts: ContextParallel
     is_first: bool
     splits_backward: bool
 
@@ -158,9 +158,10 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     multiplied = list(_multiplied(layer, module))
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
-    keys = mean_keys(built.seq_length * built.context_parallel_size, _window(module, config))
+    keys = mean_keys(built.seq_length * built.parts.size, _window(module, config))
     saved, is_estimated = _count_saved(built)
-    exchanged = _count_exchanged(built) if width else (0, 0)
+    if (shared := _count_shared(built, width, keys)) is not None:
+        saved += shared.saved_beside
     return LayerCost(
         name=layer.module_class.__name__,
         num_parameters=sum(p.numel() for p in parameters.values()),
@@ -170,10 +171,9 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.tensor_parallel_size,
         frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
-        # beside what autograd keeps of one rank's attention: its output as the exchange has put it together
-        saved_bytes=saved.saved + exchanged[1],
-        kept_bytes=saved.kept + exchanged[1],
-        exchanged_bytes=sum(exchanged),
+        saved_bytes=saved.saved,
+        kept_bytes=saved.kept,
+        shared_attention=shared,
         remade_bytes=saved.remade,
         output_bytes=built.tokens * config.hidden_size * built.dtype.itemsize,
         tied_key=layer.tied_key,
@@ -226,18 +226,20 @@ def _head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(config, "qk_head_dim", None) or head_size, getattr(config, "v_head_dim", None) or head_size
 
 
-def _count_exchanged(built: _BuiltLayer) -> tuple[int, int]:
-    """Bytes of a rank's queries, keys and values, and of its outputs; heads of keys and values that are fewer than
-    ranks are repeated."""
-    if built.context_parallel_size == 1:
-        return 0, 0
-    config, size = built.config, built.context_parallel_size
-    heads = config.num_attention_heads // built.tensor_parallel_size
-    groups = max(1, (getattr(config, "num_key_value_heads", None) or heads) // built.tensor_parallel_size)
-    groups *= size // math.gcd(groups, size)
-    query_size, value_size = _head_sizes(config)
-    a_token = heads * query_size + groups * (query_size + value_size), heads * value_size
-    return built.tokens * built.dtype.itemsize * a_token[0], built.tokens * built.dtype.itemsize * a_token[1]
+def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttention | None:
+    """None without attention, and where a rank has whole sequences. keys: of a query, on average."""
+    if built.parts.size == 1 or not width:
+        return None
+    return count_shared_attention(
+        built.config,
+        built.parts,
+        batch_size=built.micro_batch_size,
+        seq_length=built.seq_length,
+        dtype=built.dtype,
+        tensor_parallel_size=built.tensor_parallel_size,
+        head_sizes=_head_sizes(built.config),
+        flops=2 * keys * width / built.tensor_parallel_size,
+    )
 
 
 def _window(module: nn.Module, config: PretrainedConfig) -> int | None:

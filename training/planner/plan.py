@@ -15,6 +15,7 @@ from functools import cache
 from transformers import PretrainedConfig
 
 from models.layer import Layer
+from models.parallel.context_parallel import choose_parts
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.distributed.topology import PIPE, Layout
@@ -27,6 +28,7 @@ from training.planner.cost import LayerCost, count_layers
 from training.planner.disk import CheckpointSize, estimate_size
 from training.planner.hardware import GB, GIB
 from training.planner.levers import table
+from training.planner.levers.context_parallel import ModeCost, compare_modes
 from training.planner.levers.lever import Chunk, PlannedRun, Stage
 from training.planner.memory import Memory
 from training.planner.simulation import Pass, simulate
@@ -97,9 +99,10 @@ class StagePlan:
 class Plan:
     """What a run is predicted to need and to do. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1]. transfer_seconds:
-    either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on average, uneven stages
-    counted. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
+    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1].
+    transfer_seconds: either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on
+    average, uneven stages counted. sequence_modes: of the stage that sends most; none where each rank has whole
+    sequences. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
     `compute_model_flops` counts them. peak_flops: FLOP/s of all ranks.
     """
 
@@ -121,6 +124,7 @@ class Plan:
     host_limit: float
     has_estimates: bool
     checkpoint: CheckpointSize
+    sequence_modes: list[ModeCost]
 
     @property
     def schedule(self) -> Schedule:
@@ -175,7 +179,12 @@ def count_costs(
         adapter=build_adapter(config, layers),
         freeze=config.freeze,
         tensor_parallel_size=layout.tensor_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
+        parts=choose_parts(
+            architecture,
+            config.context_parallel_mode.value,
+            layout.context_parallel_size,
+            layout.tensor_parallel_size,
+        ),
         splits_backward=find_schedule(layout.schedule).splits_backward,
     )
 
@@ -188,7 +197,8 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
         [range(bounds[chunk], bounds[chunk + 1]) for chunk in schedule.list_chunks(stage_id)]
         for stage_id in range(layout.num_stages)
     ]
-    stages = [_plan_stage(Stage(run, stage_id, costs, indices)) for stage_id, indices in enumerate(held)]
+    held_by = [Stage(run, stage_id, costs, indices) for stage_id, indices in enumerate(held)]
+    stages = [_plan_stage(stage) for stage in held_by]
     chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.first_layer)
     transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
     forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
@@ -219,6 +229,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
             sum(cost.total_parameters for cost in list_owners(costs)),
             sum(cost.total_trainable for cost in list_owners(costs)),
         ),
+        sequence_modes=max(map(compare_modes, held_by), key=lambda modes: sum(mode.sent_bytes for mode in modes)),
     )
 
 

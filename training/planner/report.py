@@ -113,6 +113,7 @@ def render_step(plan: Plan, hardware: Machine) -> list[str]:
         f"+ gradients and weights between replicas {render_seconds(plan.reduce_seconds)} "
         f"+ optimizer {render_seconds(plan.optimizer_seconds)}",
         *_render_sums(plan),
+        *_render_sequences(plan, hardware),
         f"{plan.tokens_per_second:,.0f} tokens/s with full samples, "
         f"{plan.tokens_per_second / plan.layout.world_size:,.0f} a card; "
         f"MFU {plan.mfu:.1%}; while computing, a card is assumed to reach {hardware.efficiency:.0%} of its peak",
@@ -129,6 +130,30 @@ def _render_sums(plan: Plan) -> list[str]:
         if size > 1
         else []
     )
+
+
+def _render_sequences(plan: Plan, hardware: Machine) -> list[str]:
+    """What ranks that share sequences send, by mode, and how much longer the mode makes the passes of a micro-batch."""
+    if not plan.sequence_modes:
+        return []
+    links = {
+        f"within a node ({hardware.intra_node_bandwidth:g} GB/s)": "seconds_within",
+        f"between nodes ({hardware.inter_node_bandwidth:g} GB/s)": "seconds_between",
+    }
+    described = [
+        f"{mode.mode}{' (this run)' * mode.is_chosen} {mode.sent_bytes / GIB:.2f} GiB, adding "
+        f"{' or '.join(f'{render_seconds(getattr(mode, name))} {link}' for link, name in links.items())}"
+        for mode in plan.sequence_modes
+    ]
+    ranks = f"the {plan.layout.context_parallel_size} ranks that share sequences each send a micro-batch"
+    lines = [f"{ranks}: {'; '.join(described)}"]
+    if len(plan.sequence_modes) > 1:
+        faster = [
+            f"{min(plan.sequence_modes, key=lambda mode: getattr(mode, name)).mode} {link.split(' (')[0]}"
+            for link, name in links.items()
+        ]
+        lines.append(f"the faster context_parallel_mode: {', '.join(faster)}")
+    return lines
 
 
 def _share_of_sums(plan: Plan) -> float:

@@ -27,6 +27,9 @@ class SavedBytes:
     kept: int
     remade: int
 
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(self.saved + other.saved, self.kept + other.kept, self.remade + other.remade)
+
 
 def count_saved_bytes(run: Any, module: nn.Module) -> SavedBytes:
     """What the backward pass of `run()`, a forward pass on the meta device, will need."""

@@ -39,6 +39,7 @@ BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole
 SMALL_BUCKET = 60_000  # smaller than most matrices
 OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_optimizer=cpu")
 RECOMPUTED = ("activation_checkpoint_interval=1",)
+IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
 HOST_ACTIVATIONS = "activation_offload=true"
 SMALL_STATES = (("optimizer=adamw", "optimizer.state_dtype=bf16"), ("optimizer=lion",), ("optimizer=adamw_8bit",))
 CARD = Machine(
@@ -176,6 +177,14 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
                 "context_parallel_size=2",
             ),
             marks=pytest.mark.full,
+        ),
+        *(
+            pytest.param(1, (f"precision={precision}", *recomputation, *IN_RING), marks=pytest.mark.full)
+            for precision, recomputation in (
+                ("bf16", ("activation_checkpoint_interval=0",)),
+                ("fp32", RECOMPUTED),
+                ("bf16", (*RECOMPUTED, "activation_checkpoint_mode=selective")),
+            )
         ),
         *(
             pytest.param(
