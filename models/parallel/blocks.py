@@ -1,8 +1,10 @@
 """Causal attention in blocks of queries and keys: what one block adds to outputs and gradients, by the log-sum-exp of
 the scores (2205.14135).
 
-A block is a run of consecutive queries of a row and one of keys, each with its places in the row. Scores are made for a
-bounded number of queries at a time, and only with keys that some of them see. Sums are fp32, of fp64 tensors fp64.
+A block is a run of consecutive queries of a row and one of keys, each with its places in the row. Where neither
+documents nor a window come in between, torch's fused kernels take it (`block_kernels.py`). Elsewhere it is matrix
+products: scores are made for a bounded number of queries at a time, and only with keys that some of them see. Sums are
+fp32, of fp64 tensors fp64.
 
 B micro-batch, H query heads, G heads of keys and values, R = H / G, E head size; L tokens of a rank, l and m queries
 and keys of a piece.
@@ -14,6 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
+from models.parallel.block_kernels import Attended, find_kernel
 
 MOST_SCORES = 2**26  # made at a time: 256 MiB in fp32
 
@@ -39,33 +43,49 @@ class Block(NamedTuple):
     first_key: int
 
 
-def list_pieces(blocks: list[Block], window: int | None, most_queries: int) -> Iterator[Block]:
-    """The blocks cut into pieces of at most `most_queries`, each with the keys that some of its queries see; those that
+def list_pieces(block: Block, window: int | None, most_queries: int) -> Iterator[Block]:
+    """The block cut into pieces of at most `most_queries`, each with the keys that some of its queries see; those that
     see none are omitted."""
-    for block in blocks:
-        keys = range(block.first_key, block.first_key + block.keys.stop - block.keys.start)
-        for start in range(block.queries.start, block.queries.stop, most_queries):
-            stop = min(start + most_queries, block.queries.stop)
-            first_query = block.first_query + start - block.queries.start
-            first = keys.start if window is None else max(keys.start, first_query - window + 1)
-            last = min(keys.stop, first_query + stop - start)
-            if first < last:
-                offset = block.keys.start - keys.start
-                yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first)
+    keys = range(block.first_key, block.first_key + block.keys.stop - block.keys.start)
+    for start in range(block.queries.start, block.queries.stop, most_queries):
+        stop = min(start + most_queries, block.queries.stop)
+        first_query = block.first_query + start - block.queries.start
+        first = keys.start if window is None else max(keys.start, first_query - window + 1)
+        last = min(keys.stop, first_query + stop - start)
+        if first < last:
+            offset = block.keys.start - keys.start
+            yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first)
+
+
+class BackwardPass(NamedTuple):
+    """Of a rank's queries. output [B, H, L, E] and log_sums [B, H, L]: over all keys. row_products [B, H, L]:
+    sum(output x its gradient) of each query. query_gradient [B, H, L, E]: of the blocks so far."""
+
+    output: torch.Tensor
+    log_sums: torch.Tensor
+    output_gradient: torch.Tensor
+    row_products: torch.Tensor
+    query_gradient: torch.Tensor
 
 
 class BlockAttention:
     """Attention of a rank's queries over keys and values that come block after block."""
 
-    def __init__(self, query: torch.Tensor, groups: int, scale: float, mask: SequenceMask) -> None:
+    def __init__(self, query: torch.Tensor, groups: int, scale: float, mask: SequenceMask, uses_kernels: bool) -> None:
         """query [B, H, L, E]; groups: G."""
         self._query, self._groups, self._scale, self._mask = query, groups, scale, mask
         self._sums = torch.promote_types(query.dtype, torch.float32)
+        self._kernel = find_kernel(query) if uses_kernels and mask.documents is None else None
 
-    def _cut(self, blocks: list[Block]) -> Iterator[Block]:
+    def _fits_kernel(self, block: Block) -> bool:
+        """Whether its queries see all keys, or each those up to its own."""
+        farthest = block.first_query + block.queries.stop - block.queries.start - 1 - block.first_key
+        return self._kernel is not None and (self._mask.window is None or farthest < self._mask.window)
+
+    def _cut(self, block: Block) -> Iterator[Block]:
         batch, heads = self._query.shape[:2]
-        per_query = batch * heads * max(block.keys.stop - block.keys.start for block in blocks)
-        return list_pieces(blocks, self._mask.window, max(1, MOST_SCORES // per_query))
+        per_query = batch * heads * (block.keys.stop - block.keys.start)
+        return list_pieces(block, self._mask.window, max(1, MOST_SCORES // per_query))
 
     def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [B, H, L, E] and log-sum-exp [B, H, L] of no keys at all."""
@@ -83,47 +103,79 @@ class BlockAttention:
         log_sums: torch.Tensor,
     ) -> None:
         """Merges the blocks of key and value [B, G, L, E] into what there is of the others, in place."""
-        for piece in self._cut(blocks):
-            scores = self._score(key, piece)  # [B, G, R l, m]
-            # Where no key is visible all scores are -inf, and so is their log-sum-exp
-            largest = _finite(scores.amax(dim=-1, keepdim=True))
-            weights = scores.sub_(largest).exp_()
-            sums = weights.sum(dim=-1, keepdim=True)
-            added = self._multiply(weights, value[:, :, piece.keys]) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
-            rows = piece.queries
-            added, added_sums = self._ungroup(added), self._ungroup(sums.log() + largest).squeeze(-1)
-            before = log_sums[:, :, rows]
-            after = torch.logaddexp(before, added_sums)
-            kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
-            output[:, :, rows] = output[:, :, rows] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
-            log_sums[:, :, rows] = after
+        for block in blocks:
+            if self._fits_kernel(block):
+                _merge(block.queries, *self._attend_fused(key, value, block), output, log_sums)
+                continue
+            for piece in self._cut(block):
+                _merge(piece.queries, *self._attend_piece(key, value, piece), output, log_sums)
+
+    def _attend_fused(self, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [B, H, l, E] and log-sum-exp [B, H, l] of the block's keys alone."""
+        assert self._kernel is not None
+        query, keys = self._query[:, :, block.queries], block.keys
+        return self._kernel.attend(query, key[:, :, keys], value[:, :, keys], _is_diagonal(block), self._scale)
+
+    def _attend_piece(self, key: torch.Tensor, value: torch.Tensor, piece: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._score(key, piece)  # [B, G, R l, m]
+        # Where no key is visible all scores are -inf, and so is their log-sum-exp
+        largest = _finite(scores.amax(dim=-1, keepdim=True))
+        weights = scores.sub_(largest).exp_()
+        sums = weights.sum(dim=-1, keepdim=True)
+        attended = self._multiply(weights, value[:, :, piece.keys]) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        return self._ungroup(attended), self._ungroup(sums.log() + largest).squeeze(-1)
+
+    def start_backward(self, attended: Attended, output_gradient: torch.Tensor) -> BackwardPass:
+        """attended: over all keys, the output in the training dtype. output_gradient [B, H, L, E]."""
+        products = (attended[0].to(self._sums) * output_gradient).sum(-1)
+        query_gradient = torch.zeros_like(self._query, dtype=self._sums)
+        return BackwardPass(*attended, output_gradient.contiguous(), products, query_gradient)
 
     def differentiate(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        blocks: list[Block],
-        log_sums: torch.Tensor,
-        output_gradient: torch.Tensor,
-        row_products: torch.Tensor,
-        query_gradient: torch.Tensor,
+        self, key: torch.Tensor, value: torch.Tensor, blocks: list[Block], through: BackwardPass
     ) -> torch.Tensor:
-        """Gradients of key and value, [2, B, G, L, E]; that of the queries is added to, in place.
-
-        log_sums: over all keys. row_products [B, H, L]: sum(output x its gradient) of each query.
-        """
+        """Gradients of key and value, [2, B, G, L, E]; that of the queries is added to, in place."""
         gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
-        for piece in self._cut(blocks):
-            rows, columns = piece.queries, piece.keys
-            sums, products = (self._group(rows_of[:, :, rows].unsqueeze(-1)) for rows_of in (log_sums, row_products))
-            probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
-            of_output = self._group(output_gradient[:, :, rows])
-            gradients[1][:, :, columns] += self._multiply(probabilities.mT, of_output)
-            of_scores = self._multiply(of_output, value[:, :, columns].mT).sub_(products).mul_(probabilities)
-            of_scores.mul_(self._scale)
-            query_gradient[:, :, rows] += self._ungroup(self._multiply(of_scores, key[:, :, columns]))
-            gradients[0][:, :, columns] += self._multiply(of_scores.mT, self._group(self._query[:, :, rows]))
+        for block in blocks:
+            if self._fits_kernel(block):
+                self._differentiate_fused(key, value, block, through, gradients)
+                continue
+            for piece in self._cut(block):
+                self._differentiate_piece(key, value, piece, through, gradients)
         return gradients
+
+    def _differentiate_fused(
+        self, key: torch.Tensor, value: torch.Tensor, block: Block, through: BackwardPass, gradients: torch.Tensor
+    ) -> None:
+        assert self._kernel is not None
+        rows, columns = block.queries, block.keys
+        of_query, of_key, of_value = self._kernel.differentiate(
+            through.output_gradient[:, :, rows],
+            self._query[:, :, rows],
+            key[:, :, columns],
+            value[:, :, columns],
+            through.output[:, :, rows],
+            through.log_sums[:, :, rows].contiguous(),
+            _is_diagonal(block),
+            self._scale,
+        )
+        through.query_gradient[:, :, rows] += of_query
+        gradients[0][:, :, columns] += of_key
+        gradients[1][:, :, columns] += of_value
+
+    def _differentiate_piece(
+        self, key: torch.Tensor, value: torch.Tensor, piece: Block, through: BackwardPass, gradients: torch.Tensor
+    ) -> None:
+        rows, columns = piece.queries, piece.keys
+        of_rows = through.log_sums, through.row_products
+        sums, products = (self._group(each[:, :, rows].unsqueeze(-1)) for each in of_rows)
+        probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
+        of_output = self._group(through.output_gradient[:, :, rows])
+        gradients[1][:, :, columns] += self._multiply(probabilities.mT, of_output)
+        of_scores = self._multiply(of_output, value[:, :, columns].mT).sub_(products).mul_(probabilities)
+        of_scores.mul_(self._scale)
+        through.query_gradient[:, :, rows] += self._ungroup(self._multiply(of_scores, key[:, :, columns]))
+        gradients[0][:, :, columns] += self._multiply(of_scores.mT, self._group(self._query[:, :, rows]))
 
     def _score(self, key: torch.Tensor, piece: Block) -> torch.Tensor:
         """[B, G, R l, m], -inf for what is not seen."""
@@ -173,6 +225,21 @@ class BlockAttention:
             products = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), self._sums)
             return products.unflatten(0, left.shape[:2])
         return left.to(self._sums) @ right.to(self._sums)
+
+
+def _is_diagonal(block: Block) -> bool:
+    return block.first_query == block.first_key
+
+
+def _merge(
+    rows: slice, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
+) -> None:
+    """Outputs and log-sum-exp of further keys, into those of the keys so far."""
+    before = log_sums[:, :, rows]
+    after = torch.logaddexp(before, added_sums)
+    kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
+    output[:, :, rows] = output[:, :, rows] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
+    log_sums[:, :, rows] = after
 
 
 def _finite(log_sums: torch.Tensor) -> torch.Tensor:

@@ -112,10 +112,17 @@ def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
             if hasattr(asks, "sequence_part"):
                 asks.sequence_part = parallel  # type: ignore[union-attr]
         if "Attention" in type(part).__name__ and hasattr(part, "config"):
-            part.exchange = RingAttention(parallel) if parallel.is_ring else HeadExchange(part, parallel)  # type: ignore[assignment]
+            part.exchange = _build_exchange(part, parallel)  # type: ignore[assignment]
             exchanging: Any = copy.copy(part.config)
             exchanging._attn_implementation = NAME
             part.config = exchanging
+
+
+def _build_exchange(module: nn.Module, parallel: ContextParallel) -> HeadExchange | RingAttention:
+    config: Any = module.config
+    if parallel.is_ring:
+        return RingAttention(parallel, uses_kernels=config._attn_implementation != "eager")
+    return HeadExchange(module, parallel)
 
 
 class HeadExchange:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from models.parallel.blocks import Block, BlockAttention, SequenceMask
 from models.parallel.shard import ContextParallel
@@ -27,8 +28,9 @@ _BLOCKS, _GRADIENTS = 0, 1  # tags, for backends that ask for them: two may be u
 class RingAttention:
     """What stands in the place of the attention of one layer."""
 
-    def __init__(self, parallel: ContextParallel) -> None:
-        self._parallel = parallel
+    def __init__(self, parallel: ContextParallel, uses_kernels: bool = True) -> None:
+        """uses_kernels: torch's fused ones, for the blocks that they fit."""
+        self._parallel, self._uses_kernels = parallel, uses_kernels
 
     def __call__(
         self,
@@ -50,7 +52,7 @@ class RingAttention:
         """
         if dropout:
             raise ValueError("ring attention has no dropout")
-        output = attend_in_ring(query, key, value, sequence_mask, scaling, self._parallel)
+        output = attend_in_ring(query, key, value, sequence_mask, scaling, self._parallel, self._uses_kernels)
         return output.transpose(1, 2).contiguous(), None
 
 
@@ -61,9 +63,10 @@ def attend_in_ring(
     mask: SequenceMask,
     scale: float,
     parallel: ContextParallel,
+    uses_kernels: bool = True,
 ) -> torch.Tensor:
     """query [B, H, L, E], key and value [B, G, L, E] of this rank's chunks; returns [B, H, L, E]. All ranks call it."""
-    return _Ring.apply(query, key, value, mask, scale, parallel)
+    return _Ring.apply(query, key, value, parallel, (scale, mask, uses_kernels))
 
 
 class _Ring(torch.autograd.Function):
@@ -73,52 +76,34 @@ class _Ring(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: SequenceMask,
-        scale: float,
         parallel: ContextParallel,
+        options: tuple[float, SequenceMask, bool],
     ) -> torch.Tensor:
-        attention = BlockAttention(query, key.shape[1], scale, mask)
-        output, log_sums = attention.start_forward()
-        block = torch.stack([key, value])
-        for turn in range(parallel.size):
-            next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
-            attention.attend(block[0], block[1], list_blocks(parallel, turn, query.shape[2]), output, log_sums)
-            if next_block is not None:
-                block = next_block.receive()
-        output = output.to(query.dtype)
+        with _disable_current_modes():  # selective checkpointing would keep what the kernels return, block for block
+            output, log_sums = _attend_all(query, key, value, parallel, options)
         context.save_for_backward(query, key, value, output, log_sums)
-        context.mask, context.scale, context.parallel = mask, scale, parallel
+        context.parallel, context.options = parallel, options
         return output
 
     @staticmethod
     def backward(context: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key, value, output, log_sums = context.saved_tensors
         parallel: ContextParallel = context.parallel
-        attention = BlockAttention(query, key.shape[1], context.scale, context.mask)
-        query_gradient = torch.zeros_like(query, dtype=log_sums.dtype)
-        row_products = (output.to(log_sums.dtype) * output_gradient).sum(-1)
+        attention = BlockAttention(query, key.shape[1], *context.options)
+        through = attention.start_backward((output, log_sums), output_gradient)
         block, travelling = torch.stack([key, value]), None
         for turn in range(parallel.size):
             next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
             blocks = list_blocks(parallel, turn, query.shape[2])
-            gradients = attention.differentiate(
-                block[0], block[1], blocks, log_sums, output_gradient, row_products, query_gradient
-            )
+            gradients = attention.differentiate(block[0], block[1], blocks, through)
             if travelling is not None:
                 gradients += travelling.receive()  # what the ranks before have found for this block
             travelling = _Transfer(gradients, parallel, _GRADIENTS)
             if next_block is not None:
                 block = next_block.receive()
         assert travelling is not None
-        key_gradient, value_gradient = travelling.receive()  # the last turn sent them home
-        return (
-            query_gradient.to(query.dtype),
-            key_gradient.to(key.dtype),
-            value_gradient.to(value.dtype),
-            None,
-            None,
-            None,
-        )
+        key_gradient, value_gradient = travelling.receive().to(key.dtype)  # the last turn sent them home
+        return through.query_gradient.to(query.dtype), key_gradient, value_gradient, None, None
 
 
 def list_blocks(parallel: ContextParallel, turn: int, length: int) -> list[Block]:
@@ -136,6 +121,21 @@ def list_blocks(parallel: ContextParallel, turn: int, length: int) -> list[Block
 
 def _run(number: int, width: int) -> slice:
     return slice(number * width, (number + 1) * width)
+
+
+def _attend_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parallel: ContextParallel, options: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, H, L, E], in the training dtype, and log-sum-exp [B, H, L]."""
+    attention = BlockAttention(query, key.shape[1], *options)
+    output, log_sums = attention.start_forward()
+    block = torch.stack([key, value])
+    for turn in range(parallel.size):
+        next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
+        attention.attend(block[0], block[1], list_blocks(parallel, turn, query.shape[2]), output, log_sums)
+        if next_block is not None:
+            block = next_block.receive()
+    return output.to(query.dtype), log_sums
 
 
 class _Transfer:

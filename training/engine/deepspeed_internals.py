@@ -71,6 +71,10 @@ _KEPT_OPERATORS = (
     "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+_BLOCK_KERNELS = (
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
 
 
 def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -176,6 +180,7 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", "torch.utils._pytree", ("tree_leaves",), "counting what selective checkpointing keeps"
     yield "torch", "torch:UntypedStorage", ("_cdata",), "counting what a backward pass needs"
     yield "torch", "torch:ops.aten", _KEPT_OPERATORS, "choosing what selective checkpointing keeps"
+    yield "torch", "torch:ops.aten", _BLOCK_KERNELS, "attending from queries to one block of keys after the other"
     yield "torch", "torch", ("_C",), "counting the tokens of experts once"
     yield "torch", "torch._C", ("_current_graph_task_id",), "counting the tokens of experts once"
     config = "transformers.configuration_utils:PreTrainedConfig"

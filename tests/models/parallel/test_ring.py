@@ -30,17 +30,13 @@ def take(parallel: ContextParallel, tensor: torch.Tensor) -> torch.Tensor:
     return parallel.take(tensor, dim=2).clone()
 
 
-def attend_part(mask: SequenceMask, most_scores: int) -> tuple[torch.Tensor, ...]:
+def attend_part(mask: SequenceMask, most_scores: int, uses_kernels: bool) -> tuple[torch.Tensor, ...]:
     """This rank's outputs and gradients."""
-    with patch.object(blocks, "MOST_SCORES", most_scores):
-        return _attend_part(mask)
-
-
-def _attend_part(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
     parallel = ContextParallel(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, is_ring=True)
     inputs = [take(parallel, each).requires_grad_() for each in draw(0, HEADS, GROUPS, GROUPS)]
-    output = attend_in_ring(*inputs, mask, SCALE, parallel)
-    output.backward(take(parallel, draw(1, HEADS)[0]))
+    with patch.object(blocks, "MOST_SCORES", most_scores):
+        output = attend_in_ring(*inputs, mask, SCALE, parallel, uses_kernels)
+        output.backward(take(parallel, draw(1, HEADS)[0]))
     return output.detach(), *(each.grad for each in inputs)  # type: ignore[misc]
 
 
@@ -62,19 +58,21 @@ def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("mask", "most_scores"),
+    ("mask", "most_scores", "uses_kernels"),
     [
-        (SequenceMask(None, None), 2**26),
-        (SequenceMask(PACKED, None), BATCH * HEADS * 8 * 3),  # three queries at a time, where the chunk has eight keys
-        (SequenceMask(PACKED, 7), 2**26),
-        pytest.param(SequenceMask(None, 5), 1, marks=pytest.mark.full),
+        (SequenceMask(None, None), 2**26, True),
+        (SequenceMask(None, None), BATCH * HEADS * 8 * 3, False),  # three queries at a time, where chunks have eight
+        (SequenceMask(PACKED, 7), BATCH * HEADS * 8 * 3, True),
+        (SequenceMask(None, 14), 2**26, True),  # the diagonal by a kernel
+        pytest.param(SequenceMask(PACKED, None), 2**26, True, marks=pytest.mark.full),
+        pytest.param(SequenceMask(None, 5), 1, True, marks=pytest.mark.full),
     ],
-    ids=["whole", "packed-pieces", "packed-window", "window-single"],
+    ids=["kernels", "pieces", "packed-window", "window", "packed", "single"],
 )
 def test_a_ring_is_attention_over_the_whole(
-    workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int
+    workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int, uses_kernels: bool
 ) -> None:
-    of_ranks = workers(size).run(attend_part, mask, most_scores)
+    of_ranks = workers(size).run(attend_part, mask, most_scores, uses_kernels)
     for found, expected in zip(zip(*of_ranks, strict=True), attend_whole(mask), strict=True):
         for rank, of_rank in enumerate(found):
             torch.testing.assert_close(of_rank, take(ContextParallel(rank, size, is_ring=True), expected))
