@@ -239,6 +239,7 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
         tensor_parallel_size=built.tensor_parallel_size,
         head_sizes=_head_sizes(built.config),
         flops=2 * keys * width / built.tensor_parallel_size,
+        window=_window(built.module, built.config),
     )
 
 

@@ -24,8 +24,9 @@ class SharedAttention:
     is_ring: which of both the run does. exchanged_bytes: of queries, keys, values and outputs that ranks exchange by
     heads; 0 where there are too few heads. block_bytes: of keys and values, and block_gradient_bytes of their
     gradients, that travel around a ring; 0 where the family's do not. flops: of a token, of attention alone in a
-    forward pass. scores: queries x keys, of all heads. workspace_bytes: of the ring's backward pass while it is under
-    way. saved_beside: what autograd keeps beside what it does of one rank's attention over as many tokens.
+    forward pass. scores: queries x keys, of all heads. has_window: whether its tokens see the nearest alone.
+    workspace_bytes: of the ring's backward pass while it is under way; pieces_bytes: beside these, where scores are
+    made in memory. saved_beside: what autograd keeps beside what it does of one rank's attention over as many tokens.
     """
 
     is_ring: bool
@@ -34,7 +35,9 @@ class SharedAttention:
     block_gradient_bytes: int
     flops: float
     scores: float
+    has_window: bool
     workspace_bytes: int
+    pieces_bytes: int
     saved_beside: SavedBytes
 
 
@@ -48,13 +51,14 @@ def count_shared_attention(
     tensor_parallel_size: int,
     head_sizes: tuple[int, int],
     flops: float,
+    window: int | None,
 ) -> SharedAttention:
-    """seq_length: L. head_sizes: of queries and keys, and of values. flops: of a token."""
+    """seq_length: L. head_sizes: of queries and keys, and of values. flops: of a token. window: of tokens."""
     heads = config.num_attention_heads // tensor_parallel_size
     groups = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
     tokens, both_sizes = batch_size * seq_length, sum(head_sizes)
     outputs = tokens * heads * head_sizes[1] * dtype.itemsize
-    exchanged = block = gradient = workspace = 0
+    exchanged = block = gradient = workspace = pieces = 0
     if heads % parts.size == 0:  # fewer heads of keys and values than ranks are repeated
         repeated = groups * (parts.size // math.gcd(groups, parts.size))
         exchanged = tokens * (heads + repeated) * both_sizes * dtype.itemsize
@@ -64,7 +68,7 @@ def count_shared_attention(
     if parts.is_ring:
         query_gradient = tokens * heads * head_sizes[0] * 4
         pieces = _count_pieces(batch_size * heads, seq_length // 2, dtype)
-        workspace = 2 * block + 3 * gradient + query_gradient + pieces
+        workspace = 2 * block + 3 * gradient + query_gradient
     kept = outputs + tokens * heads * 4  # what `selective` keeps of a fused kernel
     return SharedAttention(
         is_ring=parts.is_ring,
@@ -73,7 +77,9 @@ def count_shared_attention(
         block_gradient_bytes=gradient,
         flops=flops,
         scores=tokens * flops / (2 * both_sizes),
+        has_window=window is not None and window < seq_length * parts.size,
         workspace_bytes=workspace,
+        pieces_bytes=pieces,
         # outputs by heads are kept once more, as the exchange has put them together
         saved_beside=SavedBytes(0, -kept, kept) if parts.is_ring else SavedBytes(outputs, outputs, 0),
     )

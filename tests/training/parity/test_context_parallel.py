@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.cases import (
     BOUND,
     CHECKPOINTED,
@@ -14,14 +16,18 @@ from support.cases import (
     EVERY_SECOND,
     SELECTIVE,
     Case,
+    mean_loss,
     merge,
     train_case,
     train_oracle,
+    train_run,
     worst_difference,
 )
 from support.families import FAMILIES, save_family
+from support.runs import eval_dataset, read_metrics
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
+from transformers import AutoModelForCausalLM
 
 SHARED = "context_parallel_size=2"
 
@@ -164,3 +170,22 @@ def test_two_ranks_do_what_one_does(
     assert worst < BOUND, name
     assert found["losses"] == pytest.approx(expected["losses"], rel=BOUND)
     assert found["norms"] == pytest.approx(expected["norms"], rel=BOUND)
+
+
+@pytest.mark.full
+def test_a_run_in_a_ring_evaluates_what_it_exports_and_goes_on_by_heads(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
+) -> None:
+    save_records(tmp_path / "eval.jsonl", 11, seed=1)
+    keys = (*PACKED, f"eval_file={tmp_path}/eval.jsonl", "max_steps=4", "save_steps=2", "logging_steps=1")
+    case = replace(build_case(root, *keys, RING), workdir=tmp_path)
+    workers(2).run(train_run, replace(case, overrides=(*case.overrides, "stop_after_steps=2")))
+    workers(2).run(train_run, replace(case, overrides=(SHARED, *keys, "resume=latest")))
+    evaluation = (*case.overrides, "evaluate_only=true", "resume=latest")
+    workers(2).run(train_run, replace(case, overrides=evaluation))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", dtype=torch.float32)
+    loss, num_targets = mean_loss(model, eval_dataset(tmp_path))
+    evaluated = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert evaluated["eval_tokens"] == num_targets and evaluated["eval_loss"] == pytest.approx(loss, rel=BOUND)
+    (by_heads,) = (line for line in read_metrics(tmp_path / "out") if line["step"] == 4 and "eval_loss" in line)
+    assert by_heads["eval_loss"] == pytest.approx(loss, rel=BOUND)

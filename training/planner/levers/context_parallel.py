@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.config.schema import AttnImplementation, Device, Precision
 from training.distributed.topology import CONTEXT
 from training.planner.cost import LayerCost
 from training.planner.hardware import GB
@@ -58,7 +59,11 @@ def compute_exchanges(chunk: Chunk) -> PassCost:
 
 def compute_workspace(chunk: Chunk) -> Kept:
     """Of the layer that the backward pass is in."""
-    return Kept(recomputation=max((shared.workspace_bytes for shared in _list_shared(chunk.layers)), default=0))
+    of_layers = (
+        shared.workspace_bytes + shared.pieces_bytes * _makes_scores(chunk.run, shared)
+        for shared in _list_shared(chunk.layers)
+    )
+    return Kept(recomputation=max(of_layers, default=0))
 
 
 def compare_modes(stage: Stage) -> list[ModeCost]:
@@ -106,16 +111,29 @@ def _exchange(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_
 
 def _travel(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
     """Keys and values to all others, beside a turn of attention each; backward their gradients too, whose last turn,
-    home, has no work beside it. A turn's scores are written to memory and read again, which a fused kernel does not."""
+    home, has no work beside it. Where no kernel takes them, scores are written to memory and read again."""
     size = run.layout.context_parallel_size
     gradient = shared.block_gradient_bytes if is_backward else 0
-    work = shared.scores * SCORE_BYTES[is_backward] / (run.hardware.memory_bandwidth * GB)
+    moved = shared.scores * SCORE_BYTES[is_backward] if _makes_scores(run, shared) else 0.0
+    work = moved / (run.hardware.memory_bandwidth * GB)
     turn = ((1 + is_backward) * shared.flops * run.tokens / run.flops_per_second + work) / size
     beside = max(0.0, (shared.block_bytes + gradient) / bandwidth - turn)
     return _Pass(
         sent_bytes=(size - 1) * shared.block_bytes + size * gradient,
         waiting=(size - 1) * beside + gradient / bandwidth,
         work=work,
+    )
+
+
+def _makes_scores(run: PlannedRun, shared: SharedAttention) -> bool:
+    """Whether blocks around a ring are products of matrices: `models/parallel/block_kernels.py` has what kernels do not
+    take."""
+    config = run.config
+    return (
+        shared.has_window
+        or config.data.packing
+        or config.attn_implementation is AttnImplementation.eager
+        or (run.hardware.device is Device.cuda and config.precision is Precision.fp32)
     )
 
 
