@@ -1,6 +1,6 @@
 """What sharing each sequence saves, and what it costs, on two ranks of one core each.
 
-    python benchmarks/context.py [--rounds 5] [--longest 16384]
+    python benchmarks/context.py [--rounds 5] [--longest 16384] [--mode ulysses]
 
 Printed are a rank's peak of activations at the longest length, beside that of one rank with whole sequences; the time a
 token takes beside two replicas with as many tokens a step, at 4,096; the share of a step in exchanges, waiting for the
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.allocation import AllocationPeak
 from benchmarks.workload import build_engine, build_llama, compose_run, repeat_batch, run_ranks
+from models.parallel.ring import Transfer
 
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
 
@@ -34,19 +35,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--longest", type=int, default=16384)
+    parser.add_argument("--mode", choices=["ulysses", "ring"], default="ulysses", help="context_parallel_mode")
     arguments = parser.parse_args()
-    longest = arguments.longest
-    shared, alone = (run_ranks(measure_memory, ranks, ranks, longest)[0] for ranks in (2, 1))
+    longest, mode = arguments.longest, arguments.mode
+    shared, alone = (run_ranks(measure_memory, ranks, ranks, longest, mode)[0] for ranks in (2, 1))
     print(f"{longest:,} tokens: activations of a rank {shared / 2**20:,.0f} MiB, of one rank alone ", end="")
     print(f"{alone / 2**20:,.0f} MiB: {shared / alone:.2f} of it")
-    seconds, shares = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, arguments.rounds)[0]
-    replicas, _ = run_ranks(measure_steps, 2, 1, COMPARED_LENGTH, arguments.rounds)[0]
+    seconds, shares = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, mode, arguments.rounds)[0]
+    replicas, _ = run_ranks(measure_steps, 2, 1, COMPARED_LENGTH, mode, arguments.rounds)[0]
     ratios = [one / other for one, other in zip(seconds, replicas, strict=True)]
     print(f"{COMPARED_LENGTH:,} tokens: a token takes {describe(ratios, '.2f')} of two replicas' time; ", end="")
     print(f"{describe(shares, '.1%')} of a step in exchanges")
     lengths = [SHORTEST * 2**n for n in range((longest // SHORTEST).bit_length())]
     for length in lengths:
-        seconds, shares = run_ranks(measure_steps, 2, 2, length, min(3, arguments.rounds))[0]
+        seconds, shares = run_ranks(measure_steps, 2, 2, length, mode, min(3, arguments.rounds))[0]
         a_token = [1e3 * second / (2 * length) for second in seconds]
         print(f"{length:>7,} tokens: {describe(a_token, '.3f')} ms a token; {describe(shares, '.1%')} in exchanges")
 
@@ -55,11 +57,12 @@ def describe(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
-def build(context_parallel_size: int, seq_length: int) -> tuple[Any, Iterator[Any]]:
+def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, Iterator[Any]]:
     """Two sequences a step in any case: one of each replica, or both of the ranks that share them."""
     config = compose_run(
         "num_stages=1",
         f"context_parallel_size={context_parallel_size}",
+        f"context_parallel_mode={mode if context_parallel_size > 1 else 'auto'}",
         "micro_batch_size=1",
         "global_batch_size=2",
         f"max_seq_length={seq_length}",
@@ -77,19 +80,17 @@ def build(context_parallel_size: int, seq_length: int) -> tuple[Any, Iterator[An
     )
     engine = build_engine(architecture, config)
     (input_ids, position_ids, segment_ids), (targets, denominator) = next(repeat_batch(1, seq_length, VOCAB_SIZE))
-    width = seq_length // context_parallel_size
-    first = dist.get_rank() % context_parallel_size * width
-    part = slice(first, first + width)
-    inputs = (input_ids[:, part].contiguous(), position_ids, segment_ids)
-    labels = (targets[:, part].contiguous(), denominator / context_parallel_size)
+    take = engine.module.sequence_part.take
+    inputs = (take(input_ids).contiguous(), position_ids, segment_ids)
+    labels = (take(targets).contiguous(), denominator / context_parallel_size)
     return engine, itertools.repeat((inputs, labels))
 
 
-def measure_memory(context_parallel_size: int, seq_length: int) -> int:
+def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> int:
     """Bytes that are allocated at once in a step, at most, beyond those at its start; of the slower rank."""
     from training.engine.steps import train_step
 
-    engine, batches = build(context_parallel_size, seq_length)
+    engine, batches = build(context_parallel_size, seq_length, mode)
     config = compose_run("num_stages=1", f"max_seq_length={seq_length}")
     with AllocationPeak() as counter:
         for step in range(2):  # the optimizer has its state then
@@ -100,24 +101,27 @@ def measure_memory(context_parallel_size: int, seq_length: int) -> int:
     return int(peak)
 
 
-def measure_steps(context_parallel_size: int, seq_length: int, rounds: int) -> tuple[list[float], list[float]]:
+def measure_steps(
+    context_parallel_size: int, seq_length: int, mode: str, rounds: int
+) -> tuple[list[float], list[float]]:
     """(seconds of each step, the share of it in exchanges)."""
     from training.engine.steps import train_step
 
-    engine, batches = build(context_parallel_size, seq_length)
+    engine, batches = build(context_parallel_size, seq_length, mode)
     config = compose_run("num_stages=1", f"max_seq_length={seq_length}")
     exchanging = 0.0
-    exchange = dist.all_to_all_single
+    owner, name = (Transfer, "receive") if mode == "ring" else (dist, "all_to_all_single")
+    exchange = getattr(owner, name)
 
     def timed(*arguments: Any, **named: Any) -> Any:
         nonlocal exchanging
         start = time.perf_counter()
-        work = exchange(*arguments, **named)
+        received = exchange(*arguments, **named)
         exchanging += time.perf_counter() - start
-        return work
+        return received
 
     seconds, shares = [], []
-    with patch.object(dist, "all_to_all_single", timed):
+    with patch.object(owner, name, timed):
         for _ in range(1 + rounds):
             dist.barrier()
             exchanging, start = 0.0, time.perf_counter()

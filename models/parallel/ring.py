@@ -93,12 +93,12 @@ class _Ring(torch.autograd.Function):
         through = attention.start_backward((output, log_sums), output_gradient)
         block, travelling = torch.stack([key, value]), None
         for turn in range(parallel.size):
-            next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
+            next_block = Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
             blocks = list_blocks(parallel, turn, query.shape[2])
             gradients = attention.differentiate(block[0], block[1], blocks, through)
             if travelling is not None:
                 gradients += travelling.receive()  # what the ranks before have found for this block
-            travelling = _Transfer(gradients, parallel, _GRADIENTS)
+            travelling = Transfer(gradients, parallel, _GRADIENTS)
             if next_block is not None:
                 block = next_block.receive()
         assert travelling is not None
@@ -131,14 +131,14 @@ def _attend_all(
     output, log_sums = attention.start_forward()
     block = torch.stack([key, value])
     for turn in range(parallel.size):
-        next_block = _Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
+        next_block = Transfer(block, parallel, _BLOCKS) if turn < parallel.size - 1 else None
         attention.attend(block[0], block[1], list_blocks(parallel, turn, query.shape[2]), output, log_sums)
         if next_block is not None:
             block = next_block.receive()
     return output.to(query.dtype), log_sums
 
 
-class _Transfer:
+class Transfer:
     """A tensor on its way to the next rank of the ring, and that of the rank before on its way here. All ranks send
     tensors of one shape, in one order."""
 
