@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.workers import WorkerGroup
 
-from models.parallel import blocks
+from models.parallel import block_kernels, blocks
 from models.parallel.blocks import SequenceMask
 from models.parallel.ring import attend_in_ring, list_blocks
 from models.parallel.shard import ContextParallel
@@ -90,3 +90,19 @@ def test_ranks_have_even_work_and_see_every_earlier_token_once(size: int) -> Non
                 seen[block.first_query : block.first_query + 2, block.first_key : block.first_key + 2] += 1
     chunks = torch.ones(2 * size, 2 * size).tril()
     assert torch.equal(seen, chunks.repeat_interleave(2, 0).repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gpu_kernel_takes_what_a_block_gives_it(is_causal: bool) -> None:
+    """By torch's own description of its operators, which knows their arguments and shapes; the numbers need a GPU."""
+    query, key = (torch.empty(2, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
+    output, log_sums = block_kernels._attend_flash(query, key, key, is_causal, SCALE)
+    assert (output.shape, log_sums.shape, log_sums.dtype) == (query.shape, query.shape[:3], torch.float32)
+    found = block_kernels._differentiate_flash(output, query, key, key, output, log_sums, is_causal, SCALE)
+    assert [each.shape for each in found] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float32, 20)])
+def test_a_machine_without_a_gpu_has_its_own_kernel(dtype: torch.dtype, size: int) -> None:
+    assert block_kernels.find_kernel(torch.empty(1, 1, 1, size, dtype=dtype)) is not None
+    assert block_kernels.find_kernel(torch.empty(1, 1, 1, size, dtype=dtype, device="meta")) is None
