@@ -197,8 +197,9 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         for kind in _names_of(partition.declared, StateKind.blockwise, partition.state):
             whole = BlockRun(partition.state[kind], partition.state[partition.declared[kind].scales], phase=0)
             states[kind] = whole.narrow(held.start, held.length)
+        owned = engine.saves_state and placement.is_saved_by(engine.rank)
         yield Fragment(
-            name, placement.is_saved_by(engine.rank), placement.shard, held.parameter_start, states, held,
+            name, owned, placement.shard, held.parameter_start, states, held,
             is_weight=parameter.dtype is torch.float32,
         )  # fmt: skip
 

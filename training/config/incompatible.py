@@ -132,6 +132,7 @@ _OVERWRITE = _is("overwrite_output_dir", "true")
 _ONE_CADENCE = "each says how often"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
+_GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
 _NEEDS_A_MODEL = "it needs a model that has learned something"
 
 INCOMPATIBLE = (
@@ -305,6 +306,25 @@ INCOMPATIBLE = (
         _is("adapter.use_dora", "true"),
         "its magnitudes are norms of whole weights, outside of the layer that has them",
         "give zero_stage=1 or 2",
+    ),
+    Pair(
+        _GROUPED,
+        _WEIGHTS_SHARDED,
+        "its weights are put together from the parts of all replicas",
+        "give zero_stage=1 or 2, or sharding_parallel_size=null",
+    ),
+    Pair(
+        _GROUPED,
+        _is("offload_optimizer", "cpu"),
+        "gradients are on the host before the groups have averaged them",
+        "give offload_optimizer=none, or sharding_parallel_size=null",
+    ),
+    Pair(_GROUPED, _FP16, "loss scaling is not proven on it", "use precision=bf16, or sharding_parallel_size=null"),
+    Pair(
+        _GROUPED,
+        Feature("plan=search", lambda run: run.config.plan == "search"),
+        "the search varies the replicas, all of which share out then",
+        "give plan=true, or sharding_parallel_size=null",
     ),
     Pair(
         _is("offload_parameters", "cpu"),

@@ -310,6 +310,7 @@ class RunConfig:
     context_parallel_size: int = MISSING
     context_parallel_mode: ContextParallelMode = MISSING
     zero_stage: int = MISSING
+    sharding_parallel_size: int | None = MISSING
     partition_method: Any = MISSING
     schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedules.py, which checks it
     virtual_stages_per_rank: int = MISSING

@@ -113,6 +113,8 @@ def _check_ranges(config: RunConfig) -> None:
             f"zero_stage={config.zero_stage}: 1 shares out the optimizer's state, 2 the sums of gradients too, 3 the "
             "weights too"
         )
+    if config.sharding_parallel_size is not None and config.sharding_parallel_size < 1:
+        raise UserError(f"sharding_parallel_size={config.sharding_parallel_size}: at least 1, or null")
     limit = config.schedule_memory_limit
     if limit is not None and limit < 1:
         raise UserError(f"schedule_memory_limit={limit}: at least 1, the micro-batches that a rank may hold, or null")

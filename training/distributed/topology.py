@@ -127,7 +127,7 @@ class Layout:
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
     schedule: its name; num_chunks: of layers, that a rank holds under it; memory_limit, pass_times: what it is ordered
-    by, where it asks for that (`training/pipeline/schedules.py` sets them).
+    by, where it asks for that (`training/pipeline/schedules.py` sets them). sharding_parallel_size: see `num_shards`.
     """
 
     topology: Topology
@@ -137,6 +137,7 @@ class Layout:
     schedule: str = "1f1b"
     memory_limit: int | None = None
     pass_times: tuple[Any, ...] = ()
+    sharding_parallel_size: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -163,6 +164,11 @@ class Layout:
     def num_weight_replicas(self) -> int:
         """Ranks with the same weights: DeepSpeed's `data` axis."""
         return self.topology.size(*self.topology.weight_replica_axes)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts into which ZeRO cuts what replicas share out: one for each of them, or for each of a group."""
+        return self.sharding_parallel_size or self.num_weight_replicas
 
     @property
     def ranks_per_stage(self) -> int:
@@ -240,7 +246,13 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
         )
     topology = Topology.of(world_size, **sizes)
     micro_batch_size, accumulation = _batch_arithmetic(config, topology.size(DATA))
-    return Layout(topology, micro_batch_size, accumulation)
+    layout = Layout(topology, micro_batch_size, accumulation, sharding_parallel_size=config.sharding_parallel_size)
+    if layout.num_weight_replicas % layout.num_shards:
+        raise UserError(
+            f"sharding_parallel_size={layout.num_shards} does not divide the {layout.num_weight_replicas} ranks that "
+            "have the same weights; give a divisor of that, such as the ranks of one host, or null for all of them"
+        )
+    return layout
 
 
 def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str:

@@ -143,6 +143,11 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
     yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "summing gradients as they arrive"
     yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "summing gradients as they arrive"
+    # training/engine/shard_groups.py, training/engine/executor.py
+    grouped = ("_configure_zero_optimizer", "_configure_bf16_optimizer", "seq_data_parallel_group")
+    yield _ENGINE, grouped, "sharing out in groups"
+    for name in grouped[:2]:
+        yield f"{_ENGINE}.{name}", grouped[2:], "sharing out in groups"
     # training/engine/sharded_sums.py
     parts = ("averaged_gradients", "partition_size", "params_in_partition", "bit16_groups", "bit16_groups_flat")
     yield _ZERO, (*parts, "reduce_bucket_size", "dp_process_group"), "sharing out sums of gradients"

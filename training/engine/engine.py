@@ -71,6 +71,7 @@ class Engine(ABC):
     layout: Layout
     rank: int
     device: torch.device
+    saves_state = True  # False where another rank has the same partitions
 
     @abstractmethod
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from training.distributed.p2p import Link, build_link_options, wait_for
 from training.distributed.topology import PIPE
+from training.engine.shard_groups import ShardGroups, shared_within
 from training.engine.zero_patches import build_adder
 from training.pipeline.module import StageModule
 from training.pipeline.schedule import Schedule, Unit, UnitKind
@@ -151,11 +152,20 @@ class ScheduleEngine(PipelineEngine):
     _boundary: list[tuple[torch.Size, torch.dtype]] | None = None  # what crosses every boundary, once that is known
 
     def __init__(
-        self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], schedule: Schedule
+        self,
+        module: StageModule,
+        optimizer: torch.optim.Optimizer | None,
+        config: dict[str, Any],
+        schedule: Schedule,
+        shard_groups: ShardGroups | None = None,
     ) -> None:
         """As `deepspeed.initialize` makes the engine of a `PipelineModule`; it chooses the class by the module's, and
-        offers no other."""
+        offers no other.
+
+        shard_groups: None where all replicas share out what ZeRO cuts.
+        """
         mpu = module.mpu()
+        self._shard_groups = shard_groups  # which the constructor needs
         super().__init__(
             args=None,
             model=module,
@@ -172,6 +182,14 @@ class ScheduleEngine(PipelineEngine):
         self._arriving: list[dist.Work] = []
         self.add_to_sum = build_adder(self.optimizer)
         self._connect()
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        with shared_within(self, self._shard_groups):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        with shared_within(self, self._shard_groups):
+            return super()._configure_bf16_optimizer(optimizer)
 
     def _connect(self) -> None:
         """Makes a link for each way that activations or gradients take from a rank to another, and opens it, which NCCL

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.options import PadTo
 from models.losses.cross_entropy import Loss
@@ -21,6 +22,7 @@ from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import build_optimizer, declare_state
 from training.engine.parameter_groups import group_trained
+from training.engine.shard_groups import ShardGroups, average_parts, join_shard_groups
 from training.engine.sharded_sums import ShardedSums
 from training.engine.stage_2 import announce_passes, shard_sums
 from training.engine.state_kinds import DeclaredState
@@ -40,22 +42,27 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
     optimizer = build_optimizer(group_stage(module, config), config) if trains else None
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
     assert layout.schedule == config.schedule, f"the layout is not yet scheduled: {layout}"
-    wrapped = ScheduleEngine(module, optimizer, settings, build_schedule(layout))
+    groups = join_shard_groups(layout, module.global_rank) if trains else None
+    wrapped = ScheduleEngine(module, optimizer, settings, build_schedule(layout), groups)
     avoid_host_waits(wrapped)
     sum_by_one_function(wrapped.optimizer)
     free_gradients_by_bucket(wrapped.optimizer)
+    reduce_dtype = DTYPES[Precision(choose_reduce_dtype(config, layout))]
     sums = None
     if trains and config.zero_stage == 2:
-        sums = shard_sums(wrapped, DTYPES[Precision(choose_reduce_dtype(config, layout))])
+        sums = shard_sums(wrapped, reduce_dtype, groups)
     elif layout.num_weight_replicas == 1:
         skip_averaging(wrapped)
-    return DeepSpeedPipeline(
+    engine = DeepSpeedPipeline(
         wrapped,
         layout,
         has_varying_lengths=config.data.pad_to is PadTo.longest,
         kept=declare_state(config) if trains else {},
         sums=sums,
     )
+    if groups is not None:
+        engine.share_within(groups, reduce_dtype)
+    return engine
 
 
 def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
@@ -88,6 +95,14 @@ class DeepSpeedPipeline(DeepSpeedBacked):
         executed = type(wrapped)._INSTRUCTION_MAP
         executed = sweep_after_backward(executed) if sums is None else announce_passes(executed, sums)
         self._instructions = self.wrapped._INSTRUCTION_MAP = executed
+
+    def share_within(self, groups: ShardGroups, reduce_dtype: torch.dtype) -> None:
+        """For an optimizer that is one of several with the same part."""
+        self.saves_state = groups.is_first
+        optimizer = self.wrapped.optimizer
+        if self.sums is None and isinstance(optimizer, DeepSpeedZeroOptimizer):  # others have averaged over all
+            self._instructions = average_parts(self._instructions, optimizer, groups, reduce_dtype)
+            self.wrapped._INSTRUCTION_MAP = self._instructions
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
         self.start_step(learning_rate, seed)

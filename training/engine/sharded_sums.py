@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
 from training.engine.gradient_sums import add_gradient
+from training.engine.shard_groups import average
 
 Parameter = torch.nn.Parameter
 
@@ -112,12 +113,14 @@ class ShardedSums:
         passes: Mapping[Any, Sequence[Parameter]],
         kept_whole: Iterable[Parameter],
         reduce_dtype: torch.dtype,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         """optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`, of stage 1 and without buckets. passes: the parameters that
         may get a gradient in each kind of pass, in the order of a forward pass. kept_whole: those that stages share.
+        replicas: ranks of other groups that have the same part, where the optimizer's group is not all replicas.
         """
         self._optimizer, self._reduce_dtype = optimizer, reduce_dtype
-        self._group = optimizer.dp_process_group
+        self._group, self._replicas = optimizer.dp_process_group, replicas
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._part_sizes = [int(size) for size in optimizer.partition_size]
         places = _locate(optimizer.bit16_groups)
@@ -177,6 +180,9 @@ class ShardedSums:
         for bucket in self._last_buckets:
             self._reduce(bucket)
         self._settle()
+        if self._replicas is not None:
+            for part in self.parts:
+                average(part, self._replicas, self._reduce_dtype)
         for number, (part, parameters) in enumerate(zip(self.parts, self._optimizer.params_in_partition, strict=True)):
             views = [part.narrow(0, *self._find(parameter, number)) for parameter in parameters]
             self._optimizer.averaged_gradients[number] = GradPartitionBufferGroup(views, part)

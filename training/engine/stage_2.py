@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as instructions
 
 from training.engine.executor import ScheduleEngine, WeightPass
+from training.engine.shard_groups import ShardGroups
 from training.engine.sharded_sums import ShardedSums
 from training.pipeline.module import StageModule
 from training.pipeline.weight_gradients import list_split
@@ -25,14 +26,16 @@ class Half(Enum):
     weights = "weights"
 
 
-def shard_sums(engine: ScheduleEngine, reduce_dtype: torch.dtype) -> ShardedSums:
-    """The sums of this rank's stage. All gradients enter them, those of a pass for weights too."""
+def shard_sums(engine: ScheduleEngine, reduce_dtype: torch.dtype, groups: ShardGroups | None) -> ShardedSums:
+    """The sums of this rank's stage, which all gradients enter, those of a pass for weights too. groups: None where all
+    replicas share them out."""
     module = engine.module
     sums = ShardedSums(
         engine.optimizer,
         _list_passes(module),
         kept_whole=[weight for weight, _ in module.get_tied_weights_and_groups()],
         reduce_dtype=reduce_dtype,
+        replicas=None if groups is None else groups.replicas,
     )
     engine.add_to_sum = sums.add
     return sums

@@ -22,6 +22,7 @@ TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # each sequence on two ranks
 SHARDED = {f"stage{stage}xdp{ranks}": (1, ranks) for stage in (2, 3) for ranks in (2, 4)}  # zero_stage
 SHARDED["stage2xpp2xdp2"] = (2, 4)
+SHARDED |= {"stage1xdp4 by 2": (1, 4), "stage2xdp4 by 2": (1, 4)}  # sharding_parallel_size
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
@@ -85,6 +86,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
                 f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
                 f"context_parallel_size={2 if layout in CONTEXT_PARALLEL else 1}",
                 f"zero_stage={layout[len('stage')] if layout in SHARDED else 1}",
+                f"sharding_parallel_size={2 if layout.endswith('by 2') else 'null'}",
                 f"output_dir={root / name}",
                 "optimizer=adamw",
                 "learning_rate=1e-3",
@@ -138,6 +140,7 @@ SHARDED_PAIRS = [
     ("stage3xdp2", "pp2"), ("pp2", "stage3xdp2"), ("stage2xdp2", "pp2"), ("pp2", "stage2xdp2"),
     ("stage3xdp4", "stage2xdp2"), ("stage2xdp2", "stage3xdp4"), ("pp4", "stage3xdp4"), ("stage3xdp2", "pp2xdp2"),
     ("stage2xpp2xdp2", "stage3xdp2"), ("stage2xdp4", "stage2xpp2xdp2"), ("stage2xpp2xdp2", "pp1"),
+    ("stage1xdp4 by 2", "pp2"), ("pp1xdp2", "stage1xdp4 by 2"), ("stage2xdp4 by 2", "stage2xdp4"),
 ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def test_the_defaults_pass() -> None:
         ("logging_steps=0", "logging_steps=0: at least 1"),
         ("max_seq_length=0", "max_seq_length=0: at least 1"),
         ("save_steps=0", "save_steps=0: at least 1; null turns it off"),
+        ("sharding_parallel_size=0", "sharding_parallel_size=0: at least 1, or null"),
         ("max_steps=-1", "max_steps=-1: at least 1"),
         ("stop_after_steps=0", "stop_after_steps=0: at least 1"),
         ("warmup_ratio=1.5", "warmup_ratio=1.5: a share between 0 and 1"),

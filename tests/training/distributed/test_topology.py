@@ -197,3 +197,16 @@ def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
     with pytest.raises(UserError) as caught:
         build(*overrides, **options)
     assert message in str(caught.value)
+
+
+def test_groups_that_share_out_are_neighbours() -> None:
+    from training.engine.shard_groups import list_shard_groups
+
+    keys = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=1", "global_batch_size=4")
+    layout = build_layout(build_config(*keys, "sharding_parallel_size=2"), 16, 8, False)
+    assert (layout.num_weight_replicas, layout.num_shards) == (4, 2)
+    own, replicas = list_shard_groups(layout)
+    assert own[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]] and replicas[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert sorted(itertools.chain(*own)) == sorted(itertools.chain(*replicas)) == list(range(16))
+    with pytest.raises(UserError, match="sharding_parallel_size=3 does not divide the 4 ranks that have the same wei"):
+        build_layout(build_config(*keys, "sharding_parallel_size=3"), 16, 8, False)

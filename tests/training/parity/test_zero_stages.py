@@ -114,6 +114,45 @@ def train_in_small_buckets(case: Case) -> dict[str, Any]:
         return train_case(case)
 
 
+GROUPED = {  # num_stages, world_size, sharding_parallel_size
+    "dp4-by-2": (1, 4, 2),
+    "pp2xdp2-by-1": (2, 4, 1),
+    "pp2xdp4-by-2": (2, 8, 2),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("layout", GROUPED)
+def test_groups_that_share_out_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
+    num_stages, world_size, size = GROUPED[layout]
+    keys = (f"zero_stage={stage}", f"sharding_parallel_size={size}", "micro_batch_size=1", CLIPPED)
+    case = replace(material(tied, 1, *keys), num_stages=num_stages, world_size=world_size)
+    result = merge(workers(world_size).run(train_in_small_buckets, case))
+    oracle = find_oracle(material(tied, 1, CLIPPED))
+    assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2])
+def test_groups_hold_what_fewer_replicas_would(workers, material, stage: int) -> None:
+    """In bf16, where another optimizer runs: half of the fp32 weights on each of four ranks, saved once, and the step
+    of all four sharing them out."""
+    keys = ("precision=bf16", "data.pad_to=max_seq_length", f"zero_stage={stage}")
+    whole, grouped = (
+        workers(4).run(train_masters, material(False, 4, *keys, *more)) for more in ((), ("sharding_parallel_size=2",))
+    )
+    assert [bool(masters) for masters in grouped] == [True, True, False, False]
+    assert worst_difference(gather_masters(grouped), gather_masters(whole))[0] < BOUND
+    case = material(False, 4, f"zero_stage={stage}", "sharding_parallel_size=2")
+    for held in workers(4).run(measure_held, case):
+        _, gradients, masters = (share / held["all"] for share in held["held"])
+        assert 0.49 < masters < 0.51 and (stage == 1 or 0.49 < gradients < 0.51)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["clipped", "recomputed-clipped"])

@@ -165,7 +165,7 @@ def _cast_bytes(stage: Stage) -> int:
 
 def _part(stage: Stage) -> int:
     """Elements of this rank's part."""
-    return -(-stage.num_trainable // stage.run.layout.num_weight_replicas)
+    return -(-stage.num_trainable // stage.run.layout.num_shards)
 
 
 def _moments(stage: Stage) -> int:

@@ -15,7 +15,7 @@ def compute_update(stage: Stage) -> StepCost:
     host."""
     run = stage.run
     config, hardware = run.config, run.hardware
-    part = stage.num_trainable / run.layout.num_weight_replicas
+    part = stage.num_trainable / run.layout.num_shards
     moved = count_update_bytes(count_state_bytes(config), config.precision) * part
     if config.offload_optimizer is Offload.none:
         return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))

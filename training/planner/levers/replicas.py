@@ -27,15 +27,20 @@ def compute_reduction(stage: Stage) -> StepCost:
 
 def _count_sent(stage: Stage) -> float:
     """Bytes that a rank sends in a step."""
-    run, dp_size = stage.run, stage.run.layout.num_weight_replicas
+    run = stage.run
+    num_replicas, num_shards = run.layout.num_weight_replicas, run.layout.num_shards
     gradients, weights = run.reduce_bytes * stage.num_trainable, run.weight_bytes * stage.num_trainable
-    if run.config.zero_stage > 1:
-        gradients *= run.layout.gradient_accumulation_steps
-    else:
-        gradients *= 2
+    summed, num_micro_batches = 2 * gradients, run.layout.gradient_accumulation_steps
+    if run.config.zero_stage == 1:
+        return _cross(num_replicas, summed) + _cross(num_shards, weights)
     if run.config.zero_stage == 3:
-        weights = 2 * run.layout.gradient_accumulation_steps * run.weight_bytes * stage.num_parameters
-    return (dp_size - 1) / dp_size * (gradients + weights)
+        weights = 2 * num_micro_batches * run.weight_bytes * stage.num_parameters
+    between = _cross(num_replicas // num_shards, summed / num_shards)  # groups, once a step
+    return _cross(num_shards, num_micro_batches * gradients + weights) + between
+
+
+def _cross(size: int, nbytes: float) -> float:
+    return (size - 1) / size * nbytes
 
 
 def _count_from_host(stage: Stage) -> float:

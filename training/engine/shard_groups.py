@@ -1,0 +1,82 @@
+"""The ranks among which replicas share out what ZeRO cuts: all of them, or groups of `sharding_parallel_size`, each of
+which has all parts. DeepSpeed 0.19.8 has no such groups for stages 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule as instructions
+
+from training.distributed.topology import Layout
+
+Instruction = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """own: this rank's group. replicas: the ranks of all groups that have the same part. is_first: of these."""
+
+    own: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    is_first: bool
+
+
+def list_shard_groups(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
+    """(groups that share out, ranks with the same part); neighbours share out, so that a group lies inside a host."""
+    size = layout.num_shards
+    alike = layout.topology.groups(*layout.topology.weight_replica_axes)
+    own = [ranks[first : first + size] for ranks in alike for first in range(0, len(ranks), size)]
+    return own, [ranks[first::size] for ranks in alike for first in range(size)]
+
+
+def join_shard_groups(layout: Layout, rank: int) -> ShardGroups | None:
+    """None where all replicas are one group. All ranks call it."""
+    if layout.num_shards == layout.num_weight_replicas:
+        return None
+    own, replicas = list_shard_groups(layout)
+    is_first = any(ranks[0] == rank for ranks in replicas)
+    return ShardGroups(
+        dist.new_subgroups_by_enumeration(own)[0], dist.new_subgroups_by_enumeration(replicas)[0], is_first
+    )
+
+
+@contextmanager
+def shared_within(engine: DeepSpeedEngine, groups: ShardGroups | None) -> Iterator[None]:
+    """An optimizer that the engine makes within shares out its state over the ranks of a group. Averages of a group are
+    not yet those of all replicas."""
+    whole = engine.seq_data_parallel_group
+    if groups is not None:
+        engine.seq_data_parallel_group = groups.own
+    yield
+    engine.seq_data_parallel_group = whole
+
+
+def average_parts(
+    executed: Mapping[type, Instruction], optimizer: Any, groups: ShardGroups, reduce_dtype: torch.dtype
+) -> dict[type, Instruction]:
+    """An engine's `_INSTRUCTION_MAP`, for an optimizer that averages over its own group: the parts of all groups are
+    averaged behind that."""
+    reduce_own = executed[instructions.ReduceGrads]
+
+    def reduce(engine: DeepSpeedEngine) -> None:
+        reduce_own(engine)
+        for parts in optimizer.averaged_gradients.values():
+            for part in parts:
+                average(part, groups.replicas, reduce_dtype)
+
+    return {**executed, instructions.ReduceGrads: reduce}
+
+
+@torch.no_grad()
+def average(part: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype) -> None:
+    """In place, over the ranks of a group."""
+    sent = part.to(reduce_dtype)
+    dist.all_reduce(sent, group=group)
+    part.copy_(sent.div_(dist.get_world_size(group)))
