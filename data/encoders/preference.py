@@ -12,7 +12,7 @@ both have in common.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -21,8 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from data.encoders.chat import ASSISTANT, split_messages
 from data.encoders.media import refuse_media
 from data.encoders.segments import Piece, PieceEncoder, check_text, get_eos, get_fields
-from data.encoders.sft import check_template, split_completion
+from data.encoders.sft import check_template, refuse_texts, split_completion
 from errors import UserError
+
+MESSAGES = "the prompt or the answer as a list of messages"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class PreferenceEncoder(PieceEncoder):
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     prompt_template: str = "{prompt}\n"
+    chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
@@ -44,8 +47,8 @@ class PreferenceEncoder(PieceEncoder):
         get_eos(tokenizer)  # there is one
         refuse_media(record, location)
         prompt, *answers = self._read_fields(record, location)
-        for field, answer in zip((self.chosen_field, self.rejected_field), answers):
-            check_answer(answer, field, location)
+        for name, answer in zip((self.chosen_field, self.rejected_field), answers):
+            check_answer(answer, name, location)
         if answers[0] == answers[1]:
             raise UserError(
                 f"{location}: fields '{self.chosen_field}' and '{self.rejected_field}' are the same, "
@@ -53,6 +56,8 @@ class PreferenceEncoder(PieceEncoder):
             )
         if not isinstance(prompt, list):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
+        if all(isinstance(value, str) for value in (prompt, *answers)):
+            refuse_texts(self.chat_template, location, MESSAGES)
         template = self.prompt_template
         chosen, rejected = split_answers(template, prompt, answers, location, tokenizer, tools=record.get("tools"))
         return chosen, rejected
@@ -64,7 +69,7 @@ class PreferenceEncoder(PieceEncoder):
             "data.chosen_field": self.chosen_field,
             "data.rejected_field": self.rejected_field,
         }
-        whole: list[Any] = [record.get(field) for field in (self.chosen_field, self.rejected_field)]
+        whole: list[Any] = [record.get(name) for name in (self.chosen_field, self.rejected_field)]
         if not all(_is_conversation(answer) for answer in whole):
             return get_fields(record, named, location)
         shared = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1], zip(*whole))]

@@ -1,6 +1,6 @@
 """Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss behind the bar, end token included."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,7 @@ class SFTEncoder(PieceEncoder):
     messages_field: str = "messages"
     prompt_template: str = "{prompt}\n"
     train_on: TrainOn = TrainOn.all_turns
+    chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
@@ -31,13 +32,14 @@ class SFTEncoder(PieceEncoder):
         get_eos(tokenizer)  # there is one
         refuse_media(record, location)
         fields = (self.prompt_field, self.completion_field)
-        if self.messages_field in record and not all(field in record for field in fields):
+        if self.messages_field in record and not all(name in record for name in fields):
             messages, tools = record[self.messages_field], record.get("tools")
             return split_messages(messages, location, tokenizer, tools, train_on=self.train_on)
+        refuse_texts(self.chat_template, location, "data=chat")
         named = {"data.prompt_field": self.prompt_field, "data.completion_field": self.completion_field}
         texts = [
-            check_text(value, f"{location}: field '{field}'")
-            for field, value in zip(fields, get_fields(record, named, location))
+            check_text(value, f"{location}: field '{name}'")
+            for name, value in zip(fields, get_fields(record, named, location))
         ]
         prompt, completion = texts
         if not completion.strip():
@@ -48,6 +50,15 @@ class SFTEncoder(PieceEncoder):
 def check_template(template: str) -> None:
     if PROMPT_SLOT not in template:
         raise UserError(f"data.prompt_template={template!r} has no {PROMPT_SLOT}; write it where the prompt goes")
+
+
+def refuse_texts(chat_template: str | None, location: str, instead: str) -> None:
+    """Raises `UserError` where a chat template was asked for: it is applied to messages. instead: what to give."""
+    if chat_template is not None:
+        raise UserError(
+            f"{location}: data.chat_template={chat_template} is not applied to a prompt and an answer that are texts; "
+            f"give {instead}, or data.chat_template=null and the form in data.prompt_template"
+        )
 
 
 def split_completion(template: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:

@@ -1,15 +1,15 @@
 """Single answers, each liked or not: a prompt and a completion, texts or lists of messages, as those of
 `data/encoders/preference.py`, and a label."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from data.encoders.media import refuse_media
-from data.encoders.preference import check_answer, split_answers
+from data.encoders.preference import MESSAGES, check_answer, split_answers
 from data.encoders.sample import Sample
 from data.encoders.segments import check_text, get_eos, get_fields, no_token_error, tokenize_pieces
-from data.encoders.sft import check_template
+from data.encoders.sft import check_template, refuse_texts
 from errors import UserError
 
 
@@ -21,6 +21,7 @@ class UnpairedEncoder:
     completion_field: str = "completion"
     label_field: str = "label"
     prompt_template: str = "{prompt}\n"
+    chat_template: str | None = field(default=None, repr=False)  # as named; the tokenizer has its text
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template)
@@ -42,6 +43,8 @@ class UnpairedEncoder:
         check_answer(completion, self.completion_field, location)
         if not isinstance(prompt, list):
             check_text(prompt, f"{location}: field '{self.prompt_field}'")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            refuse_texts(self.chat_template, location, MESSAGES)
         template, tools = self.prompt_template, record.get("tools")
         (pieces,) = split_answers(template, prompt, [completion], location, tokenizer, tools=tools)  # type: ignore[arg-type, list-item]
         unknown: dict[int, str] = {}

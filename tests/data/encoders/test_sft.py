@@ -105,6 +105,13 @@ def test_a_template_without_a_prompt() -> None:
         SFTEncoder(prompt_template="Q: ")
 
 
+def test_a_chat_template_is_not_passed_over(build_tokenizer, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Records of texts do not go through it; messages do."""
+    with pytest.raises(UserError, match=r"train.jsonl:12: data.chat_template=chatml is not applied .* give data=chat"):
+        encode(RECORD, build_tokenizer(), chat_template="chatml")
+    assert encode(CONVERSATION, chat_tokenizer, chat_template="chatml") == encode(CONVERSATION, chat_tokenizer)
+
+
 def chat(*turns: tuple[str, str], **fields: str) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
 

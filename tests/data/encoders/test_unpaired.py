@@ -33,6 +33,15 @@ def test_messages_and_texts_may_be_mixed(chat_tokenizer) -> None:
         assert sample == chosen | {"desirable": True}
 
 
+def test_a_chat_template_is_not_passed_over(chat_tokenizer) -> None:
+    pair = {"prompt": "Legs?", "chosen": "Eight.", "rejected": "Five."}
+    messages = {"prompt": [{"role": "user", "content": "Legs?"}]}
+    for encoder, record in ((UnpairedEncoder(chat_template="t"), RECORD), (PreferenceEncoder(chat_template="t"), pair)):
+        with pytest.raises(UserError, match="data.chat_template=t is not applied .* give the prompt or the answer as"):
+            encoder.encode(record, WHERE, chat_tokenizer)
+        assert encoder.encode(record | messages, WHERE, chat_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
