@@ -237,6 +237,10 @@ def worst_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 BOUND = 1e-5
 
 
+# Two replicas that share out sums of gradients, and weights too; the digit is `zero_stage`
+ZERO_LAYOUTS = {"zero2": (1, 2), "zero3": (1, 2)}
+
+
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # num_stages, world size
 
 

@@ -18,6 +18,8 @@ Row = dict[str, str]  # axis -> value
 Values = tuple[tuple[str, str], ...]  # (axis, value), in the order of the axes
 
 OWN_LOSS = "loss={_target_: support.combination_runs.OwnLoss}"
+ADAMW = ("optimizer=adamw", "optimizer.eps=0.01")  # Adam divides rounding by itself
+MOMENTUM = "optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9, nesterov: true}"
 # Axis -> value -> the keys that say it. The first value of each is the plainest, which rows take where nothing asks for
 # another.
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -69,7 +71,19 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "pad_to": {"longest": ("data.pad_to=longest",), "full": ("data.pad_to=max_seq_length",)},
     "micro_batch": {"2": ("micro_batch_size=2",), "1": ("micro_batch_size=1",)},
     "freeze": {"nothing": ("freeze=[]",), "layer": ("freeze=['(layers|h|blocks)[.]0[.]']",)},
-    "optimizer": {"sgd": ("optimizer=sgd",), "adamw": ("optimizer=adamw",)},
+    "optimizer": {
+        "sgd": ("optimizer=sgd",),
+        "adamw": ADAMW,
+        "adamw in bf16": (*ADAMW, "optimizer.state_dtype=bf16", "learning_rate=2e-4"),
+        "8 bits": ("optimizer=adamw_8bit", "optimizer.eps=0.01", "learning_rate=2e-4"),
+        "lion": ("optimizer=lion", "learning_rate=1e-3"),
+        "momentum": ("optimizer=custom", MOMENTUM),
+    },
+    "groups": {
+        "alike": ("parameter_groups=[]",),
+        "own": ("parameter_groups=[{pattern: '(layers|h|blocks)[.]1[.]', learning_rate: 1e-4, weight_decay: 0.3}]",),
+    },
+    "zero": {f"zero{stage}": (f"zero_stage={stage}",) for stage in (1, 2, 3)},
     "offload": {"none": ("offload_optimizer=none",), "cpu": ("offload_optimizer=cpu",)},
     "clipping": {"off": ("max_grad_norm=0",), "on": ("max_grad_norm=0.05",)},
     "loss": {"of the objective": ("loss=null",), "own": (OWN_LOSS,)},

@@ -40,7 +40,7 @@ def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
     for pair in list_combinations(AXES, 2):
         assert (pair in covered) != refusals().refuses(*pair), pair
     assert rows == cover(Refusals(build_config(*BATCH)), 2)
-    assert len(rows) < 45
+    assert len(rows) < 55
 
 
 def list_combinations_of(row: Row) -> set[tuple[tuple[str, str], ...]]:

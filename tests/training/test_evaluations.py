@@ -38,12 +38,14 @@ BEST = ("load_best_model_at_end=true", "keep_last=1", "early_stopping_patience=2
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "world_size"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.full)], ids=["pp2", "pp2xdp2"]
+    ("num_stages", "world_size", "zero_stage"),
+    [(2, 2, 1), *(pytest.param(*layout, marks=pytest.mark.full) for layout in ((2, 4, 1), (1, 2, 2), (1, 2, 3)))],
+    ids=["pp2", "pp2xdp2", "zero2", "zero3"],
 )
 def test_the_best_of_one_of_two_files_is_what_the_run_ends_with(
-    run: Callable[..., Path], root: Path, files: str, num_stages: int, world_size: int
+    run: Callable[..., Path], root: Path, files: str, num_stages: int, world_size: int, zero_stage: int
 ) -> None:
-    out = run("best", num_stages, world_size, *KEYS, *BEST, f"eval_file={files}")
+    out = run("best", num_stages, world_size, *KEYS, *BEST, f"eval_file={files}", f"zero_stage={zero_stage}")
     lines = [line for line in read_metrics(out) if "eval_loss" in line]
     assert [list(line) for line in lines] == [
         [

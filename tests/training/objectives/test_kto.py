@@ -18,6 +18,7 @@ from support.cases import (
     CHECKPOINTED,
     CLIPPED,
     LAYOUTS,
+    ZERO_LAYOUTS,
     Case,
     build_engine,
     hf_weights,
@@ -57,9 +58,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
+    if layout in ZERO_LAYOUTS:
+        overrides = (f"zero_stage={layout[-1]}", *overrides)
     file = "pairs.jsonl" if "data=preference" in overrides else "train.jsonl"
     given = ("data=unpaired_preference", "task=kto", "kto.beta=0.3", "learning_rate=0.2", *overrides)
     return Case(root / f"tied{tied}", root / file, workdir, num_stages, world_size, steps=3, overrides=given)
@@ -200,7 +203,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
         ("pp2", False, (*WEIGHTS, CLIPPED)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in (*LAYOUTS, *TENSOR_PARALLEL)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *ZERO_LAYOUTS)
             for tied, overrides in (
                 (True, (*WEIGHTS, CHECKPOINTED, "micro_batch_size=1")),
                 (False, ("data=preference", "data.pad_to=max_seq_length")),
@@ -230,7 +233,7 @@ def test_three_sgd_steps_equal_the_paper(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp1", "pp2", "pp2xdp2", "tp2"])
+@pytest.mark.parametrize("layout", ["pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS])
 def test_with_an_adapter_the_reference_is_the_model_without_it(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -267,7 +270,10 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("saved", "resumed"), [("pp2", "pp1"), ("pp2xdp2", "pp2"), ("tp2", "pp2xdp2")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [("pp2", "pp1"), ("pp2xdp2", "pp2"), ("tp2", "pp2xdp2"), ("zero3", "pp2"), ("pp2", "zero3"), ("zero2", "zero3")],
+)
 def test_a_run_learns_and_continues_at_another_layout(
     run, root: Path, tmp_path: Path, saved: str, resumed: str
 ) -> None:

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 from support.adapters import make_adapter, to_peft_weights
-from support.cases import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS, Case, merge, train_run, worst_difference
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    CLIPPED,
+    LAYOUTS,
+    ZERO_LAYOUTS,
+    Case,
+    merge,
+    train_run,
+    worst_difference,
+)
 from support.pair_runs import (
     FORMULAS,
     check_equal,
@@ -52,9 +62,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
+    if layout in ZERO_LAYOUTS:
+        overrides = (f"zero_stage={layout[-1]}", *overrides)
     given = ("data=preference", f"task={task}", "micro_batch_size=1", "learning_rate=0.02", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, STEPS, given)
 
@@ -76,6 +88,11 @@ def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: st
             )
         ),
         *(pytest.param(task, "tp2", False, KEYS[task], marks=full) for task in TASKS),
+        *(
+            pytest.param(task, layout, layout == "zero3", OTHER_KEYS[task], marks=full)
+            for task in TASKS
+            for layout in ZERO_LAYOUTS
+        ),
         pytest.param("orpo", "tp2xpp2", True, OTHER_KEYS["orpo"], marks=full),
         pytest.param(
             "simpo", "pp2", False, ("schedule=interleaved", "virtual_stages_per_rank=2", *KEYS["simpo"]), marks=full
@@ -100,7 +117,7 @@ def test_three_sgd_steps_equal_the_paper(
 
 
 @pytest.mark.parametrize(
-    "task, layout", [pytest.param(task, layout, marks=full) for task in TASKS for layout in ("pp2", "tp2xpp2")]
+    "task, layout", [pytest.param(task, layout, marks=full) for task in TASKS for layout in ("pp2", "tp2xpp2", "zero3")]
 )
 def test_an_adapter_is_trained(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, task: str, layout: str

@@ -19,6 +19,7 @@ from support.cases import (
     CLIPPED,
     LAYOUTS,
     ROOT,
+    ZERO_LAYOUTS,
     Case,
     build_engine,
     hf_weights,
@@ -55,9 +56,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
+    if layout in ZERO_LAYOUTS:
+        overrides = (f"zero_stage={layout[-1]}", *overrides)
     given = ("data=preference", "task=reward", "micro_batch_size=1", "learning_rate=0.05", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, steps=3, overrides=given)
 
@@ -152,7 +155,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
         ("pp2", True, (CENTERED, CLIPPED)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in (*LAYOUTS, *TENSOR_PARALLEL)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *ZERO_LAYOUTS)
             for tied, overrides in (
                 (False, (CENTERED, CHECKPOINTED)),
                 (True, ("micro_batch_size=2", "data.pad_to=max_seq_length")),
@@ -228,7 +231,7 @@ def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
         pytest.param("pp2", "pp1", True, marks=pytest.mark.full),
         *(
             pytest.param(*pair, tied, marks=pytest.mark.full)
-            for pair in (("pp2xdp2", "pp2"), ("pp1", "tp2xpp2"), ("tp2", "pp4"))
+            for pair in (("pp2xdp2", "pp2"), ("pp1", "tp2xpp2"), ("tp2", "pp4"), ("zero3", "zero2"))
             for tied in (False, True)
         ),
     ],

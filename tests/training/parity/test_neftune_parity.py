@@ -13,6 +13,7 @@ from support.cases import (
     CHECKPOINTED,
     LAYOUTS,
     SELECTIVE,
+    ZERO_LAYOUTS,
     Case,
     mean_loss,
     merge,
@@ -31,7 +32,7 @@ from training.objectives.registry import describe_objective
 
 ALPHA = 15.0
 NOISY = f"neftune_noise_alpha={ALPHA:g}"
-ALL_LAYOUTS = LAYOUTS | {"tp2": (1, 2)}
+ALL_LAYOUTS = LAYOUTS | {"tp2": (1, 2)} | ZERO_LAYOUTS
 
 
 def make_noisy(model: torch.nn.Module, seed: int, pad_token_id: int) -> None:
@@ -70,7 +71,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
         ("pp2", True, (CHECKPOINTED,)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in ("pp1", "pp2", "pp2xdp2", "tp2")
+            for layout in ("pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS)
             for tied, overrides in ((False, ()), (True, (CHECKPOINTED,)), (False, SELECTIVE))
             if (layout, tied) != ("pp2", True)
         ),
@@ -86,7 +87,8 @@ def test_three_sgd_steps(
 ) -> None:
     num_stages, world_size = ALL_LAYOUTS[layout]
     sharded = ("tensor_parallel_size=2",) if layout == "tp2" else ()
-    keys = (NOISY, *sharded, *overrides)
+    zero = (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
+    keys = (NOISY, *sharded, *zero, *overrides)
     compare(workers, Case(root / f"tied{tied}", root / "train.jsonl", tmp_path, num_stages, world_size, 3, keys))
 
 

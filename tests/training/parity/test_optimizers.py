@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.adapters import make_adapter, to_peft_weights
-from support.cases import BOUND, Case, merge, train_case, train_oracle, worst_difference
+from support.cases import BOUND, ZERO_LAYOUTS, Case, merge, train_case, train_oracle, worst_difference
+from support.combination_runs import round_averages
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import get_linear_schedule_with_warmup
@@ -25,6 +26,7 @@ LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "dp2": (1, 2, 1),
     "tp2": (1, 2, 2),
     "pp2xdp2": (2, 4, 1),
+    **{name: (*layout, 1) for name, layout in ZERO_LAYOUTS.items()},
 }
 DECAY = "weight_decay=0.1"
 ADAMW = ("optimizer=adamw", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
@@ -49,7 +51,8 @@ def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tu
 
     def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
         num_stages, world_size, parallel = LAYOUTS[layout]
-        keys = (f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
+        zero = (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
+        keys = (*zero, f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
         case = Case(root / model, root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
         return case, merge(workers(world_size).run(train_case, case))
 
@@ -71,14 +74,8 @@ def by_adamw(groups: Groups, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 def by_rounded_adamw(groups: Groups) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(groups, lr=2e-4, betas=(0.9, 0.95), eps=1e-2)
-    optimizer.register_step_post_hook(round_state)
+    optimizer.register_step_post_hook(round_averages)
     return optimizer
-
-
-def round_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].copy_(state[name].bfloat16())
 
 
 def by_lion(groups: Groups) -> torch.optim.Optimizer:

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import make_adapter, to_peft_weights
-from support.cases import BOUND, CHECKPOINTED, SELECTIVE, Case, merge, train_case, train_run, worst_difference
+from support.cases import (
+    BOUND,
+    CHECKPOINTED,
+    SELECTIVE,
+    ZERO_LAYOUTS,
+    Case,
+    merge,
+    train_case,
+    train_run,
+    worst_difference,
+)
 from support.combination_runs import EXPERTS
 from support.families import save_family
 from support.parity_table import LARGE
@@ -29,6 +39,7 @@ LOSSES = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
 MOVING = (f"moe.update_router_bias={SPEED}",)
 PACKED = ("data.packing=true", "max_seq_length=160")
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "tp2": (1, 2), "tp2xpp2": (2, 4), "pp2xdp2": (2, 4)}
+LAYOUTS |= ZERO_LAYOUTS
 REPORTED = ("router_aux_loss", "router_z_loss", "expert_load_max", "expert_load_min")
 # Keys that say what is computed, which an oracle reads; the others say how.
 OF_ORACLE = ("data", "max_seq_length", "tokenizer", "learning_rate", "task")
@@ -51,6 +62,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         rate = LARGE if steps == 1 else 0.05
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"learning_rate={rate}", *overrides)
         given += ("tensor_parallel_size=2",) if "tp2" in layout else ()
+        given += (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
         workdir = root / ("pairs" if prefers else "packed" if PACKED[0] in overrides else "records")
         return Case(folder, pairs if prefers else records, workdir, num_stages, world_size, steps, given)
 
@@ -91,6 +103,8 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
                 ("dp2", PACKED),
                 ("tp2xpp2", (CHECKPOINTED, *PACKED)),
                 ("pp2xdp2", ("micro_batch_size=1",)),
+                ("zero2", (CHECKPOINTED,)),
+                ("zero3", (CHECKPOINTED, *PACKED)),
                 ("pp2", ("schedule=interleaved", CHECKPOINTED)),
             )
         ),
@@ -116,6 +130,7 @@ def test_gradients_are_those_of_each_document_alone(
         pytest.param("deepseek_v3", "tp2xpp2", (CHECKPOINTED,), marks=full),
         pytest.param("deepseek_v3", "pp2", ("partition_method=[2,5]",), id="a-stage-without-experts", marks=full),
         pytest.param("minimax_m2", "pp2xdp2", (), marks=full),
+        *(pytest.param("deepseek_v3", layout, (CHECKPOINTED,), marks=full) for layout in ZERO_LAYOUTS),
         pytest.param("ernie4_5_moe", "pp2", (), marks=full),
     ],
 )
@@ -148,7 +163,7 @@ def train_unwatched(case: Case) -> dict[str, Any]:
 
 
 @full
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", *ZERO_LAYOUTS])
 def test_an_adapter_beside_frozen_routers(workers, material, tmp_path: Path, layout: str) -> None:
     """The losses' gradient reaches the adapters through hidden states alone."""
     given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *LOSSES)

@@ -25,6 +25,8 @@ from support.cases import (
     train_oracle,
     worst_difference,
 )
+from support.combination_runs import Material, check_row
+from support.combinations import AXES
 from support.pair_runs import check_equal, load_model, train_pairs
 from support.pair_runs import train_oracle as train_pair_oracle
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
@@ -224,17 +226,17 @@ def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tie
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overrides", [("data.packing=true",), ("freeze=['layers[.]0[.]']",)])
+@pytest.mark.parametrize(
+    "changed",
+    [{"packing": "true"}, {"packing": "true", "objective": "pretrain", "length": "split"}, {"freeze": "layer"}],
+    ids=["packed", "documents", "frozen"],
+)
+@pytest.mark.parametrize("tied", ["false", "true"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_as_stage_1_is(workers, material, stage: int, overrides: tuple[str, ...]) -> None:
-    """Packed rows, frozen layers: as the same two replicas at stage 1, which other tests hold against the oracle."""
-    results = [
-        merge(workers(2).run(train_case, material(False, 2, CLIPPED, *overrides, f"zero_stage={number}")))
-        for number in (1, stage)
-    ]
-    assert worst_difference(results[1]["weights"], results[0]["weights"])[0] < BOUND
-    torch.testing.assert_close(results[1]["losses"], results[0]["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(results[1]["norms"], results[0]["norms"], rtol=BOUND, atol=0)
+def test_packed_rows_and_frozen_layers(workers, tmp_path: Path, stage: int, tied: str, changed: dict[str, str]) -> None:
+    plainest = {axis: next(iter(values)) for axis, values in AXES.items()}
+    row = plainest | {"layout": "dp2", "clipping": "on", "tied": tied, "zero": f"zero{stage}"} | changed
+    check_row(workers, Material(tmp_path), "llama", row, tmp_path)
 
 
 @pytest.mark.full
