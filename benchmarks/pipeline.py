@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers
 from benchmarks.allocation import keep_freed_memory
-from benchmarks.workload import build_llama, compose_run, run_ranks
+from benchmarks.workload import build_llama, compose_run, run_ranks, take_turns
 
 NUM_STAGES = 2
 RUNNERS = (
@@ -146,23 +146,13 @@ def work(
     folder: Path, arguments: argparse.Namespace, trainer: Connection | None
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Tokens/s of each runner on this rank, round by round, and seconds of host time around a pass of ours."""
-    import torch.distributed as dist
-
     if not arguments.fresh_memory:
         keep_freed_memory()
     runners = build_runners(folder, arguments, trainer)
-    rates: dict[str, list[float]] = {name: [] for name in runners}
     tokens = arguments.micro_batches * arguments.micro_batch_size * arguments.seq_length * arguments.steps
-    for round_number in range(arguments.rounds + 1):
-        names = list(runners) if round_number % 2 else list(runners)[::-1]
-        for name in names:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(arguments.steps):
-                runners[name]()
-            rates[name].append(tokens / (time.perf_counter() - start))
+    rates = take_turns(runners, arguments.rounds, arguments.steps, tokens)
     around = {name: step.measure_around() for name, step in runners.items() if isinstance(step, OurStep)}
-    return {name: values[1:] for name, values in rates.items()}, around  # the first round warms up
+    return rates, around
 
 
 def build_runners(

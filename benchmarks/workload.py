@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,24 @@ def repeat_batch(micro_batch_size: int, seq_length: int, vocab_size: int, device
     denominator = torch.tensor(float(micro_batch_size * (seq_length - 1)), device=device)
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)  # [B, T]
     return itertools.repeat(((input_ids, position_ids, segment_ids), (shift_labels(input_ids), denominator)))
+
+
+def take_turns(
+    runners: Mapping[str, Callable[[], object]], rounds: int, steps: int, tokens: int
+) -> dict[str, list[float]]:
+    """Tokens/s of each runner on this rank, round by round; a round goes once through all, every second one backwards.
+
+    steps: that a runner takes in a round. tokens: of these, on this rank. One round more is run first, to warm up.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in runners}
+    for number in range(rounds + 1):
+        for name in list(runners) if number % 2 else list(runners)[::-1]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                runners[name]()
+            rates[name].append(tokens / (time.perf_counter() - start))
+    return {name: values[1:] for name, values in rates.items()}
 
 
 class RankFailed(Exception):

@@ -21,7 +21,7 @@ from support.small_disk import small_disk
 from test_launcher import arguments, read_metrics, root  # noqa: F401  (fixture)
 
 from training.checkpoint.resume import find_damage, find_resume
-from training.checkpoint.state import list_checkpoints, step_of
+from training.checkpoint.state import TEMPORARY_PREFIX, list_checkpoints, step_of
 
 pytestmark = pytest.mark.full
 STEPS = 60
@@ -124,17 +124,27 @@ def test_a_signal_loses_nothing(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_kill_at_other_zero_stages_loses_nothing(train, tmp_path: Path, stage: int) -> None:
+def test_kills_at_other_zero_stages_lose_nothing(train, tmp_path: Path, stage: int) -> None:
+    """A rank in the middle of a step, then one while its checkpoint is being written."""
     rng, out = random.Random(stage), tmp_path / "out"
     sharded = partial(train, zero_stage=stage)
     assert sharded(tmp_path / "whole").code == 0
 
-    def befall(launch: Launch) -> None:
+    def strike_step(launch: Launch) -> None:
         wait_for_step(launch, 20, rng)
         kill_one(launch, rng)
 
-    assert sharded(out, while_running=befall).code != 0
-    assert check_whole(out) >= 18
+    def strike_save(launch: Launch) -> None:
+        launch.wait_for("step 40/")
+        while not list((out / "checkpoints").glob(f"{TEMPORARY_PREFIX}*")):
+            time.sleep(0.001)
+        kill_one(launch, rng)
+
+    for strike, step, overrides in ((strike_step, 20, ()), (strike_save, 40, ("resume=latest",))):
+        ended = sharded(out, *overrides, while_running=strike)
+        assert ended.code != 0 and ended.left_alive == [], ended.output
+        assert any("has ended without a message" in line for line in ended.errors()), ended.output
+        assert check_whole(out) >= step - 2
     finish(sharded, out, read_steps(tmp_path / "whole"))
 
 

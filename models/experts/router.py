@@ -11,7 +11,7 @@ Padding counts for nothing. N tokens of a micro-batch, its rows end to end, K ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -95,15 +95,16 @@ class RoutedBlock:
 _OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that do not return what RoutedBlock says
 
 
-def find_block(layer: nn.Module) -> RoutedBlock | None:
-    """None for a dense layer, and where the router does not say what was chosen."""
+def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size) -> RoutedBlock | None:
+    """None for a dense layer, and where the router does not say what was chosen. shape: of a parameter, where that is
+    cut over replicas."""
     for name, _ in layer.named_modules():
         parent = layer.get_submodule(name.rpartition(".")[0])
         router = getattr(parent, "gate", None) or getattr(parent, "router", None)
         if name.rpartition(".")[2] == "experts" and router is not None and type(router).__name__ not in _OTHER_ROUTERS:
             keeper = next((module for module in parent.modules() if hasattr(module, _BIAS)), None)
-            matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
-            return RoutedBlock(router, len(matrix), keeper)
+            num_experts, _ = next(shape(each) for each in router.parameters() if len(shape(each)) == 2)
+            return RoutedBlock(router, num_experts, keeper)
     return None
 
 

@@ -20,6 +20,7 @@ Values = tuple[tuple[str, str], ...]  # (axis, value), in the order of the axes
 OWN_LOSS = "loss={_target_: support.combination_runs.OwnLoss}"
 ADAMW = ("optimizer=adamw", "optimizer.eps=0.01")  # Adam divides rounding by itself
 MOMENTUM = "optimizer.custom={_target_: torch.optim.SGD, momentum: 0.9, nesterov: true}"
+SECOND_LAYER = "{pattern: '(layers|h|blocks)[.]1[.]', learning_rate: 1e-4, weight_decay: 0.3}"
 # Axis -> value -> the keys that say it. The first value of each is the plainest, which rows take where nothing asks for
 # another.
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -81,7 +82,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "groups": {
         "alike": ("parameter_groups=[]",),
-        "own": ("parameter_groups=[{pattern: '(layers|h|blocks)[.]1[.]', learning_rate: 1e-4, weight_decay: 0.3}]",),
+        "patterns": (f"parameter_groups=[{SECOND_LAYER}]",),
     },
     "zero": {f"zero{stage}": (f"zero_stage={stage}",) for stage in (1, 2, 3)},
     "offload": {"none": ("offload_optimizer=none",), "cpu": ("offload_optimizer=cpu",)},

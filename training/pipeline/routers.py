@@ -20,6 +20,7 @@ from models.layer import Layer
 from models.parallel.shard import TensorParallel
 from training.config.schema import RunConfig
 from training.distributed.topology import PIPE, Topology, join_group
+from training.pipeline.weight_sharding import whole_parameters, whole_shape
 
 AUX_LOSS, Z_LOSS = "router_aux_loss", "router_z_loss"
 MOST_LOADED, LEAST_LOADED = "expert_load_max", "expert_load_min"
@@ -48,7 +49,7 @@ class StageRouters:
         """layers: of this stage, their weights loaded. parallel: the ranks that share them."""
         self._options, self._topology, self._parallel = options, topology, parallel
         self._group = join_group(topology, *topology.others(PIPE))  # the ranks that have these layers
-        found = [(layer, block) for layer in layers if (block := find_block(layer)) is not None]
+        found = [(layer, block) for layer in layers if (block := find_block(layer, whole_shape)) is not None]
         self._blocks: list[RoutedBlock] = [block for _, block in found]
         num_experts = self._blocks[0].num_experts if self._blocks else 1
         self._counts = torch.zeros(len(found), num_experts, dtype=torch.int64, device=device)  # of the running step
@@ -106,7 +107,8 @@ class StageRouters:
         signs = (loads.sum(dim=1, keepdim=True) - loads * loads.shape[1]).sign()
         for block, sign in zip(self._blocks, signs, strict=True):
             assert block.bias is not None
-            block.bias.add_((sign * self._options.update_router_bias).view_as(block.bias))
+            with whole_parameters([block.bias], changes=True):  # of some families it is one
+                block.bias.add_((sign * self._options.update_router_bias).view_as(block.bias))
 
     def finish_interval(self) -> dict[str, float]:
         """Name -> value over the steps since the last call; empty where there were none."""

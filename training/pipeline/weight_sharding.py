@@ -6,7 +6,7 @@ and number of elements are what the functions here say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,7 +34,14 @@ def whole_weights(module: torch.nn.Module, changes: bool = False) -> Iterator[No
 
     changes: what is written to them within stays, and is the same on all ranks.
     """
-    sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+    with whole_parameters(module.parameters(), changes):
+        yield
+
+
+@contextmanager
+def whole_parameters(tensors: Iterable[torch.Tensor], changes: bool = False) -> Iterator[None]:
+    """The same of some parameters. Other tensors are whole as they are."""
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     with GatheredParameters(sharded, modifier_rank=0 if changes else None, enabled=bool(sharded)):
         yield
 

@@ -44,6 +44,8 @@ OPTIMIZERS = {
     "radam": ("tiedTrue", ("optimizer=custom", RADAM)),
 }
 OPTIMIZER_PAIRS = [("pp2", "pp1xdp2"), ("pp1xdp2", "tp2"), ("tp2xpp2", "pp1"), ("pp2xdp2", "pp4")]
+OPTIMIZER_PAIRS += [("stage2xdp2", "stage3xdp4"), ("stage3xdp2", "pp2"), ("pp1xdp2", "stage3xdp2")]
+OPTIMIZER_PAIRS += [("stage2xpp2xdp2", "pp1"), ("pp2", "stage2xpp2xdp2")]
 KINDS = {
     "untied": ("tiedFalse", ()),
     "tied": ("tiedTrue", ()),
@@ -52,7 +54,16 @@ KINDS = {
     "groups": ("tiedTrue", GROUPS),
 }  # model, overrides
 EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
-EXPERT_PAIRS = [("tp2", "pp2"), ("pp2", "tp2"), ("pp1xdp2", "tp2xpp2"), ("pp4", "pp1xdp2"), ("tp2xpp2", "pp1")]
+EXPERT_PAIRS = [
+    ("stage3xdp2", "pp2"),
+    ("pp2", "stage2xdp2"),
+    ("stage2xpp2xdp2", "stage3xdp2"),
+    ("tp2", "pp2"),
+    ("pp2", "tp2"),
+    ("pp1xdp2", "tp2xpp2"),
+    ("pp4", "pp1xdp2"),
+    ("tp2xpp2", "pp1"),
+]
 FEW = [
     ("pp2", "pp1xdp2", "tied"),
     ("pp2xdp2", "pp1", "untied"),
@@ -148,6 +159,22 @@ SHARDED_PAIRS = [
 @pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 @pytest.mark.parametrize("saved, resumed", SHARDED_PAIRS, ids=str)
 def test_zero_stages_go_on_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+# Every pair of layouts of which one shares out more than the optimizer's state, each with one kind of model in turn.
+OTHERS = (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL)
+SHARDED_SIDES = [pair for one in SHARDED for other in OTHERS for pair in ((one, other), (other, one))]
+SHARDED_SIDES += [(one, other) for one in SHARDED for other in SHARDED if one != other]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "saved, resumed, kind",
+    [(*pair, list(KINDS)[number % len(KINDS)]) for number, pair in enumerate(SHARDED_SIDES)],
+    ids=str,
+)
+def test_zero_stages_go_on_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 

@@ -131,6 +131,7 @@ def test_gradients_are_those_of_each_document_alone(
         pytest.param("deepseek_v3", "pp2", ("partition_method=[2,5]",), id="a-stage-without-experts", marks=full),
         pytest.param("minimax_m2", "pp2xdp2", (), marks=full),
         *(pytest.param("deepseek_v3", layout, (CHECKPOINTED,), marks=full) for layout in ZERO_LAYOUTS),
+        pytest.param("ernie4_5_moe", "zero3", (), marks=full),
         pytest.param("ernie4_5_moe", "pp2", (), marks=full),
     ],
 )
