@@ -110,6 +110,7 @@ class Refusals:
     def __init__(self, base: RunConfig, table: Sequence[Pair] = INCOMPATIBLE, has_accelerator: bool = False) -> None:
         self._base, self._table, self._has_accelerator = base, table, has_accelerator
         self._listed = {id(feature): feature for pair in table for feature in (pair.first, pair.second)}
+        self._known: dict[Values, bool] = {}
         self._having: dict[tuple[str, str], set[int]] = {}  # features of the value, where its axis decides them
         for axis, values in AXES.items():
             found = {value: self._features({axis: value}) for value in values}
@@ -127,8 +128,11 @@ class Refusals:
 
     def refuses(self, first: tuple[str, str], second: tuple[str, str]) -> bool:
         """Whether a pair of the table has both, or one of them and the machine."""
-        having = self._having[first] | self._having[second] | self._always
-        return any({id(pair.first), id(pair.second)} <= having for pair in self._table)
+        if (first, second) not in self._known:
+            having = self._having[first] | self._having[second] | self._always
+            refused = any(id(pair.first) in having and id(pair.second) in having for pair in self._table)
+            self._known[first, second] = refused
+        return self._known[first, second]
 
 
 def list_combinations(axes: Mapping[str, object], strength: int) -> Iterator[Values]:
