@@ -1,10 +1,11 @@
 """What sharing each sequence saves, and what it costs, on two ranks of one core each.
 
-    python benchmarks/context.py [--rounds 5] [--longest 16384] [--mode ulysses]
+    python benchmarks/context.py [--rounds 3] [--memory_length 16384] [--longest 32768] [--mode ulysses]
 
-Printed are a rank's peak of activations at the longest length, beside that of one rank with whole sequences; the time a
+Printed are a rank's peak of activations at `memory_length`, beside that of one rank with whole sequences; the time a
 token takes beside two replicas with as many tokens a step, at 4,096; the share of a step in exchanges, waiting for the
-other rank included; and the time a token takes as sequences double from 2,048 on.
+other rank included; and the time a token takes as sequences double from 2,048 to `longest`. About 10 minutes, a third
+of them the longest sequences.
 """
 
 from __future__ import annotations
@@ -29,42 +30,70 @@ from benchmarks.workload import build_engine, build_llama, compose_run, repeat_b
 from models.parallel.ring import Transfer
 
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
+SEQUENCES = 2  # of a step
+ROUNDS_UP_TO = 8192  # tokens; of longer sequences one step takes minutes, and is measured once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--longest", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory_length", type=int, default=16384)
+    parser.add_argument("--longest", type=int, default=32768)
     parser.add_argument("--mode", choices=["ulysses", "ring"], default="ulysses", help="context_parallel_mode")
     arguments = parser.parse_args()
-    longest, mode = arguments.longest, arguments.mode
-    shared, alone = (run_ranks(measure_memory, ranks, ranks, longest, mode)[0] for ranks in (2, 1))
-    print(f"{longest:,} tokens: activations of a rank {shared / 2**20:,.0f} MiB, of one rank alone ", end="")
-    print(f"{alone / 2**20:,.0f} MiB: {shared / alone:.2f} of it")
-    seconds, shares = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, mode, arguments.rounds)[0]
-    replicas, _ = run_ranks(measure_steps, 2, 1, COMPARED_LENGTH, mode, arguments.rounds)[0]
-    ratios = [one / other for one, other in zip(seconds, replicas, strict=True)]
-    print(f"{COMPARED_LENGTH:,} tokens: a token takes {describe(ratios, '.2f')} of two replicas' time; ", end="")
-    print(f"{describe(shares, '.1%')} of a step in exchanges")
-    lengths = [SHORTEST * 2**n for n in range((longest // SHORTEST).bit_length())]
-    for length in lengths:
-        seconds, shares = run_ranks(measure_steps, 2, 2, length, mode, min(3, arguments.rounds))[0]
-        a_token = [1e3 * second / (2 * length) for second in seconds]
-        print(f"{length:>7,} tokens: {describe(a_token, '.3f')} ms a token; {describe(shares, '.1%')} in exchanges")
+    report_memory(arguments.memory_length, arguments.mode)
+    report_time(arguments.rounds, arguments.mode)
+    report_lengths(arguments.rounds, arguments.longest, arguments.mode)
+
+
+def report_memory(seq_length: int, mode: str) -> None:
+    shared, alone = (run_ranks(measure_memory, ranks, ranks, seq_length, mode)[0] for ranks in (2, 1))
+    print(
+        f"{seq_length:,} tokens: activations of a rank {shared / 2**20:,.0f} MiB, of one rank alone "
+        f"{alone / 2**20:,.0f} MiB: {shared / alone:.2f} of it",
+        flush=True,
+    )
+
+
+def report_time(rounds: int, mode: str) -> None:
+    """In turn, twice each: the machine's own speed drifts."""
+    ratios, shares = [], []
+    for _ in range(2):
+        seconds, of_exchanges = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, mode, rounds)[0]
+        replicas, _ = run_ranks(measure_steps, 2, 1, COMPARED_LENGTH, mode, rounds)[0]
+        ratios.append(statistics.median(seconds) / statistics.median(replicas))
+        shares += of_exchanges
+    print(
+        f"{COMPARED_LENGTH:,} tokens: a token takes {describe(ratios, '.2f')} of two replicas' time; "
+        f"{describe(shares, '.1%')} of a step in exchanges",
+        flush=True,
+    )
+
+
+def report_lengths(rounds: int, longest: int, mode: str) -> None:
+    for length in (SHORTEST * 2**n for n in range((longest // SHORTEST).bit_length())):
+        taken = rounds if length <= ROUNDS_UP_TO else 1
+        seconds, shares = run_ranks(measure_steps, 2, 2, length, mode, taken)[0]
+        a_token = [1e3 * second / (SEQUENCES * length) for second in seconds]
+        print(
+            f"{length:>7,} tokens: {describe(a_token, '.3f')} ms a token; {describe(shares, '.1%')} in exchanges",
+            flush=True,
+        )
 
 
 def describe(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
-def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, Iterator[Any]]:
-    """Two sequences a step in any case: one of each replica, or both of the ranks that share them."""
+def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, Any]:
+    """The engine, and its run's config, of `SEQUENCES` sequences a step: one of each replica, or all of the ranks that
+    share them."""
     config = compose_run(
         "num_stages=1",
         f"context_parallel_size={context_parallel_size}",
         f"context_parallel_mode={mode if context_parallel_size > 1 else 'auto'}",
         "micro_batch_size=1",
-        "global_batch_size=2",
+        f"global_batch_size={SEQUENCES}",
         f"max_seq_length={seq_length}",
         "precision=fp32",
         "activation_checkpoint_interval=0",
@@ -72,30 +101,35 @@ def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, 
     architecture = build_llama(
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=seq_length,
     )
-    engine = build_engine(architecture, config)
+    return build_engine(architecture, config), config
+
+
+def repeat_part(context_parallel_size: int, seq_length: int) -> Iterator[Any]:
+    """The rank's part of the same micro-batch, forever."""
     (input_ids, position_ids, segment_ids), (targets, denominator) = next(repeat_batch(1, seq_length, VOCAB_SIZE))
-    take = engine.module.sequence_part.take
-    inputs = (take(input_ids).contiguous(), position_ids, segment_ids)
-    labels = (take(targets).contiguous(), denominator / context_parallel_size)
-    return engine, itertools.repeat((inputs, labels))
+    width = seq_length // context_parallel_size
+    first = dist.get_rank() % context_parallel_size * width
+    part = slice(first, first + width)
+    inputs = (input_ids[:, part].contiguous(), position_ids, segment_ids)
+    labels = (targets[:, part].contiguous(), denominator / context_parallel_size)
+    return itertools.repeat((inputs, labels))
 
 
 def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> int:
     """Bytes that are allocated at once in a step, at most, beyond those at its start; of the slower rank."""
     from training.engine.steps import train_step
 
-    engine, batches = build(context_parallel_size, seq_length, mode)
-    config = compose_run("num_stages=1", f"max_seq_length={seq_length}")
+    engine, config = build(context_parallel_size, seq_length, mode)
     with AllocationPeak() as counter:
-        for step in range(2):  # the optimizer has its state then
+        for length in (64, seq_length):  # after a short step the optimizer has its state
             start = counter.peak = counter.alive
-            train_step(engine, batches, config, step, 2)
+            train_step(engine, repeat_part(context_parallel_size, length), config, 0, 1)
     peak = torch.tensor(counter.peak - start)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
@@ -104,11 +138,10 @@ def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> in
 def measure_steps(
     context_parallel_size: int, seq_length: int, mode: str, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each step, the share of it in exchanges)."""
+    """(seconds of each step, the share of it in exchanges), behind a short step."""
     from training.engine.steps import train_step
 
-    engine, batches = build(context_parallel_size, seq_length, mode)
-    config = compose_run("num_stages=1", f"max_seq_length={seq_length}")
+    engine, config = build(context_parallel_size, seq_length, mode)
     exchanging = 0.0
     owner, name = (Transfer, "receive") if mode == "ring" else (dist, "all_to_all_single")
     exchange = getattr(owner, name)
@@ -122,7 +155,8 @@ def measure_steps(
 
     seconds, shares = [], []
     with patch.object(owner, name, timed):
-        for _ in range(1 + rounds):
+        for length in (SHORTEST, *[seq_length] * rounds):
+            batches = repeat_part(context_parallel_size, length)
             dist.barrier()
             exchanging, start = 0.0, time.perf_counter()
             train_step(engine, batches, config, 0, 1)

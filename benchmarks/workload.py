@@ -29,6 +29,7 @@ class RandomWeights:
     """A `WeightSource` of a model that is nowhere. dtype: as the weights would lie in the file."""
 
     path = Path("nowhere")
+    wrapper = None
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.config, self._dtype, self._device = config, dtype, device
