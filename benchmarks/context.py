@@ -30,7 +30,10 @@ from benchmarks.workload import build_engine, build_llama, compose_run, repeat_b
 from models.parallel.ring import Transfer
 
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
-SEQUENCES = 2  # of a step
+SEQUENCES = 2  # of a step whose time is taken
+LAYERS = 2
+# Of the memory's model: pieces of logits have one size whatever the length, which few layers would not outweigh
+LAYERS_HELD = 8
 ROUNDS_UP_TO = 8192  # tokens; of longer sequences one step takes minutes, and is measured once
 
 
@@ -93,7 +96,7 @@ def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, 
         f"context_parallel_size={context_parallel_size}",
         f"context_parallel_mode={mode if context_parallel_size > 1 else 'auto'}",
         "micro_batch_size=1",
-        f"global_batch_size={SEQUENCES}",
+        f"global_batch_size={sequences}",
         f"max_seq_length={seq_length}",
         "precision=fp32",
         "activation_checkpoint_interval=0",
@@ -101,7 +104,7 @@ def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, 
     architecture = build_llama(
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,

@@ -35,7 +35,9 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -45,6 +47,7 @@ from models.experts.grouped import GROUPED
 from models.layer import Layer, Styles, refuse_sharding
 from models.packed_attention import FLASH, VARLEN, find_obstacle
 from models.reward import is_reward_model, put_score_head
+from models.rope_scaling import DYNAMIC, stretch_positions
 from models.weights.disk_names import list_ignored, name_pieces, name_wrapped_pieces
 from models.wrapped import Wrapper
 
@@ -143,6 +146,16 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
         raise UserError(
             f"max_seq_length={max_seq_length}, but this '{config.model_type}' has a table of {known} positions; "
             f"give at most max_seq_length={known}"
+        )
+
+
+def give_rope_parameters(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Puts a run's `rope_parameters` into the config. Raises UserError for what they cannot mean to the model."""
+    stretch_positions(config, given)
+    if given and given["rope_type"] == DYNAMIC and config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"rope_parameters.rope_type={DYNAMIC}: the layers of '{config.model_type}' come from transformers, whose "
+            "angles then depend on the batches before; give rope_type=yarn"
         )
 
 

@@ -30,6 +30,7 @@ from models.packed_attention import FLASH, VARLEN
 from models.parallel.blocks import SequenceMask
 from models.parallel.shard import WHOLE, ContextParallel
 from models.recurrent import DocumentBatches, batch_documents
+from models.rope_scaling import depends_on_length
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -82,13 +83,13 @@ class MicroBatchContext:
         position_ids = inputs[1]
         with _disable_current_modes():
             if position_ids is not self._position_ids:
+                self._position_ids = position_ids
                 self._numbers = number_documents(position_ids, self.bounds)
                 own = self._take_part(inputs)
-                self.tokens = locate_tokens(own[2], self.bounds) if self.locates_tokens else None
+                self.tokens = self._locate_tokens(inputs[2]) if self.locates_tokens else None
                 self.batches = self._batch_documents()
                 self._own_positions = own[1]
                 self._shared, self._by_type = self.derive_shared(own), {}
-                self._position_ids = position_ids
             return self.give(inputs, attention_type, layer_idx)
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
@@ -109,6 +110,14 @@ class MicroBatchContext:
             hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)
         return hidden_states, position_ids, segment_ids
 
+    def _locate_tokens(self, segment_ids: torch.Tensor) -> TokenDocuments:
+        """The tokens of the rank's part, of documents that may go on in others."""
+        tokens = locate_tokens(segment_ids, self.bounds)
+        documents, is_real = (
+            self.sequence_part.take(each.view_as(segment_ids)).flatten() for each in (tokens.documents, tokens.is_real)
+        )
+        return TokenDocuments(documents, is_real, tokens.lengths)
+
     def request_batches(self) -> None:
         """From now on `batches` is what it says; also for a micro-batch that has begun."""
         self._batches_documents, self._position_ids = True, None
@@ -118,9 +127,21 @@ class MicroBatchContext:
         if self.rotary is None:
             return {}
         hidden_states, position_ids, _ = inputs
-        self.rotary.to(hidden_states.device)
-        cos_and_sin = self.rotary(hidden_states, position_ids=position_ids)  # two of [B, T, head_dim]
-        return {"position_embeddings": cos_and_sin}
+        return {"position_embeddings": self._compute_angles(self.rotary, hidden_states, position_ids)}
+
+    def _compute_angles(self, rotary: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """What the rotary embedding makes of the part's positions, most often two of [B, T, head_dim].
+
+        Where angles follow from the longest document the whole sequence is looked at, and nothing is kept:
+        `dynamic_rope_update` of `transformers` (5.23) goes on with the frequencies of the longest batch it has seen.
+        """
+        rotary.to(hidden_states.device)
+        if not depends_on_length(self.config):
+            return rotary(hidden_states, position_ids=position_ids)
+        setattr(rotary, "max_seq_len_cached", 0)  # noqa: B010  # a plain attribute of a module
+        angles = rotary(hidden_states, position_ids=self._position_ids)
+        part = self.sequence_part.take
+        return part(angles) if isinstance(angles, torch.Tensor) else tuple(map(part, angles))
 
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
         """The mask of one type of attention, in the form that the attention implementation takes.

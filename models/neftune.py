@@ -5,8 +5,8 @@ in a packed row, no other document. It is added to what the embedding of `transf
 of a family whose embedding scales itself.
 
 The numbers are a hash of the step's seed, the document's tokens, the place in the document, and the channel. Nothing is
-drawn, so they are the same at every layout, packed or not, on every rank of a tensor-parallel group and when a layer is
-recomputed. Documents of the same tokens in one step get the same noise.
+drawn, so they are the same at every layout, packed or not, on every rank of a tensor-parallel group, on ranks that have
+parts of a document, and when a layer is recomputed. Documents of the same tokens in one step get the same noise.
 
 B rows, T places, D hidden.
 """
@@ -19,6 +19,7 @@ import torch
 
 from models.context import Activations
 from models.decoder import Embedding
+from models.parallel.shard import WHOLE, ContextParallel, sum_parts
 
 _MASK = 0xFFFFFFFF  # numbers of 32 bits, kept in int64 so that products fit
 _STEP = 0x9E3779B1  # odd: multiples of it differ in all bits
@@ -27,8 +28,8 @@ _STEP = 0x9E3779B1  # odd: multiples of it differ in all bits
 class EmbeddingNoise:
     """The noise of one stage's embedding. `start_step` comes before the passes of a step."""
 
-    def __init__(self, alpha: float) -> None:
-        self._alpha, self._seed = alpha, 0
+    def __init__(self, alpha: float, sequence_part: ContextParallel = WHOLE) -> None:
+        self._alpha, self._seed, self._sequence_part = alpha, 0, sequence_part
         self._keys = self._scales = torch.empty(0)
 
     def attach(self, embedding: Embedding) -> None:
@@ -44,7 +45,7 @@ class EmbeddingNoise:
         """Computes a key and a scale for each token of a micro-batch."""
         if embedding.training:
             input_ids, position_ids, segment_ids = args[0]
-            self._keys, lengths = identify_tokens(input_ids, position_ids, segment_ids, self._seed)
+            self._keys, lengths = identify_tokens(input_ids, position_ids, segment_ids, self._seed, self._sequence_part)
             self._scales = self._alpha / (lengths * embedding.embedding_dim).sqrt()
 
     def add(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -57,15 +58,24 @@ class EmbeddingNoise:
 
 
 def identify_tokens(
-    input_ids: torch.Tensor, position_ids: torch.Tensor, segment_ids: torch.Tensor, seed: int
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    segment_ids: torch.Tensor,
+    seed: int,
+    sequence_part: ContextParallel = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A key for each token, int64 [B, T], by its document's tokens and its place there; and the number of tokens of its
     document, fp32 [B, T]; infinite for padding.
+
+    sequence_part: of the rows, of which `input_ids`, and what is returned, have the tokens; a document may go on in
+    other parts.
     """
-    documents = segment_ids.long()
-    places = _mix(position_ids * _STEP)
-    sums = _sum_documents(_mix(input_ids ^ places), documents)
-    lengths = _sum_documents(torch.ones_like(documents), documents).float()
+    all_documents = segment_ids.long()
+    documents, places = sequence_part.take(all_documents), _mix(sequence_part.take(position_ids) * _STEP)
+    room = all_documents.new_zeros(len(all_documents), all_documents.shape[1] + 1)  # for as many documents as tokens
+    sums = sum_parts(room.scatter_add(1, documents, _mix(input_ids ^ places)), sequence_part).gather(1, documents)
+    sizes = room.scatter_add(1, all_documents, torch.ones_like(all_documents))
+    lengths = sizes.gather(1, documents).float()
     keys = _mix(_mix((sums & _MASK) ^ seed) ^ places)
     return keys, lengths.masked_fill(documents == 0, math.inf)
 
@@ -74,12 +84,6 @@ def compute_uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
     """Numbers from [-1, 1), fp32 [T, width], for keys [T]."""
     channels = torch.arange(1, width + 1, device=keys.device) * _STEP
     return _mix(keys.unsqueeze(-1) + channels).float() / 2**31 - 1
-
-
-def _sum_documents(of_tokens: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """At each place the sum over its document, int64 [B, T]. Asks a GPU for no size: a row has at most T documents."""
-    rows, length = documents.shape
-    return of_tokens.new_zeros(rows, length + 1).scatter_add_(1, documents, of_tokens).gather(1, documents)
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:

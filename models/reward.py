@@ -17,13 +17,17 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 from errors import UserError
 from models.context import Activations
 from models.layer import Layer
+from models.parallel.shard import WHOLE, ContextParallel, sum_parts
 
 _CLASSIFIER = "ForSequenceClassification"
 PREFIX = "score."
 
 
 class ScoreHead(nn.Linear):
-    """Instead of the LM head. The last token of a row is its last that is not padding."""
+    """Instead of the LM head. The last token of a row is its last that is not padding; of ranks that share sequences one
+    has it."""
+
+    sequence_part: ContextParallel = WHOLE
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=False)
@@ -33,10 +37,13 @@ class ScoreHead(nn.Linear):
         lengths in tokens, int64 [B]: one of 0 is padding alone, and its score means nothing."""
         hidden_states, _, segment_ids = inputs
         lengths = (segment_ids != 0).sum(dim=1)
-        last = (lengths - 1).clamp(min=0)
-        chosen = hidden_states[torch.arange(len(last), device=last.device), last]  # [B, D]
+        places = torch.arange(segment_ids.shape[1], device=lengths.device).expand_as(segment_ids)
+        is_last = self.sequence_part.take(places) == (lengths - 1).clamp(min=0).unsqueeze(1)  # [B, T]
+        of_rows, found = is_last.int().max(dim=1).indices, is_last.any(dim=1)
+        chosen = hidden_states[torch.arange(len(of_rows), device=of_rows.device), of_rows]  # [B, D]
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        return nn.functional.linear(chosen.to(dtype), self.weight.to(dtype)).squeeze(1), lengths
+        scores = nn.functional.linear(chosen.to(dtype), self.weight.to(dtype)).squeeze(1)
+        return sum_parts(torch.where(found, scores, 0.0), self.sequence_part), lengths
 
 
 def is_reward_model(config: PretrainedConfig) -> bool:

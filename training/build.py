@@ -48,7 +48,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
         config.activation_checkpoint_interval if trains else 0,
         setup.adapter,
         config.freeze if trains else (),
-        loss=build_run_loss(config, setup.source.config, parallel),
+        loss=build_run_loss(config, setup.source.config, parallel, sequence_part),
         checkpoint_mode=config.activation_checkpoint_mode,
         activation_offload=config.activation_offload,
         compiles=config.compile,

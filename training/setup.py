@@ -18,7 +18,7 @@ from data.order import GlobalOrder
 from data.row_lengths import measure_rows
 from errors import UserError
 from models.adapters import Adapter
-from models.architecture import build_layers, check_length, choose_experts
+from models.architecture import build_layers, check_length, choose_experts, give_rope_parameters
 from models.experts.router import RouterOptions
 from models.layer import Layer
 from models.parallel.shard import WHOLE, ContextParallel
@@ -139,11 +139,13 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
 
 def check_stated_fields(config: RunConfig, source: WeightSource) -> None:
     """Raises UserError where `conf/model` says something else than the weights; they may have rows more, for tokens
-    that the run adds."""
+    that the run adds, and other positions where it gives them."""
     adds = (
         bool(build_chat_template(config.data)) and config.model.get("vocab_size", math.inf) < source.config.vocab_size
     )
-    stated = {key: value for key, value in config.model.items() if not (adds and key == "vocab_size")}
+    replaced = {"vocab_size"} if adds else set()
+    replaced |= {"rope_parameters", "max_position_embeddings"} if config.rope_parameters else set()
+    stated = {key: value for key, value in config.model.items() if key not in replaced}
     check_model_fields(stated, source.config, str(source.path))
 
 
@@ -204,13 +206,21 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
     if config.init is Init.random and resume_from is None:
         rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
         fields = config.model | ({"vocab_size": rows} if rows else {})
-        return RandomWeights(parse_config(fields, Path("conf/model")), config.seed)
+        drawn = parse_config(fields, Path("conf/model"))
+        give_rope_parameters(drawn, config.rope_parameters)
+        return RandomWeights(drawn, config.seed)
     return _open_grown(config, _source_path(config, resume_from))
 
 
 def _open_grown(config: RunConfig, path: str) -> WeightSource:
     source = open_weights(path, config.trust_remote_code)
     rows = count_added_rows(config, source.config, str(source.path))
+    if config.rope_parameters and source.wrapper is not None:
+        raise UserError(
+            f"rope_parameters: {source.path} has its text model in '{source.wrapper.name}', where positions of images "
+            "count too; omit it"
+        )
+    give_rope_parameters(source.config, config.rope_parameters)
     return GrownWeights(source, grow_config(source, rows)) if rows else source
 
 

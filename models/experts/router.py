@@ -26,6 +26,7 @@ from models.context import MicroBatchContext
 from models.decoder import PipelineDecoderLayer
 from models.documents import TokenDocuments
 from models.layer import Layer
+from models.parallel.shard import WHOLE, ContextParallel, sum_parts
 
 
 class Scores(Enum):
@@ -181,7 +182,8 @@ class RouterMonitor:
         balance = z = logits.new_zeros(())
         if options.aux_loss_coef:
             assert options.scores is not None
-            balance = compute_balance_loss(compute_probabilities(logits, options.scores), indices, tokens)
+            probabilities = compute_probabilities(logits, options.scores)
+            balance = compute_balance_loss(probabilities, indices, tokens, self._context.sequence_part)
         if options.z_loss_coef:
             z = (logits.logsumexp(dim=-1).square() * tokens.is_real).sum()
         return torch.stack([balance, z])
@@ -195,12 +197,15 @@ def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
     return affinities / affinities.sum(dim=-1, keepdim=True)
 
 
-def compute_balance_loss(probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments) -> torch.Tensor:
+def compute_balance_loss(
+    probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments, sequence_part: ContextParallel = WHOLE
+) -> torch.Tensor:
     """The sum over the documents of sum_i f_i P_i (2412.19437, equations 17 to 20): 1 for a document whose tokens
     spread evenly. f_i: E / K times the share of the document's tokens that go to expert i, P_i: their mean probability
     of it.
 
-    probabilities: [N, E], differentiable. indices: [N, K], the experts of each token.
+    probabilities: [N, E], differentiable. indices: [N, K], the experts of each token. sequence_part: what these tokens
+    are of each row; f_i is of whole documents, and the sum has these tokens' terms of P_i.
     """
     num_experts, num_chosen = probabilities.shape[1], indices.shape[1]
     # of each document's tokens to each expert, [C, E]
@@ -208,6 +213,7 @@ def compute_balance_loss(probabilities: torch.Tensor, indices: torch.Tensor, tok
     real = tokens.is_real.to(probabilities.dtype)
     pairs = (tokens.documents.unsqueeze(1) * num_experts + indices).flatten()
     counts.view(-1).index_add_(0, pairs, real.unsqueeze(1).expand_as(indices).flatten())
+    counts = sum_parts(counts, sequence_part)
     f = counts * (num_experts / num_chosen) / tokens.lengths.unsqueeze(1)
     share = real / tokens.lengths[tokens.documents]  # of a token in its document's mean
     return ((probabilities * f[tokens.documents]).sum(dim=1) * share).sum()

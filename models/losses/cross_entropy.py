@@ -35,7 +35,7 @@ from models.losses.logit_pieces import (
     predict,
     shard_vocabulary,
 )
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel, sum_parts
 
 IGNORE_INDEX = -100
 
@@ -174,9 +174,11 @@ def sequence_log_probabilities(
     target_indices: torch.Tensor,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
+    sequence_part: ContextParallel = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in
-    `causal_lm_loss`; target_indices: see `find_targets`.
+    `causal_lm_loss`; target_indices: see `find_targets`. sequence_part: what this rank has of each row; the sums are
+    those of the whole rows, on each rank of the group.
 
     For losses that are not sums over tokens. Differentiable; logits are made a piece at a time, and again in the
     backward pass.
@@ -192,7 +194,9 @@ def sequence_log_probabilities(
     # Added up in float64: what a preference is about is a small difference of such sums.
     of_tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
     of_tokens = of_tokens.index_copy(0, target_indices, of_targets.double()).view_as(target_ids)
-    return of_tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()
+    of_rows = torch.stack([of_tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()])
+    log_probabilities, num_targets = sum_parts(of_rows, sequence_part)
+    return log_probabilities, num_targets
 
 
 class _TargetLogProbabilities(torch.autograd.Function):

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
 from models.losses.logit_pieces import shard_vocabulary
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
 
 
 class KTOLoss:
@@ -37,9 +37,11 @@ class KTOLoss:
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         parallel: TensorParallel = ALONE,
+        sequence_part: ContextParallel = WHOLE,
     ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._beta, self._weights = beta, (desirable_weight, undesirable_weight)
+        self._sequence_part = sequence_part
         self._kl: torch.Tensor | None = None
         self._totals: torch.Tensor | None = None
 
@@ -50,16 +52,18 @@ class KTOLoss:
     def sum_log_ratios(
         self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The sum of h over the rows of a micro-batch, float64. Arguments as in a call."""
+        """The sum of h over the rows of a micro-batch, float64; of ranks that share sequences each its equal share.
+        Arguments as in a call."""
         log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
-        return (log_ratios * is_answer).sum()
+        return (log_ratios * is_answer).sum() / self._sequence_part.size
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: target tokens [B, T]; the reference's log-probability of each row,
         summed over its targets, float64 [B]; whether an answer is desirable, 1 or 0, float64 [B]; `loss_denominator`,
         scalar; and `target_indices`, see `find_targets`. A row without targets fills a batch and counts for nothing.
 
-        Returns the sum of the answers' losses over the denominator, fp32 at least.
+        Returns the sum of the answers' losses over the denominator, fp32 at least; of ranks that share sequences each
+        its equal share of that.
         """
         assert self._kl is not None, "the forward pass over mismatched answers comes first"
         _, _, desirable, loss_denominator, *_ = targets
@@ -69,7 +73,8 @@ class KTOLoss:
         weights = of_desirable * desirable + of_undesirable * (1 - desirable)
         losses = weights * torch.sigmoid(-self._beta * sign * (log_ratios - self._kl))  # 1 - sigmoid(x) = sigmoid(-x)
         self._add(log_ratios.detach(), desirable * is_answer, is_answer)
-        return ((losses * is_answer).sum() / loss_denominator).to(torch.promote_types(outputs[1].dtype, torch.float32))
+        loss = (losses * is_answer).sum() / loss_denominator / self._sequence_part.size
+        return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
     def _compute_log_ratios(
         self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
@@ -77,7 +82,7 @@ class KTOLoss:
         """h, and whether a row is an answer, 1 or 0: both float64 [B]."""
         target_ids, reference, _, _, *known = targets
         policy, num_targets = sequence_log_probabilities(
-            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
         )
         return policy - reference, (num_targets > 0).double()
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
 from models.losses.logit_pieces import shard_vocabulary
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
@@ -95,9 +95,16 @@ class PairLoss:
     metrics: the names of what it reports.
     """
 
-    def __init__(self, config: PretrainedConfig, formula: PairFormula, *, parallel: TensorParallel = ALONE) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        formula: PairFormula,
+        *,
+        parallel: TensorParallel = ALONE,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
-        self._formula = formula
+        self._formula, self._sequence_part = formula, sequence_part
         self.metrics = (*REWARDS, *formula.reported)
         self._totals: torch.Tensor | None = None
 
@@ -106,18 +113,19 @@ class PairLoss:
         log-probability of each row, summed over its targets, float64 [2 B]; `loss_denominator`, scalar; and
         `target_indices`, see `find_targets`. A pair without targets fills a batch and counts for nothing.
 
-        Returns the sum of the pairs' losses over the denominator, fp32 at least.
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; of ranks that share sequences each its
+        equal share of that.
         """
         target_ids, *others = targets
         reference = _by_answer(others.pop(0)) if self._formula.needs_reference else None
         loss_denominator, *known = others
         policy, num_targets = sequence_log_probabilities(  # [2 B]
-            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
         )
         is_pair = num_targets[::2] > 0  # [B]
         terms = self._formula(Pairs(_by_answer(policy), _by_answer(num_targets.clamp(min=1)), reference))
         self._add(terms, is_pair)
-        loss = (terms.losses * is_pair).sum() / loss_denominator
+        loss = (terms.losses * is_pair).sum() / loss_denominator / self._sequence_part.size
         return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
 
     @torch.no_grad()

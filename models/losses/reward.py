@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from models.parallel.shard import WHOLE, ContextParallel
+
 
 class RewardLoss:
     """The loss of the last stage of a reward model. It also adds up what is reported of all pairs that it has seen,
@@ -20,15 +22,16 @@ class RewardLoss:
 
     metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
-    def __init__(self, centering_coef: float = 0.0) -> None:
-        self._centering_coef = centering_coef
+    def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = WHOLE) -> None:
+        self._centering_coef, self._sequence_part = centering_coef, sequence_part
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 fills a batch and counts for nothing.
         targets: target tokens, which are not needed; `loss_denominator`, scalar; and what is not needed either.
 
-        Returns the sum of the pairs' losses over the denominator, fp32 at least.
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; of ranks that share sequences each its
+        equal share of that.
         """
         scores, lengths = outputs
         is_row = lengths > 0
@@ -39,7 +42,7 @@ class RewardLoss:
         if self._centering_coef:
             losses = losses + self._centering_coef * (chosen + rejected).square()
         self._add(chosen.detach(), rejected.detach(), is_pair)
-        return ((losses * is_pair).sum() / loss_denominator).to(scores.dtype)
+        return ((losses * is_pair).sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor, is_pair: torch.Tensor) -> None:
         of_pairs = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])

@@ -151,6 +151,12 @@ def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
     return _SumForward.apply(tensor, parallel)
 
 
+def sum_parts(tensor: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
+    """The sum of the tensors over the ranks, from which all of them compute the same, and each counts its share of it:
+    gradients of all are summed too. The tensor itself where a rank has whole sequences."""
+    return tensor if parallel.size == 1 else _SumParts.apply(tensor, parallel)
+
+
 class _SumBackward(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
@@ -172,7 +178,18 @@ class _SumForward(torch.autograd.Function):
         return gradient, None
 
 
-def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
+        context.parallel = parallel
+        return sum_over_ranks(tensor, parallel)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return sum_over_ranks(gradient, context.parallel), None
+
+
+def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel | ContextParallel) -> torch.Tensor:
     """A new tensor, the sum. Without a group, as in a plan, a copy."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     if parallel.group is not None:

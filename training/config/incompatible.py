@@ -122,6 +122,9 @@ _NO_TURNS = Feature(
     "data.name",
 )
 _PACKED = _is("data.packing", "true")
+_DYNAMIC_ROPE = Feature(
+    "rope_parameters.rope_type=dynamic", lambda run: run.config.rope_parameters.get("rope_type") == "dynamic"
+)
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
@@ -220,18 +223,6 @@ INCOMPATIBLE = (
         "give context_parallel_size=2 or more, or context_parallel_mode=auto",
     ),
     Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose another hardware"),
-    Pair(
-        _CONTEXT_PARALLEL,
-        _PAIRS,
-        "an answer is scored as a whole, and would lie on several ranks",
-        f"{_ONE_SEQUENCE}, or use tensor_parallel_size",
-    ),
-    Pair(
-        _CONTEXT_PARALLEL,
-        _UNPAIRED,
-        "an answer is scored as a whole, and would lie on several ranks",
-        f"{_ONE_SEQUENCE}, or use tensor_parallel_size",
-    ),
     Pair(_CONTEXT_PARALLEL, _OWN_LOSS, "it would see a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
@@ -241,18 +232,6 @@ INCOMPATIBLE = (
     ),
     Pair(_CONTEXT_PARALLEL, _COMPILED, "the exchanges between ranks inside a layer are not compiled", _ONE_SEQUENCE),
     Pair(_CONTEXT_PARALLEL, _FP16, "loss scaling is not proven on parts of sequences", _ONE_SEQUENCE),
-    Pair(
-        _CONTEXT_PARALLEL,
-        _positive("neftune_noise_alpha"),
-        "its noise is drawn for whole rows",
-        "give neftune_noise_alpha=0",
-    ),
-    Pair(
-        _CONTEXT_PARALLEL,
-        _positive("moe.aux_loss_coef"),
-        "it is a loss of each document, which would lie on several ranks",
-        "give moe.aux_loss_coef=0; moe.update_router_bias balances the load too",
-    ),
     Pair(
         _is("optimizer.name", "adamw_8bit"),
         _is("offload_optimizer", "cpu"),
@@ -379,6 +358,12 @@ INCOMPATIBLE = (
         _NO_TURNS,
         "its records hold no turns to choose from",
         "give data.train_on=all_turns, or data=chat",
+    ),
+    Pair(
+        _DYNAMIC_ROPE,
+        _PACKED,
+        "angles follow from the longest document of a micro-batch",
+        "give data.packing=false, or rope_parameters.rope_type=yarn",
     ),
     Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(

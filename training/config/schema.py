@@ -281,6 +281,7 @@ class RunConfig:
 
     model_name_or_path: str = MISSING
     init: Init = MISSING
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     tokenizer_name_or_path: str | None = MISSING
     trust_remote_code: bool = MISSING
     train_file: Any = MISSING

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.losses.kto import KTOLoss
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import FirstPass, Metrics, Objective
 from training.objectives.preference import check_more_than_zero
@@ -33,7 +33,13 @@ class KTO(Objective):
     def describe(self, config: RunConfig) -> dict[str, str]:
         return self.describe_keys(config)
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss:
         kto = config.kto
         return KTOLoss(
             model_config,
@@ -41,6 +47,7 @@ class KTO(Objective):
             desirable_weight=kto.desirable_weight,
             undesirable_weight=kto.undesirable_weight,
             parallel=parallel,
+            sequence_part=sequence_part,
         )
 
     def plan_first_pass(self, loss: Loss) -> FirstPass:

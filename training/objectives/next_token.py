@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import Loss
 from models.losses.token_loss import TokenLoss
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 
@@ -21,7 +21,13 @@ class NextToken(Objective):
     def describe(self, config: RunConfig) -> dict[str, str]:
         return {"label_smoothing": f"{config.label_smoothing:g}"} if config.label_smoothing else {}
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss | None:
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss | None:
         if config.loss is not None:
             return None
         return TokenLoss(

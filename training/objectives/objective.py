@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 
@@ -91,10 +91,16 @@ class Objective:
         values = {f"{self.name}.{each.name}": getattr(group, each.name) for each in fields(group)}
         return {key: f"{value:g}" if isinstance(value, float) else write_value(value) for key, value in values.items()}
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss | None:
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss | None:
         """The loss of the last stage; None for next-token cross entropy, in place of which a run may bring its own.
 
-        parallel: the ranks that share the head.
+        parallel: the ranks that share the head. sequence_part: those that share each sequence.
         """
         return None
 

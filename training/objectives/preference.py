@@ -11,7 +11,7 @@ from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.reported_means import ReportedMeans
@@ -32,8 +32,15 @@ class PreferenceObjective(Objective):
     def describe(self, config: RunConfig) -> dict[str, str]:
         return self.describe_keys(config)
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
-        return PairLoss(model_config, self.build_formula(config), parallel=parallel)
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss:
+        formula = self.build_formula(config)
+        return PairLoss(model_config, formula, parallel=parallel, sequence_part=sequence_part)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return (*REWARDS, *self.build_formula(config).reported)

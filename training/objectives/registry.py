@@ -97,6 +97,10 @@ def _check_other_keys(config: RunConfig, objective: Objective) -> None:
                 )
 
 
+def _write_rope(config: RunConfig) -> str:
+    return ", ".join(f"{key}={write_value(value)}" for key, value in sorted(config.rope_parameters.items()))
+
+
 def is_trained_on(objective: Objective, kind: DataKind) -> bool:
     return kind.task == objective.name or kind.name in objective.data_kinds
 
@@ -110,5 +114,6 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
         objective.describe(config)
         | {f"moe.{key}": f"{value:g}" for key, value in of_routers.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
+        | ({"rope_parameters": _write_rope(config)} if config.rope_parameters else {})
         | ({} if is_usual else {"task": objective.name})
     )

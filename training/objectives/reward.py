@@ -9,7 +9,7 @@ from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.losses.reward import RewardLoss
-from models.parallel.shard import TensorParallel
+from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.preference import check_coefficient
@@ -42,8 +42,14 @@ class Reward(Objective):
     def describe(self, config: RunConfig) -> dict[str, str]:
         return self.describe_keys(config)
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
-        return RewardLoss(config.reward.centering_coef)
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss:
+        return RewardLoss(config.reward.centering_coef, sequence_part=sequence_part)
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...]:
         return RewardLoss.metrics

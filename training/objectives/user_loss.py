@@ -11,19 +11,24 @@ from data.collator import unshift_targets
 from data.components import build_checked_component
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.registry import get_objective
 
 
-def build_run_loss(config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss | None:
+def build_run_loss(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    parallel: TensorParallel = ALONE,
+    sequence_part: ContextParallel = WHOLE,
+) -> Loss | None:
     """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the
-    head.
+    head; sequence_part: those that share each sequence.
 
     Raises UserError for a user's loss beside one that the objective has, and for what is not a loss.
     """
     objective = get_objective(config)
-    loss = objective.build_loss(config, model_config, parallel)
+    loss = objective.build_loss(config, model_config, parallel, sequence_part)
     if config.loss is None:
         return loss
     if loss is not None:

@@ -141,7 +141,7 @@ class StageModule(PipelineModule):
             fuses,
         )
         # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
-        self._noise = EmbeddingNoise(neftune_noise_alpha) if neftune_noise_alpha else None
+        self._noise = EmbeddingNoise(neftune_noise_alpha, sequence_part) if neftune_noise_alpha else None
         self._by_layer = compiles and self._recompute.is_selective
         self._by_group = ActivationCheckpointing(0) if self._by_layer else self._recompute
         super().__init__(

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from console import fit, measure_width
 from errors import UserError
-from models.architecture import build_layers, check_length, choose_attention
+from models.architecture import build_layers, check_length, choose_attention, give_rope_parameters
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import describe_reward_model, is_reward_model
@@ -131,6 +131,7 @@ def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | No
             f"{where}model=from_checkpoint states no architecture to plan; "
             "choose one of conf/model, such as model=llama_7b"
         )
+    give_rope_parameters(architecture, config.rope_parameters)
     if get_objective(config).scores_rows and not is_reward_model(architecture):
         architecture = describe_reward_model(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)

@@ -1,0 +1,117 @@
+"""Rotary angles that reach further than a model was trained: `rope_parameters` of a run, put into the model's config.
+
+The names and formulas are those of `transformers` (`modeling_rope_utils`, 5.23): linear (2306.15595), dynamic NTK, yarn
+(2309.00071), llama3 (2407.21783). Where a formula needs the length that the model was pretrained at, it is the model's
+own `original_max_position_embeddings`, else what its `max_position_embeddings` says; and `max_position_embeddings`
+becomes `factor` times that. So a model that has been stretched, given the same again, stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from errors import UserError
+
+DYNAMIC, LONG = "dynamic", "longrope"
+BY_LENGTH = frozenset({DYNAMIC, LONG})  # types whose angles depend on the longest document of a micro-batch
+_OF_ALL = frozenset({"rope_type", "factor", "rope_theta"})
+_LENGTH = "original_max_position_embeddings"
+# type -> fields it cannot do without, and those that it may have
+_FIELDS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "linear": (("factor",), _OF_ALL),
+    DYNAMIC: (("factor",), _OF_ALL),
+    "yarn": (
+        ("factor",),
+        _OF_ALL | {_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        _OF_ALL | {_LENGTH, "low_freq_factor", "high_freq_factor"},
+    ),
+}
+
+
+def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Changes `rope_parameters` and `max_position_embeddings` of `config`; nothing where nothing is given.
+
+    given: as in a Hugging Face config.json. The base `rope_theta` and the share of a head that is rotated are the
+    model's, unless given. Raises UserError for a field that is missing, unknown or out of range, and for a model
+    without rotary positions, or with several kinds of them.
+    """
+    if not given:
+        return
+    check_fields(given)
+    own = _get_own(config)
+    pretrained = int(given.get(_LENGTH) or _find_pretrained_length(config, own))
+    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if own.get(key) is not None}
+    stretched = {**kept, **given}
+    if _LENGTH in _FIELDS[given["rope_type"]][1]:
+        stretched[_LENGTH] = pretrained
+        if hasattr(config, _LENGTH):  # it goes before the one among the parameters
+            setattr(config, _LENGTH, pretrained)
+    # The angles of "dynamic" follow from how much longer a sequence is than the model's own length, which so remains
+    scale = 1.0 if given["rope_type"] == DYNAMIC else given["factor"]
+    config.rope_parameters = stretched
+    config.max_position_embeddings = round(scale * pretrained)
+    config.standardize_rope_params()
+
+
+def depends_on_length(config: PretrainedConfig) -> bool:
+    """Whether angles depend on how long the documents of a micro-batch are."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return any(kind.get("rope_type") in BY_LENGTH for kind in kinds)
+
+
+def check_fields(given: Mapping[str, Any]) -> None:
+    """What can be known without the model. Raises UserError."""
+    types = ", ".join(_FIELDS)
+    rope_type = given.get("rope_type")
+    if rope_type not in _FIELDS:
+        raise UserError(f"rope_parameters.rope_type={rope_type}: must be one of {types}")
+    required, known = _FIELDS[rope_type]
+    if missing := [key for key in required if given.get(key) is None]:
+        names = " and ".join(f"rope_parameters.{key}" for key in missing)
+        raise UserError(f"rope_parameters.rope_type={rope_type} needs {names}; give {'them' if missing[1:] else 'it'}")
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(
+                f"rope_parameters.{key} is not a field of rope_type={rope_type}; it has {', '.join(sorted(known))}"
+            )
+        if key not in ("rope_type", "truncate") and not _is_positive(value):
+            raise UserError(f"rope_parameters.{key}={value}: a number of more than 0")
+    if given["factor"] < 1:
+        raise UserError(f"rope_parameters.factor={given['factor']}: at least 1, how many times as long")
+    if rope_type == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise UserError(
+            f"rope_parameters.low_freq_factor={given['low_freq_factor']}: less than "
+            f"rope_parameters.high_freq_factor={given['high_freq_factor']}"
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _get_own(config: PretrainedConfig) -> dict[str, Any]:
+    """The model's one set of parameters."""
+    own = getattr(config, "rope_parameters", None)
+    if not own or not getattr(config, "max_position_embeddings", None):
+        raise UserError(f"rope_parameters: a '{config.model_type}' has no rotary positions; omit it")
+    if any(isinstance(value, dict) for value in own.values()):
+        raise UserError(
+            f"rope_parameters: a '{config.model_type}' has several, one for each type of its layers "
+            f"({', '.join(own)}), and a run gives one; omit it, and change them in its config.json"
+        )
+    return own
+
+
+def _find_pretrained_length(config: PretrainedConfig, own: Mapping[str, Any]) -> float:
+    if own.get(_LENGTH):
+        return own[_LENGTH]
+    length: int = config.max_position_embeddings
+    return length / own["factor"] if own.get("rope_type") == "linear" else length
