@@ -24,8 +24,8 @@ PREFIX = "score."
 
 
 class ScoreHead(nn.Linear):
-    """Instead of the LM head. The last token of a row is its last that is not padding; of ranks that share sequences one
-    has it."""
+    """Instead of the LM head. The last token of a row is its last that is not padding; of ranks that share sequences
+    one has it."""
 
     sequence_part: ContextParallel = WHOLE
 

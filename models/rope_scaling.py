@@ -8,6 +8,7 @@ becomes `factor` times that. So a model that has been stretched, given the same 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,13 @@ def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> Non
     config.standardize_rope_params()
 
 
+def copy_positions(source: PretrainedConfig, target: PretrainedConfig) -> None:
+    """What `stretch_positions` may have changed, from one config of a model to another."""
+    for name in ("rope_parameters", "max_position_embeddings", _LENGTH):
+        if hasattr(target, name) and hasattr(source, name):
+            setattr(target, name, copy.deepcopy(getattr(source, name)))
+
+
 def depends_on_length(config: PretrainedConfig) -> bool:
     """Whether angles depend on how long the documents of a micro-batch are."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -72,7 +80,7 @@ def check_fields(given: Mapping[str, Any]) -> None:
     types = ", ".join(_FIELDS)
     rope_type = given.get("rope_type")
     if rope_type not in _FIELDS:
-        raise UserError(f"rope_parameters.rope_type={rope_type}: must be one of {types}")
+        raise UserError(f"rope_parameters.rope_type={rope_type or 'null'}: must be one of {types}")
     required, known = _FIELDS[rope_type]
     if missing := [key for key in required if given.get(key) is None]:
         names = " and ".join(f"rope_parameters.{key}" for key in missing)

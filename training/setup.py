@@ -144,7 +144,7 @@ def check_stated_fields(config: RunConfig, source: WeightSource) -> None:
         bool(build_chat_template(config.data)) and config.model.get("vocab_size", math.inf) < source.config.vocab_size
     )
     replaced = {"vocab_size"} if adds else set()
-    replaced |= {"rope_parameters", "max_position_embeddings"} if config.rope_parameters else set()
+    replaced |= {"rope_parameters", "max_position_embeddings"} if config.rope_parameters.list_given() else set()
     stated = {key: value for key, value in config.model.items() if key not in replaced}
     check_model_fields(stated, source.config, str(source.path))
 
@@ -207,7 +207,7 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
         rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
         fields = config.model | ({"vocab_size": rows} if rows else {})
         drawn = parse_config(fields, Path("conf/model"))
-        give_rope_parameters(drawn, config.rope_parameters)
+        give_rope_parameters(drawn, config.rope_parameters.list_given())
         return RandomWeights(drawn, config.seed)
     return _open_grown(config, _source_path(config, resume_from))
 
@@ -215,12 +215,12 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
 def _open_grown(config: RunConfig, path: str) -> WeightSource:
     source = open_weights(path, config.trust_remote_code)
     rows = count_added_rows(config, source.config, str(source.path))
-    if config.rope_parameters and source.wrapper is not None:
+    if config.rope_parameters.list_given() and source.wrapper is not None:
         raise UserError(
             f"rope_parameters: {source.path} has its text model in '{source.wrapper.name}', where positions of images "
             "count too; omit it"
         )
-    give_rope_parameters(source.config, config.rope_parameters)
+    give_rope_parameters(source.config, config.rope_parameters.list_given())
     return GrownWeights(source, grow_config(source, rows)) if rows else source
 
 

@@ -25,6 +25,7 @@ from errors import UserError
 from models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
 from models.architecture import is_ignored, is_supported, unsupported
 from models.layer import Layer, Piece
+from models.rope_scaling import copy_positions
 from models.weights.adapted import AdaptedWeights
 from models.weights.carried import describe_tensor, list_carried, read_carried
 from models.weights.grown import GrownWeights
@@ -75,8 +76,9 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
         raise UserError(
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
         ) from None
-    if (path / "config.json").is_file():  # of a run that has added tokens
+    if (path / "config.json").is_file():  # of a run that may have added tokens, or stretched positions
         config_beside, _ = load_config(path, trust_remote_code)
+        copy_positions(config_beside, base.config)
         if config_beside.vocab_size > base.config.vocab_size:
             base = GrownWeights(base, config_beside)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)

@@ -122,9 +122,7 @@ _NO_TURNS = Feature(
     "data.name",
 )
 _PACKED = _is("data.packing", "true")
-_DYNAMIC_ROPE = Feature(
-    "rope_parameters.rope_type=dynamic", lambda run: run.config.rope_parameters.get("rope_type") == "dynamic"
-)
+_DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")

@@ -7,7 +7,7 @@ differs between its options. Every key is described once, in `conf/base.yaml`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -155,6 +155,26 @@ class DataConfig:
 
 
 @dataclass
+class RopeConfig:
+    rope_type: str | None = MISSING  # checked by models/rope_scaling.py
+    factor: float | None = MISSING
+    rope_theta: float | None = MISSING
+    original_max_position_embeddings: int | None = MISSING
+    low_freq_factor: float | None = MISSING
+    high_freq_factor: float | None = MISSING
+    beta_fast: float | None = MISSING
+    beta_slow: float | None = MISSING
+    attention_factor: float | None = MISSING
+    mscale: float | None = MISSING
+    mscale_all_dim: float | None = MISSING
+    truncate: bool | None = MISSING
+
+    def list_given(self) -> dict[str, Any]:
+        """As a Hugging Face config.json has them; empty where the model's own stay."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+
+
+@dataclass
 class DPOConfig:
     beta: float = MISSING
     label_smoothing: float = MISSING
@@ -281,7 +301,7 @@ class RunConfig:
 
     model_name_or_path: str = MISSING
     init: Init = MISSING
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    rope_parameters: RopeConfig = field(default_factory=RopeConfig)
     tokenizer_name_or_path: str | None = MISSING
     trust_remote_code: bool = MISSING
     train_file: Any = MISSING

@@ -43,7 +43,7 @@ def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
     """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
     attention = choose_run_attention(config, reference.config)
-    positions = [sorted(config.rope_parameters.items())] if config.rope_parameters else []
+    positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
     state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 

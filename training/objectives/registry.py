@@ -98,7 +98,9 @@ def _check_other_keys(config: RunConfig, objective: Objective) -> None:
 
 
 def _write_rope(config: RunConfig) -> str:
-    return ", ".join(f"{key}={write_value(value)}" for key, value in sorted(config.rope_parameters.items()))
+    return ", ".join(
+        f"{key}={write_value(value)}" for key, value in sorted(config.rope_parameters.list_given().items())
+    )
 
 
 def is_trained_on(objective: Objective, kind: DataKind) -> bool:
@@ -114,6 +116,6 @@ def describe_objective(config: RunConfig) -> dict[str, str]:
         objective.describe(config)
         | {f"moe.{key}": f"{value:g}" for key, value in of_routers.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
-        | ({"rope_parameters": _write_rope(config)} if config.rope_parameters else {})
+        | ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})
         | ({} if is_usual else {"task": objective.name})
     )

@@ -131,7 +131,7 @@ def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | No
             f"{where}model=from_checkpoint states no architecture to plan; "
             "choose one of conf/model, such as model=llama_7b"
         )
-    give_rope_parameters(architecture, config.rope_parameters)
+    give_rope_parameters(architecture, config.rope_parameters.list_given())
     if get_objective(config).scores_rows and not is_reward_model(architecture):
         architecture = describe_reward_model(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)

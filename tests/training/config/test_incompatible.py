@@ -66,14 +66,10 @@ EXAMPLES = {
         f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
         for other, keys in {
             "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
-            "data=preference": ("data=preference",),
-            "data=unpaired_preference": ("data=unpaired_preference",),
             "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
             "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
             "compile=true": ("compile=true",),
             "precision=fp16": ("precision=fp16",),
-            "neftune_noise_alpha=5.0": ("neftune_noise_alpha=5.0",),
-            "moe.aux_loss_coef=0.1": ("moe.aux_loss_coef=0.1",),
         }.items()
     },
     "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
@@ -129,6 +125,10 @@ EXAMPLES = {
     "data.train_on=last_turn does not go together with data=preference: ": (
         "data=preference",
         "data.train_on=last_turn",
+    ),
+    "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
+        "rope_parameters={rope_type: dynamic, factor: 2.0}",
+        "data.packing=true",
     ),
     "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),
     "data=preference does not go together with data.length_policy=split: ": (

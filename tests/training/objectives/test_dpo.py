@@ -17,6 +17,7 @@ from support.cases import (
     BOUND,
     CHECKPOINTED,
     CLIPPED,
+    CONTEXT_PARALLEL,
     LAYOUTS,
     Case,
     merge,
@@ -55,9 +56,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
+    if layout in CONTEXT_PARALLEL:
+        overrides = ("context_parallel_size=2", *overrides)
     if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
         overrides = ("learning_rate=0.02", *overrides)
     return Case(
@@ -81,6 +84,9 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
         pytest.param("tp2", False, (WITH_SFT, CLIPPED), marks=pytest.mark.full),
         pytest.param("tp2", False, (SMOOTHED, CLIPPED), marks=pytest.mark.full),
         pytest.param("tp2xpp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
+        pytest.param("cp2", False, (SMOOTHED, ROBUST, WITH_SFT, CLIPPED), marks=pytest.mark.full),
+        pytest.param("cp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
+        pytest.param("cp2xpp2", True, (HINGE, "dpo.beta=1", CHECKPOINTED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in LAYOUTS
@@ -111,7 +117,7 @@ def test_five_sgd_steps_equal_the_paper(
 
 @pytest.mark.parametrize(
     "layout",
-    ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2", "tp2xpp2"))],
+    ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2", "tp2xpp2", "cp2"))],
 )
 def test_with_an_adapter_the_reference_is_the_model_without_it(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, layout: str
@@ -160,7 +166,7 @@ def find_references(tmp_path: Path) -> list[Path]:
         ("pp2", "pp1"),
         *(
             pytest.param(*pair, marks=pytest.mark.full)
-            for pair in (("pp2xdp2", "pp2"), ("pp1", "pp2xdp2"), ("pp4", "pp2xdp2"))
+            for pair in (("pp2xdp2", "pp2"), ("pp1", "pp2xdp2"), ("pp4", "pp2xdp2"), ("cp2", "pp2"), ("pp1", "cp2"))
         ),
     ],
 )

@@ -17,6 +17,7 @@ from support.cases import (
     BOUND,
     CHECKPOINTED,
     CLIPPED,
+    CONTEXT_PARALLEL,
     LAYOUTS,
     ZERO_LAYOUTS,
     Case,
@@ -58,11 +59,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
     if layout in ZERO_LAYOUTS:
         overrides = (f"zero_stage={layout[-1]}", *overrides)
+    if layout in CONTEXT_PARALLEL:
+        overrides = ("context_parallel_size=2", *overrides)
     file = "pairs.jsonl" if "data=preference" in overrides else "train.jsonl"
     given = ("data=unpaired_preference", "task=kto", "kto.beta=0.3", "learning_rate=0.2", *overrides)
     return Case(root / f"tied{tied}", root / file, workdir, num_stages, world_size, steps=3, overrides=given)
@@ -203,7 +206,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
         ("pp2", False, (*WEIGHTS, CLIPPED)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *ZERO_LAYOUTS)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)
             for tied, overrides in (
                 (True, (*WEIGHTS, CHECKPOINTED, "micro_batch_size=1")),
                 (False, ("data=preference", "data.pad_to=max_seq_length")),
@@ -272,7 +275,15 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [("pp2", "pp1"), ("pp2xdp2", "pp2"), ("tp2", "pp2xdp2"), ("zero3", "pp2"), ("pp2", "zero3"), ("zero2", "zero3")],
+    [
+        ("pp2", "pp1"),
+        ("pp2xdp2", "pp2"),
+        ("tp2", "pp2xdp2"),
+        ("zero3", "pp2"),
+        ("pp2", "zero3"),
+        ("zero2", "zero3"),
+        ("cp2", "pp2"),
+    ],
 )
 def test_a_run_learns_and_continues_at_another_layout(
     run, root: Path, tmp_path: Path, saved: str, resumed: str

@@ -14,6 +14,7 @@ from support.cases import (
     BOUND,
     CHECKPOINTED,
     CLIPPED,
+    CONTEXT_PARALLEL,
     LAYOUTS,
     ZERO_LAYOUTS,
     Case,
@@ -62,11 +63,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
     if layout in ZERO_LAYOUTS:
         overrides = (f"zero_stage={layout[-1]}", *overrides)
+    if layout in CONTEXT_PARALLEL:
+        overrides = ("context_parallel_size=2", *overrides)
     given = ("data=preference", f"task={task}", "micro_batch_size=1", "learning_rate=0.02", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, STEPS, given)
 
@@ -87,7 +90,7 @@ def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: st
                 (True, (*KEYS[task], "micro_batch_size=2", "data.pad_to=max_seq_length")),
             )
         ),
-        *(pytest.param(task, "tp2", False, KEYS[task], marks=full) for task in TASKS),
+        *(pytest.param(task, layout, False, KEYS[task], marks=full) for task in TASKS for layout in ("tp2", "cp2")),
         *(
             pytest.param(task, layout, layout == "zero3", OTHER_KEYS[task], marks=full)
             for task in TASKS

@@ -17,6 +17,7 @@ from support.cases import (
     BOUND,
     CHECKPOINTED,
     CLIPPED,
+    CONTEXT_PARALLEL,
     LAYOUTS,
     ROOT,
     ZERO_LAYOUTS,
@@ -56,11 +57,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | ZERO_LAYOUTS)[layout]
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
     if layout in ZERO_LAYOUTS:
         overrides = (f"zero_stage={layout[-1]}", *overrides)
+    if layout in CONTEXT_PARALLEL:
+        overrides = ("context_parallel_size=2", *overrides)
     given = ("data=preference", "task=reward", "micro_batch_size=1", "learning_rate=0.05", *overrides)
     return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, steps=3, overrides=given)
 
@@ -155,7 +158,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
         ("pp2", True, (CENTERED, CLIPPED)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *ZERO_LAYOUTS)
+            for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)
             for tied, overrides in (
                 (False, (CENTERED, CHECKPOINTED)),
                 (True, ("micro_batch_size=2", "data.pad_to=max_seq_length")),

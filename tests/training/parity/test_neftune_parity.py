@@ -11,6 +11,7 @@ import torch
 from support.cases import (
     BOUND,
     CHECKPOINTED,
+    CONTEXT_PARALLEL,
     LAYOUTS,
     SELECTIVE,
     ZERO_LAYOUTS,
@@ -32,7 +33,7 @@ from training.objectives.registry import describe_objective
 
 ALPHA = 15.0
 NOISY = f"neftune_noise_alpha={ALPHA:g}"
-ALL_LAYOUTS = LAYOUTS | {"tp2": (1, 2)} | ZERO_LAYOUTS
+ALL_LAYOUTS = LAYOUTS | CONTEXT_PARALLEL | {"tp2": (1, 2)} | ZERO_LAYOUTS
 
 
 def make_noisy(model: torch.nn.Module, seed: int, pad_token_id: int) -> None:
@@ -71,7 +72,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
         ("pp2", True, (CHECKPOINTED,)),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
-            for layout in ("pp1", "pp2", "pp2xdp2", "tp2", *ZERO_LAYOUTS)
+            for layout in ("pp1", "pp2", "pp2xdp2", "tp2", "cp2", "cp2xpp2", *ZERO_LAYOUTS)
             for tied, overrides in ((False, ()), (True, (CHECKPOINTED,)), (False, SELECTIVE))
             if (layout, tied) != ("pp2", True)
         ),
@@ -87,6 +88,7 @@ def test_three_sgd_steps(
 ) -> None:
     num_stages, world_size = ALL_LAYOUTS[layout]
     sharded = ("tensor_parallel_size=2",) if layout == "tp2" else ()
+    sharded += ("context_parallel_size=2",) if layout in CONTEXT_PARALLEL else ()
     zero = (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
     keys = (NOISY, *sharded, *zero, *overrides)
     compare(workers, Case(root / f"tied{tied}", root / "train.jsonl", tmp_path, num_stages, world_size, 3, keys))

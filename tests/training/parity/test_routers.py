@@ -17,6 +17,7 @@ from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
     BOUND,
     CHECKPOINTED,
+    CONTEXT_PARALLEL,
     SELECTIVE,
     ZERO_LAYOUTS,
     Case,
@@ -39,7 +40,7 @@ LOSSES = (f"moe.aux_loss_coef={AUX}", f"moe.z_loss_coef={Z}")
 MOVING = (f"moe.update_router_bias={SPEED}",)
 PACKED = ("data.packing=true", "max_seq_length=160")
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "dp2": (1, 2), "tp2": (1, 2), "tp2xpp2": (2, 4), "pp2xdp2": (2, 4)}
-LAYOUTS |= ZERO_LAYOUTS
+LAYOUTS |= CONTEXT_PARALLEL | ZERO_LAYOUTS
 REPORTED = ("router_aux_loss", "router_z_loss", "expert_load_max", "expert_load_min")
 # Keys that say what is computed, which an oracle reads; the others say how.
 OF_ORACLE = ("data", "max_seq_length", "tokenizer", "learning_rate", "task")
@@ -63,6 +64,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         given = (f"tokenizer_name_or_path={root}/tokenizer", f"learning_rate={rate}", *overrides)
         given += ("tensor_parallel_size=2",) if "tp2" in layout else ()
         given += (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
+        given += ("context_parallel_size=2",) if layout in CONTEXT_PARALLEL else ()
         workdir = root / ("pairs" if prefers else "packed" if PACKED[0] in overrides else "records")
         return Case(folder, pairs if prefers else records, workdir, num_stages, world_size, steps, given)
 
@@ -111,6 +113,9 @@ def compare(results: list[dict[str, Any]], case: Case, speed: float = 0.0) -> No
         pytest.param("mixtral", "pp2", (CHECKPOINTED,), marks=full),
         pytest.param("minimax_m2", "pp2", PACKED, marks=full),
         pytest.param("gpt_oss", "tp2", (), marks=full),
+        pytest.param("deepseek_v3", "cp2", (), marks=full),
+        pytest.param("deepseek_v3", "cp2xpp2", (CHECKPOINTED, *PACKED), marks=full),
+        pytest.param("gpt_oss", "cp2", (*SELECTIVE, *PACKED), marks=full),
         pytest.param("deepseek_v3", "pp2", ("data=preference", CHECKPOINTED), marks=full),
         pytest.param("qwen3_moe", "dp2", ("data=preference",), marks=full),
     ],
@@ -132,6 +137,7 @@ def test_gradients_are_those_of_each_document_alone(
         pytest.param("minimax_m2", "pp2xdp2", (), marks=full),
         *(pytest.param("deepseek_v3", layout, (CHECKPOINTED,), marks=full) for layout in ZERO_LAYOUTS),
         pytest.param("ernie4_5_moe", "zero3", (), marks=full),
+        pytest.param("deepseek_v3", "cp2", SELECTIVE, marks=full),
         pytest.param("ernie4_5_moe", "pp2", (), marks=full),
     ],
 )
