@@ -55,7 +55,7 @@ def show_start(
     if budget.evaluations:
         when = describe_cadence(config.eval_steps, config.eval_epochs)
         facts["evaluation"] = f"{_describe_evaluations(config, datasets, budget.evaluations)}; {when}"
-    facts |= describe_layout(setup, hosts)
+    facts |= describe_layout(setup, hosts, prediction.plan.sent_in_passes)
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     unit = "epoch" if epochs == 1 else "epochs"
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {unit}"
@@ -89,11 +89,12 @@ def show_evaluation(
     show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.describe_ranks()}", facts)
 
 
-def describe_layout(setup: RunSetup, hosts: Sequence[str]) -> Facts:
+def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, float] | None = None) -> Facts:
+    """sent: see `Layout.describe_placement`."""
     what = "layers a chunk" if setup.layout.num_chunks > 1 else "layers a stage"
     facts = {"layout": setup.layout.describe(), what: str([stop - start for start, stop in pairwise(setup.bounds)])}
     if len(set(hosts)) > 1:
-        facts["hosts"] = setup.layout.describe_placement(list(hosts))
+        facts["hosts"] = setup.layout.describe_placement(list(hosts), sent)
     return facts
 
 

@@ -35,6 +35,9 @@ class Axis:
     splits_weights: bool
 
 
+# What ranks of a host should keep among themselves -> what they send each other
+_WITHIN_HOSTS = {TENSOR: "its activations", CONTEXT: "queries, keys, values and outputs"}
+
 AXES = (
     Axis(PIPE, "num_stages", "pp", splits_weights=True),
     Axis(DATA, None, "dp", splits_weights=False),
@@ -102,6 +105,10 @@ class Topology:
         always = [axis for axis in self.axes if axis.name in (PIPE, DATA)]
         others = [axis for axis in reversed(self.axes) if axis not in always and self.size(axis.name) > 1]
         return " x ".join(f"{axis.label}{self.size(axis.name)}{notes.get(axis.name, '')}" for axis in others + always)
+
+
+def _find_axis(name: str) -> Axis:
+    return next(axis for axis in AXES if axis.name == name)
 
 
 def join_group(topology: Topology, *axes: str) -> dist.ProcessGroup:
@@ -187,8 +194,9 @@ class Layout:
     def list_stage_ranks(self, stage_id: int) -> list[int]:
         return self.topology.groups(*self.topology.others(PIPE))[stage_id]
 
-    def describe_placement(self, hosts: list[str]) -> str:
-        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank."""
+    def describe_placement(self, hosts: list[str], sent: Mapping[str, float] | None = None) -> str:
+        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank. sent: bytes
+        that a rank sends in a step over each axis, where they are known."""
         ranks = range(self.world_size)
         stages = {
             host: sorted({self.stage_id(rank) for rank in ranks if hosts[rank] == host})
@@ -203,15 +211,27 @@ class Layout:
             f"; {crossing} of {len(senders)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
             "cross hosts"
         )
-        if groups := [group for group in self.topology.groups(TENSOR) if _spans_hosts(group, hosts)]:
-            text += (
-                f"; warning: {len(groups)} tensor-parallel groups cross hosts, the first of ranks "
-                f"{_ranges(groups[0])}: each layer then sends its activations over the network four times a "
-                "micro-batch. Start a multiple of "
-                f"tensor_parallel_size={self.tensor_parallel_size} ranks on each host, or give a smaller "
-                "tensor_parallel_size and more num_stages"
-            )
-        return text
+        return text + "".join(
+            self._warn_of_crossing(axis, what, hosts, (sent or {}).get(axis, 0)) for axis, what in _WITHIN_HOSTS.items()
+        )
+
+    def _warn_of_crossing(self, axis: str, what: str, hosts: list[str], sent: float) -> str:
+        """Empty where no group of the axis lies on several hosts. what: is sent there."""
+        groups = [group for group in self.topology.groups(axis) if _spans_hosts(group, hosts)]
+        if not groups:
+            return ""
+        inner = [each for each in (CONTEXT, TENSOR) if self.topology.size(each) > 1]
+        inner = inner[inner.index(axis) :]
+        product = " x ".join(f"{_find_axis(each).size_key}={self.topology.size(each)}" for each in inner)
+        fits = self.topology.size(*inner) <= max(map(hosts.count, hosts))
+        key = _find_axis(axis).size_key
+        return (
+            f"; warning: {len(groups)} {axis}-parallel groups cross hosts, the first of ranks {_ranges(groups[0])}: "
+            f"each layer then sends {what} over the network four times a micro-batch"
+            + (f", {sent / 2**30:,.2f} GiB of a rank a step" if sent else "")
+            + (f". Start a multiple of {product} ranks on each host, or give" if fits else ". Give")
+            + f" a smaller {key} and more num_stages"
+        )
 
     def describe_ranks(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"

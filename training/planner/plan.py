@@ -32,7 +32,7 @@ from training.planner.levers.context_parallel import ModeCost, compare_modes
 from training.planner.levers.lever import Chunk, PlannedRun, Stage
 from training.planner.memory import Memory
 from training.planner.simulation import Pass, simulate
-from training.planner.time import compute_sending_seconds, find_bandwidth
+from training.planner.time import Sent, compute_sending_seconds, find_bandwidth
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ChunkPlan:
 
     first_layer, last_layer: counted with the embedding, both included. backward_flops: with what is recomputed.
     sum_seconds: of the two passes, those in which the ranks that share layers sum activations. boundary_bytes: to the
-    next chunk, forward and backward together; transfer_seconds: either way. deferred_seconds: of the backward pass,
+    next chunk, forward and backward together; sent: by a rank in both passes, to those that share its layers or
+    sequences; transfer_seconds: either way. deferred_seconds: of the backward pass,
     those that the schedule can put off. Nothing is sent to a chunk of the same rank.
     """
 
@@ -54,6 +55,7 @@ class ChunkPlan:
     deferred_seconds: float
     sum_seconds: float
     boundary_bytes: int
+    sent: Sent
     transfer_seconds: float
 
 
@@ -150,6 +152,13 @@ class Plan:
     @property
     def fullest(self) -> StagePlan:
         return max(self.stages, key=lambda stage: stage.memory.peak)
+
+    @property
+    def sent_in_passes(self) -> Sent:
+        """In a step, by a rank of the stage that sends most."""
+        of_stages = [sum((chunk.sent for chunk in stage.chunks), start=Sent()) for stage in self.stages]
+        most = max(of_stages, key=lambda sent: sum(sent.values()))
+        return Sent({axis: nbytes * self.layout.gradient_accumulation_steps for axis, nbytes in most.items()})
 
     @property
     def missing_memory(self) -> float:
@@ -267,6 +276,7 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         backward_seconds=cost.backward_seconds + backward_sending,
         deferred_seconds=cost.deferred_seconds,
         sum_seconds=forward_sending + backward_sending,
+        sent=cost.forward_sent + cost.backward_sent,
         boundary_bytes=cost.boundary_bytes if is_sent else 0,
         transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,
     )

@@ -127,7 +127,7 @@ EXAMPLES = {
         "data.train_on=last_turn",
     ),
     "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
-        "rope_parameters={rope_type: dynamic, factor: 2.0}",
+        "rope_parameters.rope_type=dynamic",
         "data.packing=true",
     ),
     "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),

@@ -121,8 +121,20 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
     text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
     assert (
         "warning: 1 tensor-parallel groups cross hosts, the first of ranks 0-3" in text
-        and "four times a micro-batch" in text
+        and "four times a micro-batch. Start a multiple of tensor_parallel_size=4 ranks on each host" in text
     )
+    both = Layout(Topology.of(16, context=4, tensor=2), micro_batch_size=1, gradient_accumulation_steps=1)
+    assert "warning" not in both.describe_placement(["a"] * 8 + ["b"] * 8)
+    text = both.describe_placement(["a"] * 12 + ["b"] * 4, {CONTEXT: 3 * 2**29, TENSOR: 1.0})
+    assert text.count("warning") == 1
+    assert (
+        "2 context-parallel groups cross hosts, the first of ranks 8, 10, 12, 14: each layer then sends queries, keys, "
+        "values and outputs over the network four times a micro-batch, 1.50 GiB of a rank a step. Start a multiple of "
+        "context_parallel_size=4 x tensor_parallel_size=2 ranks on each host, or give a smaller context_parallel_size"
+    ) in text
+    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # which have no room for another
+    assert "ranks on each host" in large
+    assert "ranks on each host" not in both.describe_placement([host for host in "abcd" for _ in range(4)])
 
 
 def test_the_placement_says_what_lies_where_and_what_crosses() -> None:

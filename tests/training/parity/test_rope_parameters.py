@@ -63,7 +63,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: PreTrained
     assert result["losses"] == pytest.approx(oracle["losses"], rel=BOUND)
     assert result["norms"] == pytest.approx(oracle["norms"], rel=BOUND)
     plain = train_oracle(case, AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32))
-    assert worst_difference(plain["weights"], oracle["weights"])[0] > 1e-3
+    assert worst_difference(plain["weights"], oracle["weights"])[0] > 10 * BOUND
 
 
 @pytest.mark.parametrize(
