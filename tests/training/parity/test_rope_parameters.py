@@ -47,7 +47,7 @@ def give(rope_type: str) -> str:
 def load_stretched(folder: Path, rope_type: str, pretrained: int = PRETRAINED) -> PreTrainedModel:
     """As `transformers` loads the weights with that config.json."""
     config = AutoModelForCausalLM.from_pretrained(folder).config
-    own = {"rope_theta": config.rope_parameters["rope_theta"]}
+    own = {k: v for k, v in config.rope_parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
     if rope_type in ("yarn", "llama3"):
         own["original_max_position_embeddings"] = pretrained
     config.rope_parameters = {"rope_type": rope_type, **own, **TYPES[rope_type]}
