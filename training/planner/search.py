@@ -2,6 +2,7 @@
 best first.
 
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too.
+Where samples are long, other numbers of ranks that share each sequence are tried.
 All of them run under 1F1B, and the schedule that the config asks for; the best few under every other one too.
 """
 
@@ -19,11 +20,12 @@ from errors import UserError
 from models.layer import Layer
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, Offload, RunConfig
-from training.distributed.topology import DATA, PIPE, Layout, Topology, build_layout, read_sizes
+from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.objectives.registry import get_objective
 from training.pipeline.partition import balance, compute_bounds, compute_work
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
+from training.pipeline.sequence_parts import check_run_sequences
 from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.levers.lever import PlannedRun
@@ -41,16 +43,20 @@ CHECKPOINTING = (
 )
 SHOWN = 10
 FINALISTS = 4  # that are tried under other schedules
+LONG = 8192  # tokens of a sample from which on its sequences are shared as well
+MOST_SHARING = 16  # ranks of a sequence
 MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was tried. checkpointing: mode and interval."""
+    """What was tried. checkpointing: mode and interval. tries_sequences: others have other numbers of ranks that share
+    each sequence."""
 
     checkpointing: tuple[CheckpointMode, int]
     offload: Offload
     plan: Plan
+    tries_sequences: bool = False
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -58,6 +64,7 @@ class Candidate:
         layout, (mode, interval) = self.plan.layout, self.checkpointing
         return (
             f"num_stages={layout.num_stages}",
+            *([f"context_parallel_size={layout.context_parallel_size}"] if self.tries_sequences else []),
             f"micro_batch_size={layout.micro_batch_size}",
             "gradient_accumulation_steps=null",
             f"global_batch_size={layout.global_batch_size}",
@@ -93,15 +100,21 @@ class _Search:
         assert config.world_size is not None
         self._config, self._architecture, self._layers, self._hardware = config, architecture, layers, hardware
         self._work = [compute_work(layer) for layer in layers]
-        self._costs: dict[tuple[int, bool], list[LayerCost]] = {}
+        self._costs: dict[tuple[int, int, bool], list[LayerCost]] = {}
         self._splits: dict[tuple[int, str], list[int]] = {}
         self._world_size = config.world_size
         self.global_batch_size = _global_batch_size(config, self._world_size, len(layers))
+        self._sharing = list_sharing(config, architecture, self._world_size)
 
     def list_layouts(self) -> Iterator[Layout]:
         """Under 1F1B and the schedule that the config asks for."""
+        for size in self._sharing:
+            yield from self._list_sharing_so(size)
+
+    def _list_sharing_so(self, context_parallel_size: int) -> Iterator[Layout]:
         total = self.global_batch_size
         given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
+        given[CONTEXT] = context_parallel_size
         replica = self._world_size // math.prod(given.values())
         for num_stages, micro_batch_size in _list_layouts(replica, len(self._layers), total):
             topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
@@ -130,6 +143,7 @@ class _Search:
     def _try(self, layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> Candidate:
         keys = replace(
             self._config,
+            context_parallel_size=layout.context_parallel_size,
             activation_checkpoint_mode=mode,
             activation_checkpoint_interval=interval,
             offload_optimizer=offload,
@@ -141,7 +155,7 @@ class _Search:
         plan = compute_plan(costs, bounds, run)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
-        return Candidate((mode, interval), offload, plan)
+        return Candidate((mode, interval), offload, plan, tries_sequences=len(self._sharing) > 1)
 
     def _split(self, layout: Layout) -> list[int]:
         kind = layout.num_stages, layout.schedule
@@ -152,10 +166,29 @@ class _Search:
         return self._splits[kind]
 
     def _count(self, layout: Layout) -> list[LayerCost]:
-        kind = layout.micro_batch_size, find_schedule(layout.schedule).splits_backward
+        size = layout.context_parallel_size
+        kind = layout.micro_batch_size, size, find_schedule(layout.schedule).splits_backward
         if kind not in self._costs:
-            self._costs[kind] = count_costs(self._config, self._architecture, self._layers, layout)
+            keys = replace(self._config, context_parallel_size=size)
+            self._costs[kind] = count_costs(keys, self._architecture, self._layers, layout)
         return self._costs[kind]
+
+
+def list_sharing(config: RunConfig, architecture: PretrainedConfig, world_size: int) -> list[int]:
+    """The numbers of ranks of a sequence to try: the config's own first, and powers of two that the model, the row's
+    length and the other keys allow."""
+    own = config.context_parallel_size
+    sizes = [own]
+    size = 1
+    while config.max_seq_length >= LONG and size <= min(MOST_SHARING, world_size // config.tensor_parallel_size):
+        keys = replace(config, context_parallel_size=size)
+        with suppress(UserError):
+            check_together(Run(keys))
+            check_run_sequences(keys, architecture)
+            if size != own and world_size % (size * config.tensor_parallel_size) == 0:
+                sizes.append(size)
+        size *= 2
+    return sizes
 
 
 def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Iterator[Layout]:
@@ -217,8 +250,10 @@ def render_search(
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:
         raise UserError(_nothing_fits(candidates[0], config, hardware))
+    shares = any(candidate.plan.layout.context_parallel_size > 1 for candidate in fitting[:SHOWN])
     header = (
         "pp",
+        *(["cp"] if shares else []),
         "dp",
         "schedule",
         "micro-batch",
@@ -231,7 +266,7 @@ def render_search(
         "tokens/s",
         "MFU",
     )
-    rows = [_row(candidate) for candidate in fitting[:SHOWN]]
+    rows = [_row(candidate, shares) for candidate in fitting[:SHOWN]]
     return "\n".join(
         [
             f"{len(fitting)} of {len(candidates)} layouts fit {config.world_size} x {hardware.name}; "
@@ -244,12 +279,14 @@ def render_search(
     )
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
+    """shares: with the ranks of a sequence."""
     plan, (mode, interval) = candidate.plan, candidate.checkpointing
     layout = plan.layout
     names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
     return (
-        str(layout.num_stages), str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
+        str(layout.num_stages), *([str(layout.context_parallel_size)] if shares else []),
+        str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
         str(layout.gradient_accumulation_steps), names[mode.value], candidate.offload.value,
         f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),

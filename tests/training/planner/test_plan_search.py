@@ -15,7 +15,7 @@ from models.architecture import build_layers
 from training.config.schema import RunConfig, to_typed
 from training.planner.hardware import complete_hardware
 from training.planner.run import build_plan, load_architecture, plan_run
-from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, render_search, search_plans
+from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharing, render_search, search_plans
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -128,3 +128,29 @@ def test_a_host_that_is_too_small_is_named() -> None:
 def test_a_global_batch_that_no_split_divides() -> None:
     with pytest.raises(UserError, match="global_batch_size=7 can be cut for no split of world_size=64"):
         search(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))
+
+
+def test_sequences_are_shared_where_samples_are_long() -> None:
+    def find(*overrides: str) -> list[int]:
+        config = build("world_size=8", *overrides)
+        return list_sharing(config, load_architecture(config), 8)
+
+    assert find("max_seq_length=16384") == [1, 2, 4, 8] and find() == [1]
+    assert find("max_seq_length=16384", "context_parallel_size=2", "tensor_parallel_size=2") == [2, 1, 4]
+    assert find("max_seq_length=16384", "context_parallel_mode=ring", "context_parallel_size=2") == [2, 4, 8]
+    assert find("max_seq_length=16388") == [1, 2, 4]  # which the others do not divide
+    assert find("max_seq_length=16384", "compile=true") == [1]
+
+
+@pytest.mark.full
+def test_the_overrides_share_sequences_too() -> None:
+    long = ("world_size=4", "hardware=a100_40g", "max_seq_length=32768", "model=llama_tiny")
+    config = build(*long)
+    best = next(candidate for candidate in search(config) if candidate.plan.layout.context_parallel_size > 1)
+    assert any(override.startswith("context_parallel_size=") for override in best.overrides)
+    again = build(*long, *best.overrides)
+    architecture = load_architecture(again)
+    plan = build_plan(
+        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 4)
+    )
+    assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
