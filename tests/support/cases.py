@@ -247,6 +247,9 @@ LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp2xdp2": (2, 4)}  # nu
 CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # with context_parallel_size=2
 
 
+RING = "context_parallel_mode=ring"
+
+
 CHECKPOINTED = "activation_checkpoint_interval=1"
 
 

@@ -23,6 +23,7 @@ from models.experts.router import (
     find_block,
     fit_options,
 )
+from models.parallel.shard import WHOLE
 
 BIASED = {
     "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2",
@@ -66,7 +67,8 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
     block = find_block(build_family("mixtral").model.layers[0])
     router, hidden_states = block.router, torch.randn(3 * 6, 48, requires_grad=True)
     segments = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]], dtype=torch.int32)
-    context = SimpleNamespace(tokens=locate_tokens(segments, DocumentBounds(5, 6) if knows_bounds else None))
+    tokens = locate_tokens(segments, DocumentBounds(5, 6) if knows_bounds else None)
+    context = SimpleNamespace(tokens=tokens, sequence_part=WHOLE)
     counts, sums = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
     monitor = RouterMonitor(
         context, RouterOptions(1.0, 1.0, scores=Scores.softmax), counts=counts, sums=sums,

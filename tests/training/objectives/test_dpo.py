@@ -19,6 +19,7 @@ from support.cases import (
     CLIPPED,
     CONTEXT_PARALLEL,
     LAYOUTS,
+    RING,
     Case,
     merge,
     train_run,
@@ -86,6 +87,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
         pytest.param("tp2xpp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
         pytest.param("cp2", False, (SMOOTHED, ROBUST, WITH_SFT, CLIPPED), marks=pytest.mark.full),
         pytest.param("cp2", True, (IPO, CHECKPOINTED), marks=pytest.mark.full),
+        pytest.param("cp2", False, (RING, SMOOTHED, WITH_SFT, CLIPPED), marks=pytest.mark.full),
         pytest.param("cp2xpp2", True, (HINGE, "dpo.beta=1", CHECKPOINTED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)

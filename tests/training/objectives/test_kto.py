@@ -20,6 +20,7 @@ from support.cases import (
     CONTEXT_PARALLEL,
     LAYOUTS,
     ZERO_LAYOUTS,
+    RING,
     Case,
     build_engine,
     hf_weights,
@@ -204,6 +205,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: i
     ("layout", "tied", "overrides"),
     [
         ("pp2", False, (*WEIGHTS, CLIPPED)),
+        pytest.param("cp2", False, (RING, *WEIGHTS, CLIPPED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)

@@ -19,6 +19,7 @@ from support.cases import (
     CLIPPED,
     CONTEXT_PARALLEL,
     LAYOUTS,
+    RING,
     ROOT,
     ZERO_LAYOUTS,
     Case,
@@ -156,6 +157,7 @@ def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
     ("layout", "tied", "overrides"),
     [
         ("pp2", True, (CENTERED, CLIPPED)),
+        pytest.param("cp2", False, (RING, CENTERED), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ZERO_LAYOUTS)

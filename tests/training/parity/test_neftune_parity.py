@@ -13,6 +13,7 @@ from support.cases import (
     CHECKPOINTED,
     CONTEXT_PARALLEL,
     LAYOUTS,
+    RING,
     SELECTIVE,
     ZERO_LAYOUTS,
     Case,
@@ -70,6 +71,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     ("layout", "tied", "overrides"),
     [
         ("pp2", True, (CHECKPOINTED,)),
+        pytest.param("cp2", False, (RING,), marks=pytest.mark.full),
         *(
             pytest.param(layout, tied, overrides, marks=pytest.mark.full)
             for layout in ("pp1", "pp2", "pp2xdp2", "tp2", "cp2", "cp2xpp2", *ZERO_LAYOUTS)

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import BOUND, CLIPPED, Case, mean_loss, merge, train_case, train_oracle, train_run, worst_difference
+from support.cases import (
+    BOUND,
+    CLIPPED,
+    RING,
+    Case,
+    mean_loss,
+    merge,
+    train_case,
+    train_oracle,
+    train_run,
+    worst_difference,
+)
 from support.families import save_family
 from support.runs import list_tokenized, read_metrics
 from support.tiny import save_llama, save_records, save_tokenizer
@@ -70,13 +81,13 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case, model: PreTrained
     ("rope_type", "layout"),
     [
         ("yarn", "pp2"),
-        *(pytest.param(rope_type, layout, marks=full) for rope_type in TYPES for layout in ("pp2", "cp2")),
+        *(pytest.param(rope_type, layout, marks=full) for rope_type in TYPES for layout in ("pp2", "cp2", "ring")),
     ],
 )
 def test_five_sgd_steps(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, rope_type: str, layout: str
 ) -> None:
-    keys = ("context_parallel_size=2",) if layout == "cp2" else ()
+    keys = {"pp2": (), "cp2": ("context_parallel_size=2",), "ring": ("context_parallel_size=2", RING)}[layout]
     keys += (give(rope_type), CLIPPED, "data.pad_to=max_seq_length")
     model = load_stretched(root / "llama", rope_type)
     if rope_type == "dynamic":  # its frequencies are those of the longest batch so far
