@@ -87,7 +87,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         folder.take()
     machine = find_run_machine(config, ranks) if ranks.is_main else None  # while all cores are ours
     tokenizer = join_ranks(config, setup, ranks)
-    with Watchdog(ranks, config.stuck_minutes) as watchdog:
+    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
         datasets = tokenize(config, tokenizer)  # finds it done
         setup = agree_on_setup(config, setup, ranks)
         budget, start = agree_on_steps(config, setup, datasets, ranks)
@@ -140,7 +140,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
 def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """Instead of `train`."""
     tokenizer = join_ranks(config, setup, ranks)
-    with Watchdog(ranks, config.stuck_minutes):
+    with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank):
         datasets = tokenize(config, tokenizer)
         setup = load_resumed(setup, config, ranks.say)
         sizes = process.broadcast_from_main(lambda: measure_evaluations(config, setup.layout, datasets), ranks)

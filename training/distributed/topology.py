@@ -233,6 +233,12 @@ class Layout:
             + f" a smaller {key} and more num_stages"
         )
 
+    def name_rank(self, rank: int) -> str:
+        """Such as "5 (pp1 cp0 tp1)": its place on each axis with several ranks, where there are several axes."""
+        axes = [axis for axis in AXES if self.topology.size(axis.name) > 1]
+        places = " ".join(f"{axis.label}{self.topology.index(rank, axis.name)}" for axis in axes)
+        return f"{rank} ({places})" if len(axes) > 1 else str(rank)
+
     def describe_ranks(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
 

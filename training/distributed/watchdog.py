@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -46,8 +46,9 @@ _HERE, _DONE, _LEAVING, _LOST = range(4)
 class Watchdog:
     """Watches within its `with` block, which all ranks enter and leave together, in a process group."""
 
-    def __init__(self, ranks: Ranks, stuck_minutes: float | None) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, stuck_minutes: float | None, name: Callable[[int], str] = str) -> None:
+        """name: of a rank in messages."""
+        self._ranks, self._name = ranks, name
         self._seconds = math.inf if stuck_minutes is None else 60 * stuck_minutes
         self._named_timeout = f"stuck_minutes={stuck_minutes}"
         self._timeout = _LONGEST if stuck_minutes is None else timedelta(minutes=stuck_minutes)
@@ -176,7 +177,8 @@ class Watchdog:
             self._status = _LEAVING
             self._hurry.set()
             self._report(
-                f"rank {self._ranks.rank} has made no progress for {self._named_timeout}: it is at {place}; {known}"
+                f"rank {self._name(self._ranks.rank)} has made no progress for {self._named_timeout}: it is at {place}"
+                f"; {known}"
             )
             for thread in self._threads[1:]:
                 thread.join(2 * _SECONDS_BETWEEN_BEATS)
@@ -184,8 +186,11 @@ class Watchdog:
 
     def _describe_lost(self, rank: int, error: RuntimeError) -> str:
         if is_lost_peer(error):
-            return f"rank {rank} has ended without a message: it was killed, or its host ran out of memory"
-        return f"rank {rank} has not answered for {self._named_timeout}: it is stopped or stuck, or its host is gone"
+            return f"rank {self._name(rank)} has ended without a message: it was killed, or its host ran out of memory"
+        return (
+            f"rank {self._name(rank)} has not answered for {self._named_timeout}: it is stopped or stuck, or its host "
+            "is gone"
+        )
 
     def _report(self, text: str) -> None:
         console.say_last(f"\nerror: {text}; continue with resume=latest\n")

@@ -137,6 +137,12 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
     assert "ranks on each host" not in both.describe_placement([host for host in "abcd" for _ in range(4)])
 
 
+def test_a_rank_is_named_by_its_place() -> None:
+    layout = Layout(Topology.of(8, pipe=2, context=2, tensor=2), 1, 1)
+    assert [layout.name_rank(rank) for rank in (0, 5, 6)] == ["0 (pp0 cp0 tp0)", "5 (pp1 cp0 tp1)", "6 (pp1 cp1 tp0)"]
+    assert Layout(Topology.of(4, pipe=4), 1, 1).name_rank(3) == "3"
+
+
 def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
     four_by_two = Layout(Topology.of(8, pipe=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
