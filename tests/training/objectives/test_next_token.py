@@ -70,6 +70,7 @@ def count_correct(model: torch.nn.Module, dataset: TokenizedDataset) -> tuple[in
         pytest.param(1, 1, ("data.packing=true",), marks=pytest.mark.full),
         pytest.param(2, 4, (SMOOTHED,), marks=pytest.mark.full),
         pytest.param(1, 2, ("tensor_parallel_size=2", SMOOTHED), marks=pytest.mark.full),
+        pytest.param(1, 2, ("context_parallel_size=2", SMOOTHED), marks=pytest.mark.full),
     ],
 )
 def test_evaluations_report_the_plain_loss_and_the_token_accuracy(
