@@ -88,8 +88,10 @@ def describe(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
-def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, Any]:
-    """The engine, and its run's config, of `SEQUENCES` sequences a step: one of each replica, or all of the ranks that
+def build(
+    context_parallel_size: int, seq_length: int, mode: str, sequences: int = SEQUENCES, num_layers: int = LAYERS
+) -> tuple[Any, Any]:
+    """The engine, and its run's config, of so many sequences a step: one of each replica, or all of the ranks that
     share them."""
     config = compose_run(
         "num_stages=1",
@@ -113,26 +115,24 @@ def build(context_parallel_size: int, seq_length: int, mode: str) -> tuple[Any, 
     return build_engine(architecture, config), config
 
 
-def repeat_part(context_parallel_size: int, seq_length: int) -> Iterator[Any]:
+def repeat_part(engine: Any, context_parallel_size: int, seq_length: int) -> Iterator[Any]:
     """The rank's part of the same micro-batch, forever."""
     (input_ids, position_ids, segment_ids), (targets, denominator) = next(repeat_batch(1, seq_length, VOCAB_SIZE))
-    width = seq_length // context_parallel_size
-    first = dist.get_rank() % context_parallel_size * width
-    part = slice(first, first + width)
-    inputs = (input_ids[:, part].contiguous(), position_ids, segment_ids)
-    labels = (targets[:, part].contiguous(), denominator / context_parallel_size)
+    take = engine.module.sequence_part.take
+    inputs = (take(input_ids).contiguous(), position_ids, segment_ids)
+    labels = (take(targets).contiguous(), denominator / context_parallel_size)
     return itertools.repeat((inputs, labels))
 
 
 def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> int:
-    """Bytes that are allocated at once in a step, at most, beyond those at its start; of the slower rank."""
+    """Bytes that are allocated at once in a step, at most, beyond those at its start; of the rank with more."""
     from training.engine.steps import train_step
 
-    engine, config = build(context_parallel_size, seq_length, mode)
+    engine, config = build(context_parallel_size, seq_length, mode, sequences=1, num_layers=LAYERS_HELD)
     with AllocationPeak() as counter:
         for length in (64, seq_length):  # after a short step the optimizer has its state
             start = counter.peak = counter.alive
-            train_step(engine, repeat_part(context_parallel_size, length), config, 0, 1)
+            train_step(engine, repeat_part(engine, context_parallel_size, length), config, 0, 1)
     peak = torch.tensor(counter.peak - start)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
@@ -159,7 +159,7 @@ def measure_steps(
     seconds, shares = [], []
     with patch.object(owner, name, timed):
         for length in (SHORTEST, *[seq_length] * rounds):
-            batches = repeat_part(context_parallel_size, length)
+            batches = repeat_part(engine, context_parallel_size, length)
             dist.barrier()
             exchanging, start = 0.0, time.perf_counter()
             train_step(engine, batches, config, 0, 1)
