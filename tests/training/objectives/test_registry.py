@@ -75,7 +75,13 @@ class ScaledCrossEntropy(Objective):
     def describe(self, config: RunConfig) -> dict[str, str]:
         return {"scale": f"{SCALE:g}"}
 
-    def build_loss(self, config: RunConfig, model_config: PretrainedConfig, parallel: TensorParallel) -> Loss:
+    def build_loss(
+        self,
+        config: RunConfig,
+        model_config: PretrainedConfig,
+        parallel: TensorParallel,
+        sequence_part: ContextParallel = WHOLE,
+    ) -> Loss:
         loss = build_loss(model_config, parallel)
         return lambda outputs, targets: SCALE * loss(outputs, targets)
 
