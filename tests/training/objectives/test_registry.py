@@ -28,7 +28,7 @@ from models.losses.options import DPOLossType
 from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import PairFormula, WithNLL
 from models.losses.simpo import SimPOFormula
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
 from training.objectives.objective import Objective
 from training.objectives.preference import PreferenceObjective
