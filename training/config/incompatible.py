@@ -316,12 +316,6 @@ INCOMPATIBLE = (
         "give zero_stage=1, with num_stages or tensor_parallel_size for a model that is too large for a card",
     ),
     Pair(
-        _SHARDED,
-        Feature("plan=search", lambda run: run.config.plan == "search"),
-        "the search varies pipelines of stage 1",
-        "give plan=true",
-    ),
-    Pair(
         _given("freeze", "freeze"),
         _LORA,
         "an adapter freezes everything else",

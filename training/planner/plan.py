@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from transformers import PretrainedConfig
 
@@ -212,7 +212,7 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
     transfers = [chunk.transfer_seconds for chunk in chunks[:-1]]
     forward, backward = [chunk.forward_seconds for chunk in chunks], [chunk.backward_seconds for chunk in chunks]
     deferred = [chunk.deferred_seconds for chunk in chunks]
-    passes = simulate(schedule, forward, backward, transfers, deferred)
+    passes = _simulate(schedule, tuple(forward), tuple(backward), tuple(transfers), tuple(deferred))
     busy = [layout.gradient_accumulation_steps * (stage.forward_seconds + stage.backward_seconds) for stage in stages]
     pipeline_seconds = max(p.stop for p in passes)
     return Plan(
@@ -240,6 +240,17 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
         ),
         sequence_modes=max(map(compare_modes, held_by), key=lambda modes: sum(mode.sent_bytes for mode in modes)),
     )
+
+
+@lru_cache(maxsize=64)  # a search asks again with keys that change no pass, such as where the optimizer is
+def _simulate(
+    schedule: Schedule,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    transfers: tuple[float, ...],
+    deferred: tuple[float, ...],
+) -> list[Pass]:
+    return simulate(schedule, forward, backward, transfers, deferred)
 
 
 def _plan_stage(stage: Stage) -> StagePlan:
@@ -283,11 +294,21 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
 
 
 def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
-    """Says of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`."""
+    """Says of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`.
+
+    Layers of one kind share one cost (`count_layers`), and a stage of so many of them is counted once, wherever it
+    starts.
+    """
+    kinds = [id(cost) for cost in costs]
+    known: dict[tuple[int, ...], bool] = {}
 
     @cache
     def fits(stage_id: int, start: int, stop: int) -> bool:
-        return table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)])).peak <= run.hardware.usable_bytes
+        held = (stage_id, *kinds[start:stop])
+        if held not in known:
+            memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
+            known[held] = memory.peak <= run.hardware.usable_bytes
+        return known[held]
 
     return fits
 

@@ -1,18 +1,20 @@
 """`plan=search`: every split of the ranks into stages and replicas, every micro-batch size and way of checkpointing,
-best first.
+best first; where the card is too small, with what gives memory for time, such as ZeRO's stages.
 
-The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too.
-Where samples are long, other numbers of ranks that share each sequence are tried.
-All of them run under 1F1B, and the schedule that the config asks for; the best few under every other one too.
+The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too,
+and so does the optimizer: nothing that is tried changes a gradient or an update. Where samples are long, other numbers
+of ranks that share each sequence are tried. All of them run under 1F1B, and the schedule that the config asks for; the
+best few under every other one too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -20,9 +22,10 @@ from errors import UserError
 from models.layer import Layer
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, Offload, RunConfig
+from training.config.validate import check_config
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.objectives.registry import get_objective
-from training.pipeline.partition import balance, compute_bounds, compute_work
+from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
 from training.pipeline.sequence_parts import check_run_sequences
@@ -41,6 +44,24 @@ CHECKPOINTING = (
     ((CheckpointMode.every, 2),),
     tuple((CheckpointMode.grouped, interval) for interval in (1, 2, 4, 8)),
 )
+# What gives memory for time, beside recomputation. The first two are always tried; the others where the first does not
+# fit, as each is slower than that. But with one micro-batch stage 2 sums as often as stage 1, and sends less.
+ALWAYS: tuple[dict[str, Any], ...] = ({}, {"offload_optimizer": Offload.cpu})
+SAVING: tuple[dict[str, Any], ...] = (
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 3, "offload_parameters": Offload.cpu},
+    {"activation_offload": True},
+    {"activation_offload": True, "offload_optimizer": Offload.cpu},
+    {"activation_offload": True, "zero_stage": 2},
+    {"activation_offload": True, "zero_stage": 3},
+)
+UNUSED: dict[str, Any] = {
+    "offload_optimizer": Offload.none,
+    "zero_stage": 1,
+    "offload_parameters": Offload.none,
+    "activation_offload": False,
+}
 SHOWN = 10
 FINALISTS = 4  # that are tried under other schedules
 LONG = 8192  # tokens of a sample from which on its sequences are shared as well
@@ -50,11 +71,11 @@ MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was tried. checkpointing: mode and interval. tries_sequences: others have other numbers of ranks that share
-    each sequence."""
+    """What was tried. checkpointing: mode and interval. levers: those of `SAVING` and `ALWAYS`, by key.
+    tries_sequences: others have other numbers of ranks that share each sequence."""
 
     checkpointing: tuple[CheckpointMode, int]
-    offload: Offload
+    levers: Mapping[str, Any]
     plan: Plan
     tries_sequences: bool = False
 
@@ -70,9 +91,19 @@ class Candidate:
             f"global_batch_size={layout.global_batch_size}",
             f"activation_checkpoint_interval={interval}",
             f"activation_checkpoint_mode={mode.value}",
-            f"offload_optimizer={self.offload.value}",
+            f"offload_optimizer={(UNUSED | dict(self.levers))['offload_optimizer'].value}",
             f"schedule={layout.schedule}",
+            *(_render(key, value) for key, value in (UNUSED | dict(self.levers)).items() if key != "offload_optimizer"),
         )
+
+    @property
+    def saving(self) -> str:
+        """What it uses, in short."""
+        return " ".join(_render(key, value) for key, value in self.levers.items()) or "-"
+
+
+def _render(key: str, value: Any) -> str:
+    return f"{key}={str(getattr(value, 'value', value)).lower()}"
 
 
 def search_plans(
@@ -122,10 +153,34 @@ class _Search:
             yield from _list_schedules(layout, self._config, len(self._layers))
 
     def try_layout(self, layout: Layout) -> Iterator[Candidate]:
-        """With every way of checkpointing, and with and without offloading."""
-        for choices, offload in itertools.product(CHECKPOINTING, Offload):
-            tried = [self._try(layout, mode, interval, offload) for mode, interval in choices]
-            yield min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak)
+        """With every way of checkpointing, with and without offloading, and where that is not enough with more."""
+        for choices in CHECKPOINTING:
+            found = [candidate for levers in ALWAYS if (candidate := self._try_each(layout, choices, levers))]
+            yield from found
+            fits = any(candidate.plan.fits for candidate in found if not candidate.levers)
+            more = SAVING if not fits else SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
+            yield from (candidate for levers in more if (candidate := self._try_each(layout, choices, levers)))
+
+    def _try_each(
+        self, layout: Layout, choices: Sequence[tuple[CheckpointMode, int]], levers: Mapping[str, Any]
+    ) -> Candidate | None:
+        """The one that takes the least memory; None where the run cannot have `levers`, or they save nothing."""
+        if "zero_stage" in levers and layout.num_weight_replicas == 1:
+            return None
+        if any(levers == tried for tried in SAVING):
+            choices = [choice for choice in choices if self._goes_together(layout, choice, levers)]
+        tried = [self._try(layout, *choice, levers) for choice in choices]
+        return min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
+
+    def _goes_together(
+        self, layout: Layout, checkpointing: tuple[CheckpointMode, int], levers: Mapping[str, Any]
+    ) -> bool:
+        keys = replace(self._keys(layout, *checkpointing, levers), plan=True)
+        with suppress(UserError):
+            check_config(keys, has_accelerator=True)
+            check_together(Run(keys))
+            return True
+        return False
 
     def try_other_schedules(self, ranked: Sequence[Candidate]) -> Iterator[Candidate]:
         """The best of those that fit, under the schedules that have not been tried: to order the passes of one takes
@@ -138,32 +193,49 @@ class _Search:
                 check_together(Run(keys))
                 layout = schedule_layout(candidate.plan.layout, keys, len(self._layers))
                 if name not in known and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES:
-                    yield self._try(layout, *candidate.checkpointing, candidate.offload)
+                    yield self._try(layout, *candidate.checkpointing, candidate.levers)
 
-    def _try(self, layout: Layout, mode: CheckpointMode, interval: int, offload: Offload) -> Candidate:
-        keys = replace(
+    def _keys(self, layout: Layout, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]) -> RunConfig:
+        return replace(
             self._config,
             context_parallel_size=layout.context_parallel_size,
+            num_stages=layout.num_stages,
+            micro_batch_size=layout.micro_batch_size,
+            gradient_accumulation_steps=None,
+            global_batch_size=layout.global_batch_size,
             activation_checkpoint_mode=mode,
             activation_checkpoint_interval=interval,
-            offload_optimizer=offload,
             schedule=layout.schedule,
+            **(UNUSED | dict(levers)),
         )
+
+    def _try(self, layout: Layout, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]) -> Candidate:
+        keys = self._keys(layout, mode, interval, levers)
         bounds, costs = self._split(layout), self._count(layout)
         timed = time_passes(layout, keys, self._layers, bounds, get_objective(keys).remakes_logits)
         run = PlannedRun(keys, timed, self._architecture.vocab_size, self._hardware)
         plan = compute_plan(costs, bounds, run)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
-        return Candidate((mode, interval), offload, plan, tries_sequences=len(self._sharing) > 1)
+        return Candidate((mode, interval), levers, plan, tries_sequences=len(self._sharing) > 1)
 
     def _split(self, layout: Layout) -> list[int]:
         kind = layout.num_stages, layout.schedule
         if kind not in self._splits:
-            self._splits[kind] = compute_bounds(
+            self._splits[kind] = self._compute_split(layout)
+        return self._splits[kind]
+
+    def _compute_split(self, layout: Layout) -> list[int]:
+        """What `compute_bounds` gives; the work of `balanced` is known."""
+        if _method(self._config) != "balanced":
+            return compute_bounds(
                 self._layers, layout.num_stages, _method(self._config), schedule=build_schedule(layout)
             )
-        return self._splits[kind]
+        if layout.num_chunks > 1:
+            return balance_chunks(self._work, build_schedule(layout))
+        bounds = balance(self._work, layout.num_stages)
+        assert bounds is not None
+        return bounds
 
     def _count(self, layout: Layout) -> list[LayerCost]:
         size = layout.context_parallel_size
@@ -259,7 +331,7 @@ def render_search(
         "micro-batch",
         "micro-batches",
         "checkpoint",
-        "offload",
+        "saving memory",
         "peak GiB",
         "host GiB",
         "step",
@@ -287,7 +359,7 @@ def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
     return (
         str(layout.num_stages), *([str(layout.context_parallel_size)] if shares else []),
         str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
-        str(layout.gradient_accumulation_steps), names[mode.value], candidate.offload.value,
+        str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
         f"{plan.fullest.memory.peak / GIB:.1f}",
         f"{plan.host_bytes / GIB:,.0f}", render_seconds(plan.step_seconds),
         f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}",

@@ -104,7 +104,6 @@ EXAMPLES = {
         "evaluate_only=true",
         "eval_file=eval.jsonl",
     ),
-    "zero_stage=2 does not go together with plan=search: ": ("zero_stage=2", "plan=search"),
     "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
     "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
         "moe.update_router_bias=0.001",

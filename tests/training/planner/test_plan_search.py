@@ -41,7 +41,8 @@ def test_every_split_that_divides_is_tried() -> None:
     assert layouts == {
         (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
     }
-    assert len(found) == 2 * len(CHECKPOINTING) * len(layouts)  # with and without offloading
+    always = [c for c in found if tuple(c.levers) in ((), ("offload_optimizer",))]
+    assert len(always) == 2 * len(CHECKPOINTING) * len(layouts)  # with and without offloading
     assert all(candidate.plan.layout.global_batch_size == 16 for candidate in found)
 
 
@@ -98,10 +99,41 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
     """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
     found = search(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none"))
     assert found[0].plan.layout.micro_batch_size > 1
-    replicas = [c.plan for c in found if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL]
+    replicas = [
+        c.plan for c in found if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL and not c.levers
+    ]
     by_size = sorted(replicas, key=lambda plan: plan.layout.micro_batch_size)
     speeds = [plan.tokens_per_second for plan in by_size]
     assert len(speeds) == 4 and all(few > many * 1.001 for many, few in itertools.pairwise(speeds))
+
+
+def test_where_a_card_is_too_small_replicas_share_out_or_the_host_helps() -> None:
+    """Of every layout, what gives memory for time is tried only where the run without it does not fit; and a run of
+    one replica has nothing to share out."""
+    found = [c for c in search(build("world_size=8", "hardware=a100_40g")) if c.plan.layout.schedule == "1f1b"]
+    by_layout: dict[tuple[int, int, int], list[Candidate]] = {}
+    for c in found:
+        way = next(number for number, choices in enumerate(CHECKPOINTING) if c.checkpointing in choices)
+        by_layout.setdefault((c.plan.layout.num_stages, c.plan.layout.micro_batch_size, way), []).append(c)
+    for (num_stages, _, _), tried in by_layout.items():
+        plain = next(c.plan for c in tried if not c.levers)
+        stages = {c.levers["zero_stage"] for c in tried if "zero_stage" in c.levers}
+        if num_stages == 8 or (plain.fits and plain.layout.gradient_accumulation_steps > 1):
+            assert not stages
+        else:
+            assert stages == ({2, 3} if num_stages == 1 and not plain.fits else {2})
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
+    found = search(build("world_size=8", "hardware=a100_40g"))
+    used = next(c for c in found if c.plan.fits and c.levers == {"zero_stage": zero_stage})
+    again = build("world_size=8", "hardware=a100_40g", *used.overrides)
+    architecture = load_architecture(again)
+    plan = build_plan(
+        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8)
+    )
+    assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
 
 
 def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:
