@@ -44,8 +44,6 @@ OPTIMIZERS = {
     "radam": ("tiedTrue", ("optimizer=custom", RADAM)),
 }
 OPTIMIZER_PAIRS = [("pp2", "pp1xdp2"), ("pp1xdp2", "tp2"), ("tp2xpp2", "pp1"), ("pp2xdp2", "pp4")]
-OPTIMIZER_PAIRS += [("stage2xdp2", "stage3xdp4"), ("stage3xdp2", "pp2"), ("pp1xdp2", "stage3xdp2")]
-OPTIMIZER_PAIRS += [("stage2xpp2xdp2", "pp1"), ("pp2", "stage2xpp2xdp2")]
 KINDS = {
     "untied": ("tiedFalse", ()),
     "tied": ("tiedTrue", ()),
@@ -55,9 +53,6 @@ KINDS = {
 }  # model, overrides
 EXPERTS = {"lora on experts": ("deepseek_v3", LORA), "experts": ("deepseek_v3", ()), "gpt_oss": ("gpt_oss", ())}
 EXPERT_PAIRS = [
-    ("stage3xdp2", "pp2"),
-    ("pp2", "stage2xdp2"),
-    ("stage2xpp2xdp2", "stage3xdp2"),
     ("tp2", "pp2"),
     ("pp2", "tp2"),
     ("pp1xdp2", "tp2xpp2"),
