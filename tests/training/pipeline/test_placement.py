@@ -57,7 +57,9 @@ def test_ranks_that_share_a_sequence_have_weights_alike() -> None:
 
 def test_names_on_disk_stay_as_they_were() -> None:
     def label(shard: ShardLayout | None) -> str:
-        return Fragment("model.norm.weight", owned=True, shard=shard, start=7, states={}, held=HELD).label
+        return Fragment(
+            "model.norm.weight", owned=True, shard=shard, start=7, states={}, held=HELD, is_weight=False
+        ).label
 
     assert label(None) == "model.norm.weight@7"
     assert label(SHARD) == "model.norm.weight[80:40+40]@7"
