@@ -1,4 +1,4 @@
-"""Checkpoints by need: weights alone, exports at chosen steps, no save at the end, and their sizes, told in advance."""
+"""Checkpoints by need: weights alone, exports at chosen steps, no save at the end, and their sizes in advance."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ def test_adapters_are_exported_at_chosen_steps(run: Callable[..., Path]) -> None
     ],
     ids=lambda keys: "-".join(key.rpartition("=")[2] for key in keys),
 )
-def test_sizes_are_told_in_advance(run: Callable[..., Path], root: Path, keys: tuple[str, ...]) -> None:
+def test_sizes_are_predicted(run: Callable[..., Path], root: Path, keys: tuple[str, ...]) -> None:
     """fp32's master weights are the weights, and are in no file twice."""
     optimizer = () if any(key.startswith("optimizer") for key in keys) else ("optimizer=adamw",)
     out = run("sizes", 2, 2, *KEYS, *keys, *optimizer, "stop_after_steps=1", "export_steps=[1]")
     text = (out / "plan.txt").read_text()
     weights, states = measure(out / "checkpoints" / "global_step1")
     (line,) = (line for line in text.splitlines() if line.startswith("on disk: "))
-    told = read_bytes(line.removeprefix("on disk: ").partition(" a checkpoint")[0])
-    assert told == pytest.approx(weights + states, rel=0.05)
+    predicted = read_bytes(line.removeprefix("on disk: ").partition(" a checkpoint")[0])
+    assert predicted == pytest.approx(weights + states, rel=0.05)
     exported = sum(file.stat().st_size for file in (out / "hf-step1").glob("*.safetensors"))
     assert read_bytes(line.partition(", ")[2].partition(" an export")[0]) == pytest.approx(exported, rel=0.05)
     if "precision=fp32" in keys:

@@ -11,7 +11,7 @@ model, is on rank c % P, unless a schedule says otherwise; with one chunk per ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -118,26 +118,21 @@ class Schedule:
     @cache
     def list_in_flight(self, stage_id: int) -> frozenset[InFlight]:
         """What a rank holds: all that a forward pass, or the first half of a backward pass, ends with."""
-        chunks = self.list_chunks(stage_id)
-        held, deferred, found = [0] * len(chunks), [0] * len(chunks), set()
-        for unit in self.list_units(stage_id):
-            number = chunks.index(unit.chunk)
-            if unit.kind is UnitKind.forward:
-                held[number] += 1
-            elif unit.kind is UnitKind.weight_backward:
-                deferred[number] -= 1
-            else:
-                held[number] -= 1
-                deferred[number] += unit.kind is UnitKind.input_backward
-            if unit.kind in (UnitKind.forward, UnitKind.input_backward):
-                found.add(InFlight(tuple(held), tuple(deferred)))
-        return frozenset(found)
+        ends = (UnitKind.forward, UnitKind.input_backward)
+        return frozenset(after for unit, _, after in self._follow(stage_id) if unit.kind in ends)
 
     @cache
     def list_backward(self, stage_id: int) -> frozenset[tuple[InFlight, int]]:
         """What a rank holds as a backward pass begins, and which of its chunks that is of."""
+        chunks, begins = self.list_chunks(stage_id), (UnitKind.backward, UnitKind.input_backward)
+        passes = self._follow(stage_id)
+        return frozenset((before, chunks.index(unit.chunk)) for unit, before, _ in passes if unit.kind in begins)
+
+    def _follow(self, stage_id: int) -> Iterator[tuple[Unit, InFlight, InFlight]]:
+        """The passes of one rank, with what it holds before and after each."""
         chunks = self.list_chunks(stage_id)
-        held, deferred, found = [0] * len(chunks), [0] * len(chunks), set()
+        held, deferred = [0] * len(chunks), [0] * len(chunks)
+        before = InFlight(tuple(held), tuple(deferred))
         for unit in self.list_units(stage_id):
             number = chunks.index(unit.chunk)
             if unit.kind is UnitKind.forward:
@@ -145,10 +140,11 @@ class Schedule:
             elif unit.kind is UnitKind.weight_backward:
                 deferred[number] -= 1
             else:
-                found.add((InFlight(tuple(held), tuple(deferred)), number))
                 held[number] -= 1
                 deferred[number] += unit.kind is UnitKind.input_backward
-        return frozenset(found)
+            after = InFlight(tuple(held), tuple(deferred))
+            yield unit, before, after
+            before = after
 
     @property
     def bubble_share(self) -> float:

@@ -1,4 +1,4 @@
-"""What checkpoints and exports take of a disk, told before a run starts."""
+"""What checkpoints and exports take of a disk, known before a run starts."""
 
 from __future__ import annotations
 
