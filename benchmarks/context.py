@@ -33,7 +33,7 @@ VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
 SEQUENCES = 2  # of a step whose time is taken
 LAYERS = 2
 # Of the memory's model: pieces of logits have one size whatever the length, which few layers would not outweigh
-LAYERS_HELD = 8
+LAYERS_HELD = 16
 ROUNDS_UP_TO = 8192  # tokens; of longer sequences one step takes minutes, and is measured once
 
 

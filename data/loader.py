@@ -109,6 +109,7 @@ class TrainLoader:
         self._order = order
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._rows = _open_rows(path, options, order.num_samples)
+        self._described: tuple[int, tuple[np.ndarray, int, float]] | None = None  # the last step that was asked for
         per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
         if per_step != order.global_batch_size:
             raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
@@ -138,12 +139,19 @@ class TrainLoader:
 
     def _build_batch(self, index: int) -> Batch:
         step, micro_batch = divmod(index, self._gradient_accumulation_steps)
-        options = self._options
-        seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
-        ids = options.take_micro_batch(self._order.sample_ids(step), micro_batch)
-        num_terms = self.step_totals(step).count_terms(options.mean_over)
-        denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
-        return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=options)
+        sample_ids, seq_length, denominator = self._describe(step)
+        ids = self._options.take_micro_batch(sample_ids, micro_batch)
+        return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=self._options)
+
+    def _describe(self, step: int) -> tuple[np.ndarray, int, float]:
+        """What the micro-batches of a step have in common: sample_ids, seq_length and loss_denominator."""
+        if self._described is None or self._described[0] != step:
+            options = self._options
+            seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
+            num_terms = self.step_totals(step).count_terms(options.mean_over)
+            denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
+            self._described = step, (self._order.sample_ids(step), seq_length, denominator)
+        return self._described[1]
 
 
 class EvalLoader:
@@ -318,6 +326,8 @@ class _MicroBatches(Dataset):
 
 
 def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:
+    if not (options.num_workers or options.pin_memory):
+        return map(build_batch, indices)
     loader = DataLoader(
         _MicroBatches(build_batch),
         batch_size=None,

@@ -65,7 +65,10 @@ _AROUND_COMPACT = (
     "cpu_offload", "real_dp_process_group", "bit16_groups", "gradient_accumulation_dtype",
     "is_gradient_accumulation_boundary", "get_param_id",
 )  # fmt: skip
-_BF16_SUMS = ("_update_hp_grad", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups")
+_BF16_SUMS = (
+    "_update_hp_grad", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups", "clear_hp_grads",
+    "accumulate_hp_grads_and_remove_lp",
+)  # fmt: skip
 _ZERO_SUMS = ("_fill_param_grad_accum_attribute", "backward_epilogue")
 _KEPT_OPERATORS = (
     "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -139,7 +142,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ZERO}.reduce_ipg_grads", ("copy_grads_in_partition",), "freeing gradients that are on the host"
     yield f"{_ZERO}.copy_grads_in_partition", _COMPACT[:1], "freeing gradients that are on the host"
     yield _BF16, (*_BF16_SUMS, "immediate_grad_update"), "summing gradients as they arrive"
-    yield f"{_BF16}.accumulate_hp_grads_and_remove_lp", _BF16_SUMS[:1], "summing gradients as they arrive"
+    yield f"{_BF16}.create_grad_acc_hooks", _BF16_SUMS[-1:], "summing gradients as they arrive"
     yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
     yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "summing gradients as they arrive"
     yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "summing gradients as they arrive"

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +79,13 @@ class InstructionSchedule(instructions.PipeSchedule):
         return len(self.chunks) * self.micro_batches
 
     def steps(self) -> Iterator[Instructions]:
+        return iter(self._listed)
+
+    @cached_property
+    def _listed(self) -> list[Instructions]:
+        return list(self._list())
+
+    def _list(self) -> Iterator[Instructions]:
         yield self._start(self.units[:1])
         for number, unit in enumerate(self.units):
             start, run = self._start(self.units[number + 1 : number + 2]), self._run(unit)
@@ -111,8 +119,12 @@ class InstructionSchedule(instructions.PipeSchedule):
         return [StartRecv(**self._of(unit), kind=unit.kind) for unit in units if self._comes_from_afar(unit)]
 
     def _receive(self, unit: Unit) -> Instructions:
-        receive = instructions.RecvActivation if unit.kind is UnitKind.forward else instructions.RecvGrad
-        return [receive(**self._of(unit))] if self._comes_from_afar(unit) else []
+        if not self._comes_from_afar(unit):
+            return []
+        if unit.kind is not UnitKind.forward:
+            return [instructions.RecvGrad(**self._of(unit))]
+        first_id = self._slot(self.chunks[0], unit.micro_batch)
+        return [instructions.RecvActivation(**self._of(unit), first_id=first_id)]
 
     def _run(self, unit: Unit) -> Instructions:
         if unit.kind is UnitKind.weight_backward:
@@ -176,10 +188,11 @@ class ScheduleEngine(PipelineEngine):
         )
         self._configure_python_gc()
         self._schedule = schedule
-        kinds = ("inputs", "labels", "outputs", "losses", "grads", "products")
+        kinds = ("inputs", "labels", "outputs", "losses", "grads", "products", "integers")
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in kinds}
         self.num_pipe_buffers = 0
         self._arriving: list[dist.Work] = []
+        self._train_instructions = InstructionSchedule(schedule, self.stage_id)
         self.add_to_sum = build_adder(self.optimizer)
         self._connect()
 
@@ -233,7 +246,7 @@ class ScheduleEngine(PipelineEngine):
         self._boundary = None
 
     def _train_schedule(self) -> InstructionSchedule:
-        return InstructionSchedule(self._schedule, self.stage_id)
+        return self._train_instructions
 
     def _inference_schedule(self, micro_batches: int) -> InstructionSchedule:
         schedule = replace(self._schedule, num_micro_batches=micro_batches)
@@ -291,10 +304,11 @@ class ScheduleEngine(PipelineEngine):
             self._boundary = [(tensor.shape, tensor.dtype) for tensor in self._recv_tensor_meta(self.prev_stage)]
             self._grad_layer_buf.clear()  # which has just been allocated, and is not used here
         is_forward = kind is UnitKind.forward
+        has_integers = is_forward and self._schedule.is_first_of_rank(chunk)
         tensors = [
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in self._boundary
-            if is_forward or dtype.is_floating_point
+            if has_integers or dtype.is_floating_point
         ]
         self._hold("inputs" if is_forward else "grads", buffer_id, tuple(tensors))
         link = (
@@ -304,10 +318,19 @@ class ScheduleEngine(PipelineEngine):
         )
         self._arriving = link.receive(tensors)
 
-    def _exec_recv_activations(self, buffer_id: int, chunk: int) -> None:
+    def _exec_recv_activations(self, buffer_id: int, chunk: int, first_id: int) -> None:
         wait_for(self._arriving)
+        if buffer_id != first_id:
+            self._hold("inputs", buffer_id, (*self.pipe_buffers["inputs"][buffer_id], *self._recall(first_id, chunk)))
         for tensor in self.pipe_buffers["inputs"][buffer_id]:
             tensor.requires_grad = tensor.is_floating_point()
+
+    def _recall(self, first_id: int, chunk: int) -> list[torch.Tensor]:
+        """The integers of a micro-batch that was here before, in the slot `first_id`."""
+        integers = self.pipe_buffers["integers"][first_id]
+        if chunk == self._schedule.list_chunks(self.stage_id)[-1]:
+            self._free(first_id, "integers")
+        return integers
 
     def _exec_recv_grads(self, buffer_id: int, chunk: int) -> None:
         wait_for(self._arriving)
@@ -321,7 +344,11 @@ class ScheduleEngine(PipelineEngine):
             if self.first_output_send and self.stage_id < self.num_stages - 1:  # the first rank knows from its own
                 self._send_tensor_meta(outputs, self.next_stage)
             self.first_output_send = False
-            self._find_link(UnitKind.forward, chunk, chunk + 1).send(outputs)
+            hidden_states, *integers = outputs
+            if self._schedule.is_first_of_rank(chunk) and self._schedule.num_chunks > 1:
+                self._hold("integers", buffer_id, integers)
+            sent = outputs if self._schedule.is_first_of_rank(chunk + 1) else (hidden_states,)
+            self._find_link(UnitKind.forward, chunk, chunk + 1).send(sent)
         else:
             cut = [tensor.detach() for tensor in outputs]
             self._hold("inputs", to, tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in cut))

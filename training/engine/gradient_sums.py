@@ -13,13 +13,16 @@ from __future__ import annotations
 import torch
 
 
-@torch.no_grad()
-def add_gradient(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor:
+def add_gradient(parameter: torch.nn.Parameter, total: torch.Tensor | None, is_first: bool = False) -> torch.Tensor:
     """Adds the gradient of `parameter` to `total`, its sum in fp32, and frees it. Returns the sum.
 
-    total: as many elements as the parameter, in any shape; None before the first micro-batch. A GPU casts while it
-    adds, and so needs no copy of the gradient in fp32; the result is the same to the bit.
+    total: as many elements as the parameter, in any shape; None before the first micro-batch, unless there is a place
+    for it: then is_first says that what `total` holds is not to be read. A GPU casts while it adds, and so needs no
+    copy of the gradient in fp32; the result is the same to the bit.
     """
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
-    return gradient.to(torch.float32) if total is None else total.add_(gradient.reshape(total.shape))
+    if total is None:
+        return gradient.to(torch.float32)
+    gradient = gradient.reshape(total.shape)
+    return total.copy_(gradient) if is_first else total.add_(gradient)

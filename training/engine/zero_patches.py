@@ -83,7 +83,8 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
 def sum_by_one_function(optimizer: Any) -> None:
     """Makes DeepSpeed's optimizers add gradients with `add_gradient`. In fp32 and fp16 they stay as they are.
 
-    The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and, offloaded, those of
+    Flat sums are not zeroed after a step: the first micro-batch of the next is written over them, and `end_sums` zeroes
+    what no micro-batch has reached. The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and, offloaded, those of
     `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py).
     Raises UserError when DeepSpeed does not have what this replaces.
     """
@@ -91,9 +92,15 @@ def sum_by_one_function(optimizer: Any) -> None:
     def add_to_flat(parameter: torch.nn.Parameter, group: int, index: int, clear_lp_grads: bool = False) -> None:
         """DeepSpeed's norm reads the flag, its sum over tied weights `_hp_grad`."""
         if parameter.grad is not None:
-            total = add_gradient(parameter, optimizer.fp32_groups_gradients[group][index])
-            optimizer.fp32_groups_has_gradients[group][index] = True
+            reached = optimizer.fp32_groups_has_gradients[group]
+            total = add_gradient(parameter, optimizer.fp32_groups_gradients[group][index], not reached[index])
+            reached[index] = True
             parameter._hp_grad = total  # type: ignore[attr-defined]
+
+    def forget_flat() -> None:
+        optimizer.fp32_groups_has_gradients[:] = [
+            [False] * len(reached) for reached in optimizer.fp32_groups_has_gradients
+        ]
 
     def add_to_attribute(parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None:
@@ -101,6 +108,8 @@ def sum_by_one_function(optimizer: Any) -> None:
 
     if isinstance(optimizer, BF16_Optimizer):
         patch(optimizer, "_update_hp_grad", add_to_flat)
+        patch(optimizer, "accumulate_hp_grads_and_remove_lp", add_to_flat)  # what its hooks call
+        patch(optimizer, "clear_hp_grads", forget_flat)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
         patch(optimizer, "_fill_param_grad_accum_attribute", add_to_attribute)
 
@@ -110,9 +119,21 @@ def sweep_gradients(optimizer: Any) -> None:
     if isinstance(optimizer, BF16_Optimizer):
         for group, parameters in enumerate(optimizer.bf16_groups):
             for index, parameter in enumerate(parameters):
-                optimizer._update_hp_grad(parameter, group, index, clear_lp_grads=False)
+                if parameter.grad is not None:
+                    optimizer._update_hp_grad(parameter, group, index, clear_lp_grads=False)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         optimizer.backward_epilogue()  # does nothing in fp32 and fp16
+
+
+@torch.no_grad()
+def end_sums(optimizer: Any) -> None:
+    """Zeroes the flat sums that got nothing in this step: what shares a buffer with them is averaged and updated as
+    one."""
+    if isinstance(optimizer, BF16_Optimizer):
+        for sums, reached in zip(optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True):
+            for total, is_reached in zip(sums, reached, strict=True):
+                if not is_reached:
+                    total.zero_()
 
 
 def build_adder(optimizer: Any) -> Callable[[torch.nn.Parameter], None]:
@@ -134,15 +155,24 @@ def build_adder(optimizer: Any) -> Callable[[torch.nn.Parameter], None]:
 
 
 def sweep_after_backward(executed: Mapping[type, Instruction]) -> dict[type, Instruction]:
-    """An engine's `_INSTRUCTION_MAP`, with `sweep_gradients` at the end of each backward pass. DeepSpeed has a sweep of
-    its own on some stages only: the one with the loss, and without immediate updates the others."""
-    run_backward = executed[instructions.BackwardPass]
+    """An engine's `_INSTRUCTION_MAP`, with `sweep_gradients` at the end of each backward pass and `end_sums` after the
+    last. DeepSpeed has a sweep of its own on some stages only: the one with the loss, and without immediate updates the
+    others."""
+    run_backward, reduce_tied = executed[instructions.BackwardPass], executed[instructions.ReduceTiedGrads]
 
     def run_and_sweep(engine: PipelineEngine, **arguments: Any) -> None:
         run_backward(engine, **arguments)
         sweep_gradients(engine.optimizer)
 
-    return {**executed, instructions.BackwardPass: run_and_sweep}
+    def end_and_reduce(engine: PipelineEngine, **arguments: Any) -> None:
+        end_sums(engine.optimizer)
+        reduce_tied(engine, **arguments)
+
+    return {
+        **executed,
+        instructions.BackwardPass: run_and_sweep,
+        instructions.ReduceTiedGrads: end_and_reduce,  # the first instruction behind the passes
+    }
 
 
 def patch(patched: Any, name: str, value: Any) -> None:

@@ -83,6 +83,10 @@ class Schedule:
         chunks = range(self.num_stages * self.num_chunks)
         return tuple(chunk for chunk in chunks if self.find_stage(chunk) == stage_id)
 
+    def is_first_of_rank(self, chunk: int) -> bool:
+        """Whether micro-batches come to the chunk's rank for the first time: with their integers, which it keeps."""
+        return chunk == self.list_chunks(self.find_stage(chunk))[0]
+
     def share_of_rank(self, chunk: int) -> float:
         """Of its rank's work, what a chunk had best be."""
         return 1 / self.num_chunks

@@ -165,9 +165,9 @@ def count_gradients(case: Case) -> tuple[int, int, int]:
 
 @contextmanager
 def counting(parameters: list[torch.nn.Parameter], count: Callable[..., None]) -> Iterator[None]:
-    def count_first(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor:
+    def count_first(*arguments: Any) -> torch.Tensor:
         count()
-        return add_gradient(parameter, total)
+        return add_gradient(*arguments)
 
     with patch("training.engine.zero_patches.add_gradient", count_first):
         yield
