@@ -4,7 +4,7 @@ whether autograd's hooks have seen it or not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +99,36 @@ def surround_backward(executed: dict[type, Any]) -> dict[type, Any]:
         engine.optimizer.backward_epilogue()
 
     return {**executed, BackwardPass: run}
+
+
+def test_a_weight_without_a_gradient_keeps_nothing_of_the_step_before(
+    workers: Callable[[int], WorkerGroup], root: Path
+) -> None:
+    case = build_case(root, False, 2, 2)
+    ours, deepspeeds = (
+        merge(workers(2).run(train_without_mlps, case, train)) for train in (train_case, train_with_deepspeeds_sums)
+    )
+    assert_equal(ours, deepspeeds)
+
+
+def train_without_mlps(case: Case, train: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
+    """From the second step on no MLP does anything."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from training.engine import steps
+
+    train_step = steps.train_step
+
+    def step_without(engine: Any, micro_batches: Any, config: Any, step: int, *more: Any, **named: Any) -> Any:
+        with patch.object(LlamaMLP, "forward", pass_on) if step else nullcontext():
+            return train_step(engine, micro_batches, config, step, *more, **named)
+
+    with patch.object(steps, "train_step", step_without):
+        return train(case)
+
+
+def pass_on(mlp: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states
 
 
 @pytest.mark.parametrize(
