@@ -10,7 +10,7 @@ rank's is the first rank's. So each rank has four links, one way each: two in, t
 passes that use it in the same order (a schedule promises that, `Schedule.list_units`), so what is sent is received in
 the order of sending, and no tag is needed. Each link has a process group of its own, of two ranks: NCCL may run all
 transfers of a group one after the other, in the order of their calls, and a send would wait behind a receive that was
-posted first.
+posted first. Positions and segments cross to a rank once: for its later chunks it has kept them.
 
 *Why no rank waits forever.* A receive is posted one pass ahead, before the pass that it can overlap with; a send is not
 waited for until the next but one on its link. A rank that waits for a message waits for an earlier pass of another

@@ -84,8 +84,9 @@ def sum_by_one_function(optimizer: Any) -> None:
     """Makes DeepSpeed's optimizers add gradients with `add_gradient`. In fp32 and fp16 they stay as they are.
 
     Flat sums are not zeroed after a step: the first micro-batch of the next is written over them, and `end_sums` zeroes
-    what no micro-batch has reached. The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and, offloaded, those of
-    `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py).
+    what no micro-batch has reached. The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and,
+    offloaded, those of `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py,
+    runtime/zero/stage_1_and_2.py).
     Raises UserError when DeepSpeed does not have what this replaces.
     """
 
