@@ -27,6 +27,10 @@ from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import build_optimizer, declare_state
 from training.engine.parameter_groups import group_trained
 from training.pipeline.module import StageModule
+from training.pipeline.weight_sharding import whole_shape
+
+# DeepSpeed's default, of weights that are fetched before they are needed; in elements
+PREFETCH = 50_000_000
 
 
 class StageWithLoss(torch.nn.Module):
@@ -44,6 +48,7 @@ def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engin
     """Wraps a model of one stage in an engine, with the optimizer over its parameters."""
     groups = [group for group in group_trained(module, config) if group["params"]]  # of all ranks the same
     settings = build_deepspeed_config(config, layout, has_accelerator=has_accelerator())
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = choose_prefetch(module)
     mpu = module.mpu()
     wrapped = DeepSpeedEngine(
         args=None,
@@ -55,6 +60,13 @@ def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engin
     )
     avoid_host_waits(wrapped)
     return DeepSpeedPlain(wrapped, module, layout, declare_state(config))
+
+
+def choose_prefetch(module: StageModule) -> int:
+    """Elements that travel while a layer computes: as many as a layer has, on average. Of a small model the default
+    would be all of it, and the first layer would wait for the last."""
+    num_elements = sum(whole_shape(parameter).numel() for parameter in module.parameters())
+    return min(PREFETCH, num_elements // len(module.forward_funcs))
 
 
 class DeepSpeedPlain(DeepSpeedBacked):
