@@ -22,6 +22,7 @@ each row, float64 [2 B], travels behind the targets: `(targets, reference_log_pr
 Single answers that were liked or not have a further column behind it, 1 or 0, float64 [B].
 """
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class LoaderOptions:
     pad_token_id: int
     chunks: tuple[int, ...] = (0,)  # of each sequence, that the rank reads, in this order
     num_chunks: int = 1  # equal ones
+    length_multiple: int = 1  # of rows; of num_chunks too
     pad_to: PadTo = PadTo.longest
     mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
@@ -94,7 +96,7 @@ class LoaderOptions:
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, self.num_chunks)
+        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, math.lcm(self.num_chunks, self.length_multiple))
 
 
 class TrainLoader:

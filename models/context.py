@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 # hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
 # the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
-# With context parallelism hidden_states and input_ids are of the rank's part of the sequence, the integers whole.
+# With context parallelism hidden_states and input_ids are of the rank's part of the sequence, the integers whole. With
+# sequence parallelism hidden_states are of a part of that between the blocks of layers.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -89,26 +90,18 @@ class MicroBatchContext:
                 self.tokens = self._locate_tokens(inputs[2]) if self.locates_tokens else None
                 self.batches = self._batch_documents()
                 self._own_positions = own[1]
-                self._shared, self._by_type = self.derive_shared(own), {}
+                self._shared, self._by_type = self.derive_shared(_describe_all(own)), {}
             return self.give(inputs, attention_type, layer_idx)
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
         """What `__call__` returns, from what has been derived."""
         if attention_type not in self._by_type:
-            self._by_type[attention_type] = self.derive_by_type(self._describe_whole(inputs), attention_type)
+            self._by_type[attention_type] = self.derive_by_type(_describe_all(inputs), attention_type)
         return {"position_ids": self._own_positions, **self._by_type[attention_type], **self._shared}
 
     def _take_part(self, inputs: Activations) -> Activations:
         """The integers too those of the rank's part of the sequence."""
         return inputs[0], self.sequence_part.take(inputs[1]), self.sequence_part.take(inputs[2])
-
-    def _describe_whole(self, inputs: Activations) -> Activations:
-        """Hidden states as many as positions: of the whole sequence, of which attention has a part of the heads. Their
-        shape, dtype and device alone count."""
-        hidden_states, position_ids, segment_ids = inputs
-        if self.sequence_part.size > 1:
-            hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)
-        return hidden_states, position_ids, segment_ids
 
     def _locate_tokens(self, segment_ids: torch.Tensor) -> TokenDocuments:
         """The tokens of the rank's part, of documents that may go on in others."""
@@ -211,3 +204,12 @@ class MicroBatchContext:
 
     def _find_window(self, attention_type: str) -> int | None:
         return self.config.sliding_window if attention_type == "sliding_attention" else None
+
+
+def _describe_all(inputs: Activations) -> Activations:
+    """Hidden states as many as positions, of the tokens that attention has. Their shape, dtype and device alone
+    count."""
+    hidden_states, position_ids, segment_ids = inputs
+    if hidden_states.shape[1] != position_ids.shape[1]:
+        hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)
+    return hidden_states, position_ids, segment_ids

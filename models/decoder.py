@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 from models.context import Activations, MicroBatchContext
 from models.documents import TokenDocuments
 from models.layer import Layer
+from models.parallel.sequence import gather_tokens
+from models.parallel.shard import ALONE
 from models.recurrent import DocumentBatches, isolate_documents
 
 
@@ -160,7 +162,7 @@ class BiasedLMHead(LMHead):
         nn.Linear.__init__(self, config.hidden_size, config.vocab_size)
 
     def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states = inputs[0]
+        hidden_states = _gather_for(self, inputs[0])
         width = -hidden_states.shape[-1] % 8 or 8
         one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
         column = nn.functional.pad(self.bias.unsqueeze(1), (0, width - 1))
@@ -175,7 +177,13 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return inputs[0], weight.view_as(weight)
+    return _gather_for(module, inputs[0]), weight.view_as(weight)
+
+
+def _gather_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Those of all tokens, where a rank has a part of them."""
+    parallel = getattr(head, "parallel", ALONE)
+    return gather_tokens(hidden_states, parallel) if parallel.splits_sequence else hidden_states
 
 
 def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:

@@ -24,6 +24,7 @@ class PositionEmbedding(nn.Embedding):
     """Adds the learned position to the token embedding."""
 
     sequence_part: ContextParallel = WHOLE
+    hidden_part: ContextParallel = WHOLE  # of that, where the ranks that share layers have parts
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config.max_position_embeddings, config.hidden_size)
@@ -31,7 +32,8 @@ class PositionEmbedding(nn.Embedding):
 
     def forward(self, inputs: Activations) -> Activations:
         hidden_states, position_ids, _ = inputs
-        return self.dropout(hidden_states + super().forward(self.sequence_part.take(position_ids))), *inputs[1:]
+        position_ids = self.hidden_part.take(self.sequence_part.take(position_ids))
+        return self.dropout(hidden_states + super().forward(position_ids)), *inputs[1:]
 
 
 class DecoderLayer(PipelineDecoderLayer, GPT2Block):

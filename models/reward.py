@@ -29,6 +29,8 @@ class ScoreHead(nn.Linear):
 
     sequence_part: ContextParallel = WHOLE
 
+    sees_positions = True  # of whole rows
+
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=False)
 

@@ -36,7 +36,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
 
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
-    parallel = join_tensor_parallel(setup.layout.topology, ranks.rank)
+    parallel = join_tensor_parallel(setup.layout.topology, ranks.rank, config.sequence_parallel)
     fuses = config.fused_kernels is FusedKernels.auto
     obstacle = find_obstacle(current_device()) if fuses else None
     sequence_part = join_context_parallel(setup.layout.topology, ranks.rank, setup.parts)

@@ -52,7 +52,7 @@ from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
-from training.pipeline.sequence_parts import check_run_sequences
+from training.pipeline.sequence_parts import check_run_sequences, find_length_multiple
 from training.pipeline.trainable import (
     build_adapter,
     check_added_tokens,
@@ -159,7 +159,7 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
     check_length(source.config, config.max_seq_length)
     layers = build_layers(source.config, source.wrapper)
     layers = shard_layers(source.config, layers, config.tensor_parallel_size)
-    parts = check_run_sequences(config, source.config)
+    parts = check_run_sequences(config, source.config, layers)
     check_run_packing(config, source.config)
     source.config._experts_implementation = choose_experts(
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
@@ -299,8 +299,9 @@ def predict_run(
     """
     layout, architecture = setup.layout, setup.source.config
     order, plan = GlobalOrder(num_samples, layout.global_batch_size, config.seed), build_row_plan(config, "train_file")
+    multiple = find_length_multiple(config, setup.parts)
     lengths = broadcast_from_main(
-        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, setup.parts.num_chunks), ranks
+        lambda: measure_rows(train_path, plan, order, steps, config.data.pad_to, multiple), ranks
     )
     times: list[LayerTimes] = []
     if (

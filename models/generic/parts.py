@@ -120,6 +120,8 @@ class TrunkEmbedding(_Copy, Embedding):
 class TrunkParts(nn.Module):
     """Parts of a trunk that have weights, under their own names."""
 
+    sees_positions = True  # of whole rows
+
     def __init__(self, templates: Mapping[str, nn.Module], trunk: Trunk) -> None:
         super().__init__()
         for name, template in templates.items():

@@ -132,7 +132,7 @@ class LogitGradients:
 
     A weight in fp32 adds up its gradient piece by piece. In 16 bits each sum would be rounded, so the pieces wait, and
     one product makes it, as in the plain loss. A frozen weight has none. What the hidden states get is summed over the
-    ranks that share the vocabulary.
+    ranks that share the vocabulary, here or where parts of sequences were gathered.
     """
 
     def __init__(
@@ -159,6 +159,6 @@ class LogitGradients:
         if self._of_logits is not None:
             self._of_weight = self._of_logits.T @ self._hidden
             self._of_logits = None
-        if self._sharing is not None:
+        if self._sharing is not None and not self._sharing.parallel.splits_sequence:
             self._of_hidden = sum_over_ranks(self._of_hidden, self._sharing.parallel)
         return self._of_hidden.mul_(factor), self._of_weight.mul_(factor) if self._of_weight is not None else None

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from models.parallel.sequence import BlockInput, sum_tokens
 from models.parallel.shard import ShardSpec, TensorParallel, sum_backward, sum_forward
+
+
+def sum_outputs(outputs: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """Behind a block: the sum of the ranks' outputs [B, T, D], or this rank's part of it."""
+    return sum_tokens(outputs, parallel) if parallel.splits_sequence else sum_forward(outputs, parallel)
 
 
 class PerRankRNG:
@@ -38,15 +44,22 @@ class PerRankRNG:
 
 
 class RowParallelLinear(nn.Linear):
-    """A projection of which this rank has a shard of the inputs. The bias is whole, and added once."""
+    """A projection of which this rank has a shard of the inputs. The bias is whole, and added once.
+
+    gives_share: the outputs stay this rank's share of the sum, which the block makes behind it.
+    """
 
     parallel: TensorParallel
     randomness: PerRankRNG | None = None
+    gives_share = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.randomness is not None:
             self.randomness.end()
-        outputs = sum_forward(self.multiply(inputs), self.parallel)
+        if self.gives_share:
+            outputs = self.multiply(inputs)
+            return outputs if self.bias is None else outputs + self.bias / self.parallel.size
+        outputs = sum_outputs(self.multiply(inputs), self.parallel)
         return outputs if self.bias is None else outputs + self.bias
 
     def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -64,7 +77,7 @@ class RowParallelConv1D(Conv1D):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.randomness is not None:
             self.randomness.end()
-        return sum_forward(self.multiply(inputs), self.parallel) + self.bias
+        return sum_outputs(self.multiply(inputs), self.parallel) + self.bias
 
     def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ self.weight
@@ -89,18 +102,39 @@ class ShardedNorm(nn.Module):
 
 
 class InputGradAllReduce:
-    """The hook before a block: the gradient of its first argument, the hidden states, is summed over the ranks."""
+    """The hook before a block: the gradient of its first argument, the hidden states, is summed over the ranks; where
+    each has a part of them, they are gathered.
+    """
 
     def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None) -> None:
         self._parallel, self._randomness = parallel, randomness
+        self.gathers = BlockInput(parallel) if parallel.splits_sequence else None
 
     def __call__(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden_states = sum_backward(args[0] if args else kwargs["hidden_states"], self._parallel)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        if self.gathers is not None:
+            hidden_states = self.gathers.gather(hidden_states)
+        else:
+            hidden_states = sum_backward(hidden_states, self._parallel)
         if self._randomness is not None and block.training:
             self._randomness.begin(hidden_states.device)
         return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+class OutputSum:
+    """The hook behind a block of experts whose parts give shares, flat or not: their sum, of which this rank gets its
+    part of the sequence.
+    """
+
+    def __init__(self, parallel: TensorParallel, entry: BlockInput) -> None:
+        self._parallel, self._entry = parallel, entry
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        share = outputs[0] if isinstance(outputs, tuple) else outputs
+        own = sum_tokens(share.view(self._entry.shape), self._parallel)
+        return (own, *outputs[1:]) if isinstance(outputs, tuple) else own
 
 
 class VocabParallelEmbedding:
@@ -120,4 +154,4 @@ class VocabParallelEmbedding:
         self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         hidden_states, *integers = outputs
-        return sum_forward(hidden_states * self._is_here.unsqueeze(-1), self._parallel), *integers
+        return sum_outputs(hidden_states * self._is_here.unsqueeze(-1), self._parallel), *integers

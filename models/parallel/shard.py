@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank among those that share each layer of its stage. group: of these ranks; None where none is needed."""
+    """This rank among those that share each layer of its stage. group: of these ranks; None where none is needed.
+    splits_sequence: whether between the blocks of a layer each has a part of the sequence
+    (`models/parallel/sequence.py`)."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    splits_sequence: bool = False
 
 
 ALONE = TensorParallel()

@@ -38,14 +38,17 @@ from models.experts.grouped import is_stack, is_transposed_to_peft
 from models.layer import Fused, Layer, Style, Styles, refuse_sharding
 from models.parallel.layers import (
     InputGradAllReduce,
+    OutputSum,
     PerRankRNG,
     RowParallelConv1D,
     RowParallelLinear,
     ShardedNorm,
     VocabParallelEmbedding,
+    sum_outputs,
 )
 from models.parallel.plan import fit_plan, list_blocks
-from models.parallel.shard import ShardSpec, TensorParallel, sum_forward
+from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
+from models.parallel.shard import ContextParallel, ShardSpec, TensorParallel, sum_forward
 
 
 def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
@@ -122,12 +125,30 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
     for name in list_blocks(styles):
         block = module.get_submodule(name)
         randomness = PerRankRNG(parallel.rank) if _drops_attention(block) else None
-        block.register_forward_pre_hook(InputGradAllReduce(parallel, randomness), with_kwargs=True)
+        entry = InputGradAllReduce(parallel, randomness)
+        block.register_forward_pre_hook(entry, with_kwargs=True)
+        sums_behind = entry.gathers is not None and any(is_stack(part) for part in block.modules())
         for part in block.modules():
             if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
                 part.randomness = randomness
+                part.gives_share = sums_behind
+            elif isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)):
+                part.entry = entry.gathers
+        if sums_behind:
+            assert entry.gathers is not None
+            block.register_forward_hook(OutputSum(parallel, entry.gathers))
+    if parallel.splits_sequence:
+        _keep_parts(module, parallel)
     if styles and isinstance(module, PipelineDecoderLayer):
         module.share_heads(parallel.rank, parallel.size)
+
+
+def _keep_parts(module: nn.Module, parallel: TensorParallel) -> None:
+    """Says to a layer that its hidden states are of a part of the sequence."""
+    module.splits_sequence = True  # type: ignore[assignment]
+    for part in module.modules():
+        if hasattr(part, "hidden_part"):
+            part.hidden_part = ContextParallel(parallel.rank, parallel.size)  # type: ignore[assignment]
 
 
 def _drops_attention(block: nn.Module) -> bool:
@@ -149,10 +170,15 @@ def _shard_projection(part: nn.Module, style: Style | Fused, parallel: TensorPar
         shard_specs = {"weight": ShardSpec(1 if is_conv else 0, sizes), "bias": ShardSpec(0, sizes)}
         outputs = shard_specs["bias"].width(parallel.rank, parallel.size)
     with torch.device("meta"):
+        column_conv, column_linear = (
+            (ColumnParallelConv1D, ColumnParallelLinear) if parallel.splits_sequence else (Conv1D, nn.Linear)
+        )
         if is_conv:
-            sharded: Any = (RowParallelConv1D if style is Style.ROW else Conv1D)(outputs, inputs)
+            sharded: Any = (RowParallelConv1D if style is Style.ROW else column_conv)(outputs, inputs)
         else:
-            sharded = (RowParallelLinear if style is Style.ROW else nn.Linear)(inputs, outputs, part.bias is not None)
+            sharded = (RowParallelLinear if style is Style.ROW else column_linear)(
+                inputs, outputs, part.bias is not None
+            )
     sharded.to(part.weight.dtype)
     sharded.shard_specs, sharded.parallel = shard_specs, parallel
     return sharded
@@ -186,7 +212,8 @@ def _shard_experts(part: Any, parallel: TensorParallel) -> None:
     for name, spec in shard_specs.items():
         setattr(part, name, nn.Parameter(spec.take(getattr(part, name).detach(), parallel)))
     part.shard_specs, part.intermediate_dim = shard_specs, part.down_proj.shape[inputs]
-    part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+    if not parallel.splits_sequence:  # else the whole block's outputs are summed
+        part.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
 
 
 def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
@@ -199,6 +226,7 @@ def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
     for name in names:
         setattr(part, name, nn.Parameter(spec.take(part.get_parameter(name).detach(), parallel)))
     part.shard_specs = dict.fromkeys(names, spec)  # type: ignore[assignment]
+    part.parallel = parallel  # type: ignore[assignment]
     if not isinstance(part, nn.Embedding):
         return
     part.num_embeddings = stop - start
@@ -229,8 +257,8 @@ def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
             first.shard_specs = {"weight": ShardSpec(1, shard_spec.sizes)}
             if is_stack(base):
                 second.sums_gradients = True
-            else:
-                first.register_forward_hook(lambda part, args, outputs: sum_forward(outputs, parallel))
+            elif not base.gives_share:
+                first.register_forward_hook(lambda part, args, outputs: sum_outputs(outputs, parallel))
 
 
 def _cuts_first(base: Any, shard_spec: ShardSpec) -> bool:
@@ -255,7 +283,11 @@ def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
 
 
 def list_partial_gradients(module: nn.Module) -> set[str]:
-    """The parameters of a layer's module that each rank has whole, but of whose gradient it computes a share."""
+    """The parameters of a layer's module that each rank has whole, but of whose gradient it computes a share: that of
+    its heads, or of its part of the sequence.
+    """
+    if hasattr(module, "splits_sequence"):
+        return {name for name, _ in module.named_parameters()} - list_shard_specs(module).keys()
     parts = (
         (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "sums_gradients")
     )

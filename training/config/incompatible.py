@@ -99,6 +99,10 @@ _NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator
 _TENSOR_PARALLEL = Feature(
     "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
 )
+_ONE_RANK_A_LAYER = Feature(
+    "tensor_parallel_size=1", lambda run: run.config.tensor_parallel_size == 1, "tensor_parallel_size"
+)
+_SEQUENCE_PARALLEL = _is("sequence_parallel", "true")
 _CONTEXT_PARALLEL = Feature(
     "context_parallel_size > 1", lambda run: run.config.context_parallel_size > 1, "context_parallel_size"
 )
@@ -212,6 +216,12 @@ INCOMPATIBLE = (
         _is("adapter.load_in_4bit", "true"),
         "quantized projections are not cut",
         "give tensor_parallel_size=1",
+    ),
+    Pair(
+        _SEQUENCE_PARALLEL,
+        _ONE_RANK_A_LAYER,
+        "it is the ranks that share layers that have parts of sequences",
+        "give tensor_parallel_size=2 or more, or sequence_parallel=false",
     ),
     Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
     Pair(

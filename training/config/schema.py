@@ -328,6 +328,7 @@ class RunConfig:
 
     num_stages: int = MISSING
     tensor_parallel_size: int = MISSING
+    sequence_parallel: bool = MISSING
     context_parallel_size: int = MISSING
     context_parallel_mode: ContextParallelMode = MISSING
     zero_stage: int = MISSING

@@ -35,9 +35,10 @@ def train_step(
     Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
     """
     learning_rate = learning_rate_at(step, total_steps, config)
-    # The ranks that share layers drop the same places of what all of them hold.
+    # The ranks that share layers drop the same places of what all of them hold; of parts of sequences each its own
     topology = engine.layout.topology
-    seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(TENSOR)))) % 2**63
+    alike = () if config.sequence_parallel else (TENSOR,)
+    seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(*alike)))) % 2**63
     engine.module.expect_documents(None if totals is None else bound_documents(totals))
     engine.module.seed_noise(hash((config.seed, step)))
     routers = engine.module.routers

@@ -23,6 +23,7 @@ from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
+from training.pipeline.sequence_parts import find_length_multiple
 
 
 def build_options(
@@ -42,6 +43,7 @@ def build_options(
         dp_size=layout.dp_size,
         chunks=module.sequence_part.chunks,
         num_chunks=module.sequence_part.num_chunks,
+        length_multiple=find_length_multiple(config, module.sequence_part),
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=config.data.pad_to,

@@ -61,10 +61,12 @@ def build_deepspeed_topology(topology: Topology) -> PipeModelDataParallelTopolog
     )
 
 
-def join_tensor_parallel(topology: Topology, rank: int) -> TensorParallel:
+def join_tensor_parallel(topology: Topology, rank: int, splits_sequence: bool = False) -> TensorParallel:
     """This rank among those that share its layers, with a process group of them. All ranks call it."""
     size = topology.size(TENSOR)
-    return ALONE if size == 1 else TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR))
+    if size == 1:
+        return ALONE
+    return TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR), splits_sequence)
 
 
 def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel) -> ContextParallel:

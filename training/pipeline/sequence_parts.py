@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from transformers import PretrainedConfig
 
+from models.layer import Layer
 from models.parallel.context_parallel import check_sequences, choose_parts
+from models.parallel.sequence_obstacles import check_sequence_parts
 from models.parallel.shard import ContextParallel
 from training.config.schema import RunConfig
 
@@ -16,8 +21,17 @@ def choose_run_parts(config: RunConfig, architecture: PretrainedConfig) -> Conte
     )
 
 
-def check_run_sequences(config: RunConfig, architecture: PretrainedConfig) -> ContextParallel:
-    """What `choose_run_parts` returns. Raises UserError for sequences that cannot be shared so."""
+def find_length_multiple(config: RunConfig, parts: ContextParallel) -> int:
+    """What the length of rows is a multiple of. parts: of their tokens, by context parallelism."""
+    parallel = config.tensor_parallel_size if config.sequence_parallel else 1
+    return math.lcm(parts.num_chunks, parts.size * parallel)
+
+
+def check_run_sequences(
+    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
+) -> ContextParallel:
+    """What `choose_run_parts` returns. layers: as `shard_layers` makes them. Raises UserError for sequences that cannot
+    be shared so."""
     check_sequences(
         architecture,
         config.context_parallel_mode.value,
@@ -25,4 +39,7 @@ def check_run_sequences(config: RunConfig, architecture: PretrainedConfig) -> Co
         config.tensor_parallel_size,
         config.max_seq_length,
     )
-    return choose_run_parts(config, architecture)
+    parts = choose_run_parts(config, architecture)
+    if config.sequence_parallel and config.tensor_parallel_size > 1:
+        check_sequence_parts(architecture, layers, find_length_multiple(config, parts), config.max_seq_length)
+    return parts

@@ -21,7 +21,12 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from models.parallel.layers import RowParallelConv1D, RowParallelLinear
+from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.parallel.tensor_parallel import list_partial_gradients
+
+
+_ROW_PARALLEL = (RowParallelLinear, RowParallelConv1D)
+_PROJECTIONS = (nn.Linear, Conv1D, ColumnParallelLinear, ColumnParallelConv1D, *_ROW_PARALLEL)
 
 
 class Product(NamedTuple):
@@ -132,7 +137,7 @@ def split_projections(module: nn.Module, deferred: DeferredGradients) -> tuple[i
     """
     can = 0
     for _, part in list_split(module):
-        plain = not isinstance(part, (RowParallelLinear, RowParallelConv1D))
+        plain = not isinstance(part, _ROW_PARALLEL)
         # A cut projection adds its bias behind the sum over the ranks.
         split = SplitProjection(part.weight, part.bias if plain else None, isinstance(part, Conv1D), deferred)
         if plain:
@@ -147,6 +152,6 @@ def list_split(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of the projections of a layer whose gradients can be put off."""
     summed = list_partial_gradients(module)
     for name, part in module.named_modules():
-        is_projection = type(part) in (nn.Linear, Conv1D, RowParallelLinear, RowParallelConv1D)
-        if is_projection and part.weight.requires_grad and not {f"{name}.weight", f"{name}.bias"} & summed:
+        own = {f"{name}.weight"} if isinstance(part, _ROW_PARALLEL) else {f"{name}.weight", f"{name}.bias"}
+        if type(part) in _PROJECTIONS and part.weight.requires_grad and not own & summed:
             yield name, part

@@ -61,7 +61,7 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     world_size = check_world_size(config)
     architecture, wrapper = read_architecture(config)
     layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
-    check_run_sequences(config, architecture)
+    check_run_sequences(config, architecture, layers)
     build_router_options(config, architecture, layers)
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if wrapper is not None:
