@@ -96,7 +96,9 @@ class LoaderOptions:
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
         """T of a step whose rows have these lengths."""
-        return compute_seq_length(lengths, self.pad_to, self.max_seq_length, math.lcm(self.num_chunks, self.length_multiple))
+        return compute_seq_length(
+            lengths, self.pad_to, self.max_seq_length, math.lcm(self.num_chunks, self.length_multiple)
+        )
 
 
 class TrainLoader:

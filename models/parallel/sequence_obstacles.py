@@ -14,9 +14,7 @@ from models.parallel.plan import list_blocks
 from models.recurrent import find_mixers
 
 
-def check_sequence_parts(
-    config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int
-) -> None:
+def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int) -> None:
     """Raises UserError for layers that want all tokens outside of a block that is cut, and for a length that is no
     `multiple` of the parts. layers: with styles."""
     for layer in layers:

@@ -27,9 +27,7 @@ def find_length_multiple(config: RunConfig, parts: ContextParallel) -> int:
     return math.lcm(parts.num_chunks, parts.size * parallel)
 
 
-def check_run_sequences(
-    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]
-) -> ContextParallel:
+def check_run_sequences(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]) -> ContextParallel:
     """What `choose_run_parts` returns. layers: as `shard_layers` makes them. Raises UserError for sequences that cannot
     be shared so."""
     check_sequences(

@@ -21,6 +21,7 @@ from models.adapters import Adapter
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layer import Layer
 from models.parallel.plan import count_sums
+from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
 from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
 from models.parallel.tensor_parallel import list_shard_specs, shard_module
 from models.recurrent import find_mixers
@@ -48,6 +49,7 @@ class LayerCost:
     output_bytes: hidden_states alone. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
     `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
     backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
+    regathers: of what went into its blocks, in a backward pass (`models/parallel/sequence.py`).
     is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a
     token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a
     token, those of the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
@@ -77,6 +79,7 @@ class LayerCost:
     deferred_flops: float = 0
     deferred_bytes: int = 0
     shared_attention: SharedAttention | None = None
+    regathers: int = 0
 
     @property
     def backward_flops(self) -> float:
@@ -95,15 +98,17 @@ def count_layers(
     freeze: Sequence[str] = (),
     tensor_parallel_size: int = 1,
     parts: ContextParallel = WHOLE,
+    sequence_parallel: bool = False,
     splits_backward: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
     trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
     training. seq_length: of whole sequences, of which each of the ranks that `parts` says has a part.
+    sequence_parallel: whether hidden states between blocks are of a part of that.
     splits_backward: whether the schedule puts off gradients of weights."""
     known: dict[Any, LayerCost] = {}
     costs = []
-    parallel = TensorParallel(size=tensor_parallel_size)
+    parallel = TensorParallel(size=tensor_parallel_size, splits_sequence=sequence_parallel)
     for index, layer in enumerate(layers):
         module = layer.build_on_meta().to(dtype)
         shard_module(module, layer.styles, parallel)
@@ -121,6 +126,7 @@ def count_layers(
                     dtype,
                     tensor_parallel_size,
                     parts,
+                    tensor_parallel_size if sequence_parallel else 1,
                     is_first=index == 0,
                     splits_backward=splits_backward,
                 )
@@ -132,7 +138,8 @@ def count_layers(
 @dataclass(frozen=True)
 class _BuiltLayer:
     """A layer on the meta device, and the micro-batch that it is counted for. seq_length: the rank's part of it.
-    tensor_parallel_size: of the group that shares the layer; parts: how ranks share its sequences."""
+    tensor_parallel_size: of the group that shares the layer; parts: how ranks share its sequences. hidden_parts: into
+    which a rank's part is cut once more between blocks."""
 
     layer: Layer
     module: nn.Module
@@ -142,6 +149,7 @@ class _BuiltLayer:
     dtype: torch.dtype
     tensor_parallel_size: int
     parts: ContextParallel
+    hidden_parts: int
     is_first: bool
     splits_backward: bool
 
@@ -175,13 +183,14 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         kept_bytes=saved.kept,
         shared_attention=shared,
         remade_bytes=saved.remade,
-        output_bytes=built.tokens * config.hidden_size * built.dtype.itemsize,
+        output_bytes=built.tokens // built.hidden_parts * config.hidden_size * built.dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
         total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
         total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in trained.items())),
         forward_sums=forward_sums,
         backward_sums=backward_sums,
+        regathers=_count_regathers(built),
         deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module)) if built.splits_backward else 0,
         deferred_bytes=_count_deferred(built) if built.splits_backward else 0,
     )
@@ -243,6 +252,14 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
     )
 
 
+def _count_regathers(built: _BuiltLayer) -> int:
+    """Blocks whose first projections are trained, and keep a part of the sequence."""
+    if built.hidden_parts == 1 or built.splits_backward:
+        return 0
+    parts = (part for part in built.module.modules() if isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)))
+    return len({id(part.entry) for part in parts if part.entry is not None and part.weight.requires_grad})
+
+
 def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     """The sliding window of this layer's attention in tokens, or None."""
     for child in module.modules():
@@ -257,8 +274,9 @@ def _run(built: _BuiltLayer) -> Any:
     layer, module = built.layer, built.module
     shape = (built.micro_batch_size, built.seq_length)
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
+    length = built.seq_length // built.hidden_parts
     hidden_states = torch.empty(
-        *shape, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
+        shape[0], length, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
     )  # [B, T, D]
     inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
     return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)

@@ -194,6 +194,7 @@ def count_costs(
             layout.context_parallel_size,
             layout.tensor_parallel_size,
         ),
+        sequence_parallel=config.sequence_parallel,
         splits_backward=find_schedule(layout.schedule).splits_backward,
     )
 

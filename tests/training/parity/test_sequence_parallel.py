@@ -94,9 +94,7 @@ def test_every_layout_equals_hugging_face(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", CUT)
-def test_every_family_equals_hugging_face(
-    workers: Callable[[int], WorkerGroup], root: Path, family: str
-) -> None:
+def test_every_family_equals_hugging_face(workers: Callable[[int], WorkerGroup], root: Path, family: str) -> None:
     compare(workers, build_case(root, CHECKPOINTED, "learning_rate=0.05", family=family))
 
 
@@ -111,9 +109,7 @@ def test_biases_behind_a_sum_equal_hugging_face(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gpt2", "glm4_moe", "mixtral"])
-def test_lora_equals_peft(
-    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
-) -> None:
+def test_lora_equals_peft(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str) -> None:
     case = build_case(root, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", family=family)
     model = make_adapter(tmp_path / "adapter", case.model)
     result, oracle = merge(workers(case.world_size).run(train_case, case)), train_oracle(case, model)

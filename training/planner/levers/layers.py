@@ -23,7 +23,7 @@ def compute_gradients_in_pass(stage: Stage) -> Memory:
     an element beside it: a CPU's copy of it in fp32, to be added (`add_gradient`); a GPU makes none, and has that much
     for what is not counted.
     """
-    hidden, of_weight = stage.chunks[0].hidden_bytes, stage.run.weight_bytes
+    hidden, of_weight = stage.chunks[0].block_bytes, stage.run.weight_bytes
     return Memory(buffers=2 * hidden + (of_weight + (4 if of_weight < 4 else 0)) * stage.largest_trainable)
 
 

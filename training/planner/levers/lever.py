@@ -84,6 +84,12 @@ class Chunk:
         return self.layers[0].output_bytes
 
     @property
+    def block_bytes(self) -> int:
+        """Of the hidden_states that a block of a layer works on: with sequence parallelism of all the ranks' parts."""
+        run = self.run
+        return self.hidden_bytes * (run.layout.tensor_parallel_size if run.config.sequence_parallel else 1)
+
+    @property
     def integer_bytes(self) -> int:
         """Of what all layers take beside hidden_states; of whole sequences."""
         return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
