@@ -1,4 +1,4 @@
-"""What cannot keep parts of sequences between the blocks that tensor parallelism cuts (`models/parallel/sequence.py`)."""
+"""What cannot keep parts of sequences between the blocks that tensor parallelism cuts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], mult
     `multiple` of the parts. layers: with styles."""
     for layer in layers:
         if (wants_all := _find_whole(layer)) is not None:
+            name = (layer.hf_prefix + wants_all).rstrip(".")
             raise UserError(
                 f"sequence_parallel: a '{config.model_type}' cannot keep parts of sequences between its blocks: "
-                f"'{(layer.hf_prefix + wants_all).rstrip('.')}' wants all tokens, and tensor parallelism does not cut it; give "
-                "sequence_parallel=false"
+                f"'{name}' wants all tokens, and tensor parallelism does not cut it; give sequence_parallel=false"
             )
     if max_seq_length % multiple:
         below = max_seq_length // multiple * multiple

@@ -164,6 +164,19 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             for precision in ("bf16", "fp32")
             for optimizer in SMALL_STATES
         ),
+        *(
+            pytest.param(
+                stages,
+                (
+                    f"precision={dtype}",
+                    f"activation_checkpoint_interval={interval}",
+                    "tensor_parallel_size=2",
+                    "sequence_parallel=true",
+                ),
+                marks=pytest.mark.full,
+            )
+            for stages, dtype, interval in ((1, "bf16", 0), (1, "fp32", 1), (2, "bf16", 0), (2, "fp32", 0))
+        ),
         (1, ("precision=bf16", "activation_checkpoint_interval=0", "context_parallel_size=2")),
         pytest.param(
             1, ("precision=fp32", "activation_checkpoint_interval=1", "context_parallel_size=2"), marks=pytest.mark.full
