@@ -67,10 +67,11 @@ class RowParallelLinear(nn.Linear):
 
 
 class RowParallelConv1D(Conv1D):
-    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
+    """The same for GPT-2's projections, whose weight is [inputs, outputs]; in no block of experts."""
 
     parallel: TensorParallel
     randomness: PerRankRNG | None = None
+    gives_share = False
     weight: nn.Parameter
     bias: nn.Parameter
 
