@@ -55,6 +55,7 @@ EXAMPLES = {
         TWO_RANKS,
         "adapter.load_in_4bit=true",
     ),
+    "sequence_parallel=true does not go together with tensor_parallel_size=1: ": ("sequence_parallel=true",),
     "tensor_parallel_size=2 does not go together with plan=true with hardware=here: ": (
         TWO_RANKS,
         "plan=true",
