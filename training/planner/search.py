@@ -135,7 +135,7 @@ class _Search:
         self._splits: dict[tuple[int, str], list[int]] = {}
         self._world_size = config.world_size
         self.global_batch_size = _global_batch_size(config, self._world_size, len(layers))
-        self._sharing = list_sharing(config, architecture, self._world_size)
+        self._sharing = list_sharing(config, architecture, layers, self._world_size)
 
     def list_layouts(self) -> Iterator[Layout]:
         """Under 1F1B and the schedule that the config asks for."""
@@ -246,7 +246,9 @@ class _Search:
         return self._costs[kind]
 
 
-def list_sharing(config: RunConfig, architecture: PretrainedConfig, world_size: int) -> list[int]:
+def list_sharing(
+    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], world_size: int
+) -> list[int]:
     """The numbers of ranks of a sequence to try: the config's own first, and powers of two that the model, the row's
     length and the other keys allow."""
     own = config.context_parallel_size
@@ -256,7 +258,7 @@ def list_sharing(config: RunConfig, architecture: PretrainedConfig, world_size: 
         keys = replace(config, context_parallel_size=size)
         with suppress(UserError):
             check_together(Run(keys))
-            check_run_sequences(keys, architecture)
+            check_run_sequences(keys, architecture, layers)
             if size != own and world_size % (size * config.tensor_parallel_size) == 0:
                 sizes.append(size)
         size *= 2

@@ -165,7 +165,7 @@ def test_a_global_batch_that_no_split_divides() -> None:
 def test_sequences_are_shared_where_samples_are_long() -> None:
     def find(*overrides: str) -> list[int]:
         config = build("world_size=8", *overrides)
-        return list_sharing(config, load_architecture(config), 8)
+        return list_sharing(config, load_architecture(config), [], 8)
 
     assert find("max_seq_length=16384") == [1, 2, 4, 8] and find() == [1]
     assert find("max_seq_length=16384", "context_parallel_size=2", "tensor_parallel_size=2") == [2, 1, 4]
