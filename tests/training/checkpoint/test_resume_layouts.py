@@ -25,6 +25,7 @@ SHARDED["stage2xpp2xdp2"] = (2, 4)
 SHARDED |= {"stage1xdp4 by 2": (1, 4), "stage2xdp4 by 2": (1, 4)}  # sharding_parallel_size
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
+IN_PARTS = {"tp2 in parts": (1, 2), "tp2xpp2 in parts": (2, 4)}  # sequence_parallel=true
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
 EVERY_PAIR += [
@@ -87,9 +88,10 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
     def start(name: str, layout: str, model: str, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
-            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | SHARDED)[layout]
+            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | SHARDED)[layout]
             defaults = (
-                f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL else 1}",
+                f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL | IN_PARTS else 1}",
+                f"sequence_parallel={str(layout in IN_PARTS).lower()}",
                 f"context_parallel_size={2 if layout in CONTEXT_PARALLEL else 1}",
                 f"zero_stage={layout[len('stage')] if layout in SHARDED else 1}",
                 f"sharding_parallel_size={2 if layout.endswith('by 2') else 'null'}",
@@ -139,6 +141,23 @@ def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
 def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [
+        ("tp2 in parts", "tp2"),
+        ("tp2", "tp2 in parts"),
+        ("tp2xpp2 in parts", "pp1xdp2"),
+        ("pp2", "tp2xpp2 in parts"),
+        ("tp2 in parts", "tp2xpp2 in parts"),
+    ],
+    ids=str,
+)
+def test_parts_of_sequences_leave_no_trace(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
