@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
+from models.losses import logit_pieces
 from models.losses.cross_entropy import causal_lm_loss, find_targets
 from models.losses.logit_pieces import PIECE, list_pieces
 from models.losses.token_loss import TokenLoss
@@ -147,6 +148,23 @@ def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monk
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
     ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
     for index in (1, 2):
+        errors = [(gradients[index].double() - exact[index]).norm() for gradients in (ours, plain)]
+        assert errors[0] <= 1.25 * errors[1]
+
+
+def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 targets four wait at a time, and what comes out is no further from fp64 than one product."""
+    cut_pieces(monkeypatch, 4 * V)
+    monkeypatch.setattr(logit_pieces, "WAITING", 0)
+    generator = torch.Generator().manual_seed(1)
+    hidden_states, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 50, 8), (V, 8)))
+    low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
+    targets = torch.randint(V, (1, 50), generator=generator)
+    assert logit_pieces.count_waiting(50, 8, V) == 4
+    ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
+    exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
+    for index in (1, 2):
+        assert ours[index].dtype is torch.bfloat16
         errors = [(gradients[index].double() - exact[index]).norm() for gradients in (ours, plain)]
         assert errors[0] <= 1.25 * errors[1]
 

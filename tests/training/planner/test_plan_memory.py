@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from support.configs import build_config
+from support.logit_pieces import cut_pieces
 
+from benchmarks.allocation import AllocationPeak
+from models.losses import logit_pieces
+from models.losses.cross_entropy import causal_lm_loss
 from models.losses.logit_pieces import PIECE
 from training.config.schema import CheckpointMode, Device, Precision
 from training.distributed.topology import Layout, Topology
@@ -15,6 +20,7 @@ from training.engine.pieces import PIECE as UPDATED
 from training.pipeline.schedule import Interleaved
 from training.planner.cost import LayerCost
 from training.planner.hardware import Machine
+from training.planner.levers import loss as levers_loss
 from training.planner.levers.lever import PlannedRun, Stage
 from training.planner.levers.loss import compute_loss_bytes
 from training.planner.levers.model_states import ALLREDUCE_BUCKET, compute_model_states
@@ -224,11 +230,20 @@ def test_only_the_last_stage_makes_logits() -> None:
 
 
 def test_the_loss_makes_its_logits_in_pieces() -> None:
-    many = 4096 * 128_000
-    assert compute_loss_bytes(many, Precision.bf16) == 2 * many + 10 * PIECE
-    assert compute_loss_bytes(many, Precision.fp32) == 8 * PIECE
-    assert compute_loss_bytes(many, Precision.fp16) == 12 * many
-    assert compute_loss_bytes(100, Precision.fp32) == 800
+    many, vocabulary = 4096, 128_000
+    sizes = many, vocabulary, 4096
+    assert compute_loss_bytes(*sizes, Precision.bf16) == 2 * many * vocabulary + 10 * PIECE
+    assert compute_loss_bytes(*sizes, Precision.fp32) == 8 * PIECE
+    assert compute_loss_bytes(*sizes, Precision.fp16) == 12 * many * vocabulary
+    assert compute_loss_bytes(10, 10, 4096, Precision.fp32) == 800
+
+
+def test_of_many_targets_the_loss_sums_the_gradient_of_the_head() -> None:
+    """As much for 128k tokens as for 16k: four pieces of 256 targets wait, beside a sum in fp32."""
+    vocabulary, hidden_size = 128_000, 4096
+    needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16) for many in (2**14, 2**17)]
+    assert needed == [12 * PIECE + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
+    assert needed[0] < 2 * 2**14 * vocabulary
 
 
 def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
@@ -237,3 +252,22 @@ def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
     )
     assert found.peak == found.backward_peak == 1 + 2 + 4 + 16 + 8 + 100
     assert replace(found, step=1000).peak == 1 + 2 + 4 + 16 + 1000
+
+
+def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what goes in, the gradients that come out included."""
+    tokens, hidden_size, vocabulary = 2048, 128, 3000
+    cut_pieces(monkeypatch, 32 * vocabulary)
+    monkeypatch.setattr(levers_loss, "PIECE", 32 * vocabulary)
+    monkeypatch.setattr(logit_pieces, "WAITING", 0)
+    states, weight = (
+        torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))
+    )
+    targets = torch.randint(vocabulary, (1, tokens)), torch.tensor(1.0)
+    with AllocationPeak(states, weight) as counter:
+        torch.autograd.grad(causal_lm_loss((states, weight), targets), (states, weight))
+    of_hidden = 2 * 2 * states.numel()  # those of targets, and their gradient
+    expected = compute_loss_bytes(tokens, vocabulary, hidden_size, Precision.bf16) + of_hidden
+    assert counter.peak == pytest.approx(expected, rel=0.05)
+    assert expected < 2 * tokens * vocabulary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.losses.logit_pieces import PIECE
+from models.losses.logit_pieces import PIECE, count_waiting
 from training.config.schema import Precision
 from training.objectives.registry import get_objective
 from training.planner.levers.lever import Chunk, Lever, Stage
@@ -16,19 +16,25 @@ def compute_loss(stage: Stage) -> Memory:
     if get_objective(run.config).scores_rows:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
-    return Memory(loss=compute_loss_bytes(run.tokens * shard, run.config.precision) if stage.has_loss else 0)
+    hidden_size = stage.chunks[-1].block_bytes // (run.tokens * run.weight_bytes)
+    needed = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision)
+    return Memory(loss=needed if stage.has_loss else 0)
 
 
-def compute_loss_bytes(num_logits: int, precision: Precision) -> int:
-    """Peak of `models.losses.cross_entropy` beside the head's gradient. num_logits: B x T x V, every token a target.
+def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision) -> int:
+    """Peak of `models.losses.cross_entropy` beside the head's gradient. num_targets: B x T, every token a target.
 
-    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all: the logits' gradient in bf16. fp16 takes
-    no pieces: its peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all, or of those that wait: the logits'
+    gradient in bf16; beside that the sum of the head's in fp32, and a part of it in bf16. fp16 takes no pieces: its
+    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
+    num_logits = num_targets * vocabulary
     piece = min(num_logits, PIECE)
-    return {Precision.fp32: 8 * piece, Precision.bf16: 10 * piece + 2 * num_logits, Precision.fp16: 12 * num_logits}[
-        precision
-    ]
+    if precision is not Precision.bf16:
+        return {Precision.fp32: 8 * piece, Precision.fp16: 12 * num_logits}[precision]
+    waiting = count_waiting(num_targets, hidden_size, vocabulary)
+    summed = 4 * hidden_size * vocabulary + 2 * piece if waiting < num_targets else 0
+    return 10 * piece + 2 * waiting * vocabulary + summed
 
 
 def compute_second_logits(chunk: Chunk) -> PassCost:
