@@ -14,6 +14,7 @@ from support.cases import (
     CHECKPOINTED,
     CLIPPED,
     EVERY_SECOND,
+    RING,
     SELECTIVE,
     Case,
     mean_loss,
@@ -59,9 +60,6 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
 
 def test_five_sgd_steps_equal_hugging_face(workers: Callable[[int], WorkerGroup], root: Path) -> None:
     compare(workers, build_case(root, CLIPPED))
-
-
-RING = "context_parallel_mode=ring"
 
 
 def test_a_ring_where_heads_do_not_suffice(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> None:
