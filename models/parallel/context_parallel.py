@@ -167,7 +167,7 @@ class HeadExchange:
         size = self._parallel.size
         by_rank = [tensor.unflatten(1, (size, -1)).transpose(0, 1) for tensor in tensors]  # [C, B, H / C, T / C, E]
         flat = torch.cat([part.flatten(1) for part in by_rank], dim=1)
-        received = _Exchange.apply(flat, self._parallel.group)
+        received = _Exchange.apply(flat, self._parallel)
         parts = received.split([part[0].numel() for part in by_rank], dim=1)
         return [
             part.view(each.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -177,7 +177,7 @@ class HeadExchange:
     def _gather_heads(self, output: torch.Tensor) -> torch.Tensor:
         """Of [B, T, H / C, E] all heads of T / C tokens, [B, T / C, H, E]."""
         by_rank = output.unflatten(1, (self._parallel.size, -1)).transpose(0, 1)  # [C, B, T / C, H / C, E]
-        received = _Exchange.apply(by_rank, self._parallel.group)
+        received = _Exchange.apply(by_rank, self._parallel)
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
@@ -203,19 +203,20 @@ class _Exchange(torch.autograd.Function):
     """[C, ...]: the rank's i-th part goes to rank i, and comes from there."""
 
     @staticmethod
-    def forward(context: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return _exchange(parts, group)
+    def forward(context: Any, parts: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
+        context.parallel = parallel
+        return _exchange(parts, parallel)
 
     @staticmethod
     def backward(context: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _exchange(gradients, context.group), None
+        return _exchange(gradients, context.parallel), None
 
 
-def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(parts: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    with parallel.exchanges.observed():
+        dist.all_to_all_single(received, parts, group=parallel.group)
     return received
 
 

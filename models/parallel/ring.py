@@ -151,8 +151,10 @@ class Transfer:
                 dist.P2POp(dist.irecv, self._received, group=group, tag=tag, group_peer=(rank - 1) % size),
             ]
         )
+        self._exchanges = parallel.exchanges
 
     def receive(self) -> torch.Tensor:
-        for work in self._works:
-            work.wait()
+        with self._exchanges.observed():
+            for work in self._works:
+                work.wait()
         return self._received

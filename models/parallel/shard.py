@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from models.parallel.exchanges import Exchanges
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ ALONE = TensorParallel()
 @dataclass(frozen=True)
 class ContextParallel:
     """This rank among those that share each sequence. group: of these ranks; None where none is needed. is_ring:
-    whether keys and values travel, not heads (`models/parallel/ring.py`); which chunks a rank has follows from it."""
+    whether keys and values travel, not heads (`models/parallel/ring.py`); which chunks a rank has follows from it.
+    exchanges: of these ranks, to be measured."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     is_ring: bool = False
+    exchanges: Exchanges = field(default_factory=Exchanges, compare=False, repr=False)
 
     @property
     def num_chunks(self) -> int:

@@ -19,8 +19,8 @@ from data.storage.tokenized import TokenizedDataset
 
 # Fields that differ from run to run.
 MEASURED = {
-    "step_time", "tokens_per_second", "mfu", "compute_time", "communication_time", "wait_time", "bubble",
-    "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory",
+    "step_time", "tokens_per_second", "mfu", "compute_time", "exchange_time", "communication_time", "wait_time",
+    "bubble", "predicted_bubble", "imbalance", "predicted_imbalance", "peak_memory",
 }  # fmt: skip
 
 

@@ -40,7 +40,8 @@ class RankTimes:
     """Seconds of one rank, summed over `num_steps` steps, and bytes.
 
     pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and
-    tied stages. weights: of backward passes, the part that was put off; not in `backward`. recv_activation, ...: of all
+    tied stages. weights: of backward passes, the part that was put off; not in `backward`. exchange: of passes, what
+    attention waited for from the ranks that share its sequences. recv_activation, ...: of all
     such transfers, had each been as quick as the step's quickest; the rest of them is waiting.
     """
 
@@ -49,6 +50,7 @@ class RankTimes:
     forward: float = 0
     backward: float = 0
     weights: float = 0
+    exchange: float = 0
     optimizer: float = 0
     reduce: float = 0
     pipeline: float = 0
@@ -58,7 +60,7 @@ class RankTimes:
     recv_grad: float = 0
     peak_memory: float = 0
 
-    def add(self, spans: Sequence[Span], step_seconds: float) -> None:
+    def add(self, spans: Sequence[Span], step_seconds: float, exchange_seconds: float = 0) -> None:
         """Counts one step."""
         of: dict[str, list[float]] = {}
         for span in spans:
@@ -68,6 +70,7 @@ class RankTimes:
         self.forward += sum(of.get(FORWARD, ()))
         self.backward += sum(of.get(BACKWARD, ()))
         self.weights += sum(of.get(WEIGHTS, ()))
+        self.exchange += exchange_seconds
         self.optimizer += sum(of.get(OPTIMIZER, ()))
         self.reduce += sum(sum(of.get(name, ())) for name in REDUCTIONS)
         self.pipeline += max(span.stop for span in spans if span.name in _IN_PIPELINE)
@@ -79,23 +82,29 @@ class RankTimes:
 
 
 class StageTimer:
-    """Times the training steps of one engine: its `StepObserver`. `attach` comes before the first step."""
+    """Times the training steps of one engine: its `StepObserver`, and that of its exchanges. `attach` comes before the
+    first step."""
 
     def __init__(self, engine: Engine, memory: MemoryPeak) -> None:
         self._engine, self._device, self._memory = engine, engine.device, memory
-        self._marks = _HostMarks() if self._device.type == "cpu" else _DeviceMarks(self._device)
+        self._marks, self._exchange_marks = self._make_marks(), self._make_marks()
         self._number = torch.zeros(1, device=self._device)
         self._names: list[str] = []
         self._is_running = False
         self._times = RankTimes()
 
+    def _make_marks(self) -> _HostMarks | _DeviceMarks:
+        return _HostMarks() if self._device.type == "cpu" else _DeviceMarks(self._device)
+
     def attach(self) -> None:
         self._memory.start()
         self._engine.observe(self)
+        self._engine.module.sequence_part.exchanges.observer = self
 
     def detach(self) -> None:
         """The engine is again as it was."""
         self._engine.observe(None)
+        self._engine.module.sequence_part.exchanges.observer = None
 
     def before(self, unit: str) -> None:
         if unit == OPTIMIZER and self._is_running:  # else it is an evaluation
@@ -106,6 +115,14 @@ class StageTimer:
         if self._is_running:
             self._mark(unit)
 
+    def start_exchange(self) -> None:
+        if self._is_running:
+            self._exchange_marks.add()
+
+    def finish_exchange(self) -> None:
+        if self._is_running:
+            self._exchange_marks.add()
+
     def _mark(self, name: str) -> None:
         self._names.append(name)
         self._marks.add()
@@ -114,6 +131,7 @@ class StageTimer:
         self._names, self._is_running = [], True
         self._since = time.perf_counter()
         self._marks.start()
+        self._exchange_marks.start()
 
     def finish_step(self) -> list[Span]:
         """Counts the step that has just ended, and returns what it was."""
@@ -121,7 +139,9 @@ class StageTimer:
         stops = self._marks.read()
         spans = [Span(name, start, stop) for name, start, stop in zip(self._names, [0.0, *stops], stops)]
         if spans:
-            self._times.add(spans, time.perf_counter() - self._since)
+            ends = self._exchange_marks.read()
+            exchanges = sum(ends[1::2]) - sum(ends[::2])  # a start and a stop of each
+            self._times.add(spans, time.perf_counter() - self._since, exchanges)
         return spans
 
     def gather(self) -> list[RankTimes]:

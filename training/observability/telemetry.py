@@ -30,7 +30,8 @@ class Measured:
 
     compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass,
     on average. imbalance: by how much the stage with the longest passes exceeds the mean. weight_grad_time: of
-    compute_time, gradients of weights that were put off.
+    compute_time, gradients of weights that were put off. exchange_time: of compute_time, what attention waited for from
+    the ranks that share its sequences.
     """
 
     num_steps: int
@@ -41,6 +42,7 @@ class Measured:
     bubble: float
     imbalance: float
     weight_grad_time: list[float]
+    exchange_time: list[float]
     peak_memory: list[int]
 
 
@@ -69,6 +71,7 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
         ],
         bubble=1 - mean_passes / pipeline,
         imbalance=max(passes) / mean_passes - 1,
+        exchange_time=[seconds / num_steps for seconds in _by_stage([rank.exchange for rank in ranks], layout)],
         weight_grad_time=[seconds / num_steps for seconds in _by_stage([rank.weights for rank in ranks], layout)],
         peak_memory=[max(peaks[rank] for rank in layout.list_stage_ranks(stage)) for stage in range(layout.num_stages)],
     )
@@ -148,6 +151,7 @@ class Telemetry:
             "compute_time": measured.compute_time,
             "communication_time": measured.communication_time,
             "wait_time": measured.wait_time,
+            **({"exchange_time": measured.exchange_time} if any(measured.exchange_time) else {}),
             **({"weight_grad_time": measured.weight_grad_time} if any(measured.weight_grad_time) else {}),
             "bubble": measured.bubble,
             "predicted_bubble": prediction.plan.idle,

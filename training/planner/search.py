@@ -4,7 +4,8 @@ best first; where the card is too small, with what gives memory for time, such a
 The global batch stays what the config says, so each found layout trains the same run; `tensor_parallel_size` stays too,
 and so does the optimizer: nothing that is tried changes a gradient or an update. Where samples are long, other numbers
 of ranks that share each sequence are tried. All of them run under 1F1B, and the schedule that the config asks for; the
-best few under every other one too.
+best few under every other one too. Where the config leaves to us how ranks share a sequence
+(`context_parallel_mode=auto`), both ways are tried.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
 from errors import UserError
 from models.layer import Layer
 from training.config.incompatible import Run, check_together
-from training.config.schema import CheckpointMode, Offload, RunConfig
+from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.objectives.registry import get_objective
@@ -69,14 +70,22 @@ MOST_SHARING = 16  # ranks of a sequence
 MOST_PASSES = 1024  # stages x micro-batches that an order is computed for here
 
 
+class Sharing(NamedTuple):
+    """How each sequence is shared: `context_parallel_size` and `context_parallel_mode`."""
+
+    size: int
+    mode: ContextParallelMode
+
+
 @dataclass(frozen=True)
 class Candidate:
     """What was tried. checkpointing: mode and interval. levers: those of `SAVING` and `ALWAYS`, by key.
-    tries_sequences: others have other numbers of ranks that share each sequence."""
+    tries_sequences: others share sequences otherwise."""
 
     checkpointing: tuple[CheckpointMode, int]
     levers: Mapping[str, Any]
     plan: Plan
+    sharing: Sharing
     tries_sequences: bool = False
 
     @property
@@ -85,7 +94,7 @@ class Candidate:
         layout, (mode, interval) = self.plan.layout, self.checkpointing
         return (
             f"num_stages={layout.num_stages}",
-            *([f"context_parallel_size={layout.context_parallel_size}"] if self.tries_sequences else []),
+            *(_render(f"context_parallel_{key}", value) for key, value in self._list_sharing()),
             f"micro_batch_size={layout.micro_batch_size}",
             "gradient_accumulation_steps=null",
             f"global_batch_size={layout.global_batch_size}",
@@ -95,6 +104,9 @@ class Candidate:
             f"schedule={layout.schedule}",
             *(_render(key, value) for key, value in (UNUSED | dict(self.levers)).items() if key != "offload_optimizer"),
         )
+
+    def _list_sharing(self) -> list[tuple[str, Any]]:
+        return list(self.sharing._asdict().items()) if self.tries_sequences else []
 
     @property
     def saving(self) -> str:
@@ -114,7 +126,12 @@ def search_plans(
     Raises UserError when the global batch cannot be cut for any split.
     """
     search = _Search(config, architecture, layers, hardware)
-    found = [candidate for layout in search.list_layouts() for candidate in search.try_layout(layout)]
+    found = [
+        candidate
+        for sharing in search.sharings
+        for layout in search.list_layouts(sharing)
+        for candidate in search.try_layout(layout, sharing)
+    ]
     if not found:
         raise UserError(
             f"global_batch_size={search.global_batch_size} can be cut for no split of world_size={config.world_size}; "
@@ -131,51 +148,51 @@ class _Search:
         assert config.world_size is not None
         self._config, self._architecture, self._layers, self._hardware = config, architecture, layers, hardware
         self._work = [compute_work(layer) for layer in layers]
-        self._costs: dict[tuple[int, int, bool], list[LayerCost]] = {}
+        self._costs: dict[tuple[int, Sharing, bool], list[LayerCost]] = {}
         self._splits: dict[tuple[int, str], list[int]] = {}
         self._world_size = config.world_size
         self.global_batch_size = _global_batch_size(config, self._world_size, len(layers))
-        self._sharing = list_sharing(config, architecture, layers, self._world_size)
+        self.sharings = list_sharings(config, architecture, layers, self._world_size)
 
-    def list_layouts(self) -> Iterator[Layout]:
+    def list_layouts(self, sharing: Sharing) -> Iterator[Layout]:
         """Under 1F1B and the schedule that the config asks for."""
-        for size in self._sharing:
-            yield from self._list_sharing_so(size)
-
-    def _list_sharing_so(self, context_parallel_size: int) -> Iterator[Layout]:
         total = self.global_batch_size
         given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
-        given[CONTEXT] = context_parallel_size
+        given[CONTEXT] = sharing.size
         replica = self._world_size // math.prod(given.values())
         for num_stages, micro_batch_size in _list_layouts(replica, len(self._layers), total):
             topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
             layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
             yield from _list_schedules(layout, self._config, len(self._layers))
 
-    def try_layout(self, layout: Layout) -> Iterator[Candidate]:
+    def try_layout(self, layout: Layout, sharing: Sharing) -> Iterator[Candidate]:
         """With every way of checkpointing, with and without offloading, and where that is not enough with more."""
         for choices in CHECKPOINTING:
-            found = [candidate for levers in ALWAYS if (candidate := self._try_each(layout, choices, levers))]
+            found = [candidate for levers in ALWAYS if (candidate := self._try_each(layout, sharing, choices, levers))]
             yield from found
             fits = any(candidate.plan.fits for candidate in found if not candidate.levers)
             more = SAVING if not fits else SAVING[:1] if layout.gradient_accumulation_steps == 1 else ()
-            yield from (candidate for levers in more if (candidate := self._try_each(layout, choices, levers)))
+            yield from (candidate for levers in more if (candidate := self._try_each(layout, sharing, choices, levers)))
 
     def _try_each(
-        self, layout: Layout, choices: Sequence[tuple[CheckpointMode, int]], levers: Mapping[str, Any]
+        self,
+        layout: Layout,
+        sharing: Sharing,
+        choices: Sequence[tuple[CheckpointMode, int]],
+        levers: Mapping[str, Any],
     ) -> Candidate | None:
         """The one that takes the least memory; None where the run cannot have `levers`, or they save nothing."""
         if "zero_stage" in levers and layout.num_weight_replicas == 1:
             return None
         if any(levers == tried for tried in SAVING):
-            choices = [choice for choice in choices if self._goes_together(layout, choice, levers)]
-        tried = [self._try(layout, *choice, levers) for choice in choices]
+            choices = [choice for choice in choices if self._goes_together(layout, sharing, choice, levers)]
+        tried = [self._try(layout, sharing, *choice, levers) for choice in choices]
         return min(tried, key=lambda candidate: candidate.plan.fullest.memory.peak, default=None)
 
     def _goes_together(
-        self, layout: Layout, checkpointing: tuple[CheckpointMode, int], levers: Mapping[str, Any]
+        self, layout: Layout, sharing: Sharing, checkpointing: tuple[CheckpointMode, int], levers: Mapping[str, Any]
     ) -> bool:
-        keys = replace(self._keys(layout, *checkpointing, levers), plan=True)
+        keys = replace(self._keys(layout, sharing, *checkpointing, levers), plan=True)
         with suppress(UserError):
             check_config(keys, has_accelerator=True)
             check_together(Run(keys))
@@ -193,12 +210,15 @@ class _Search:
                 check_together(Run(keys))
                 layout = schedule_layout(candidate.plan.layout, keys, len(self._layers))
                 if name not in known and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES:
-                    yield self._try(layout, *candidate.checkpointing, candidate.levers)
+                    yield self._try(layout, candidate.sharing, *candidate.checkpointing, candidate.levers)
 
-    def _keys(self, layout: Layout, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]) -> RunConfig:
+    def _keys(
+        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]
+    ) -> RunConfig:
         return replace(
             self._config,
-            context_parallel_size=layout.context_parallel_size,
+            context_parallel_size=sharing.size,
+            context_parallel_mode=sharing.mode,
             num_stages=layout.num_stages,
             micro_batch_size=layout.micro_batch_size,
             gradient_accumulation_steps=None,
@@ -209,15 +229,17 @@ class _Search:
             **(UNUSED | dict(levers)),
         )
 
-    def _try(self, layout: Layout, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]) -> Candidate:
-        keys = self._keys(layout, mode, interval, levers)
-        bounds, costs = self._split(layout), self._count(layout)
+    def _try(
+        self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]
+    ) -> Candidate:
+        keys = self._keys(layout, sharing, mode, interval, levers)
+        bounds, costs = self._split(layout), self._count(layout, sharing)
         timed = time_passes(layout, keys, self._layers, bounds, get_objective(keys).remakes_logits)
         run = PlannedRun(keys, timed, self._architecture.vocab_size, self._hardware)
         plan = compute_plan(costs, bounds, run)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
-        return Candidate((mode, interval), levers, plan, tries_sequences=len(self._sharing) > 1)
+        return Candidate((mode, interval), levers, plan, sharing, tries_sequences=len(self.sharings) > 1)
 
     def _split(self, layout: Layout) -> list[int]:
         kind = layout.num_stages, layout.schedule
@@ -237,32 +259,37 @@ class _Search:
         assert bounds is not None
         return bounds
 
-    def _count(self, layout: Layout) -> list[LayerCost]:
-        size = layout.context_parallel_size
-        kind = layout.micro_batch_size, size, find_schedule(layout.schedule).splits_backward
+    def _count(self, layout: Layout, sharing: Sharing) -> list[LayerCost]:
+        kind = layout.micro_batch_size, sharing, find_schedule(layout.schedule).splits_backward
         if kind not in self._costs:
-            keys = replace(self._config, context_parallel_size=size)
+            keys = replace(self._config, context_parallel_size=sharing.size, context_parallel_mode=sharing.mode)
             self._costs[kind] = count_costs(keys, self._architecture, self._layers, layout)
         return self._costs[kind]
 
 
-def list_sharing(
+def list_sharings(
     config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], world_size: int
-) -> list[int]:
-    """The numbers of ranks of a sequence to try: the config's own first, and powers of two that the model, the row's
-    length and the other keys allow."""
+) -> list[Sharing]:
+    """The numbers of ranks of a sequence to try, the config's own first, and powers of two, each in the config's mode
+    or, where that is `auto`, in both: as far as the model, the row's length and the other keys allow."""
     own = config.context_parallel_size
-    sizes = [own]
-    size = 1
-    while config.max_seq_length >= LONG and size <= min(MOST_SHARING, world_size // config.tensor_parallel_size):
-        keys = replace(config, context_parallel_size=size)
-        with suppress(UserError):
-            check_together(Run(keys))
-            check_run_sequences(keys, architecture, layers)
-            if size != own and world_size % (size * config.tensor_parallel_size) == 0:
-                sizes.append(size)
-        size *= 2
-    return sizes
+    most = min(MOST_SHARING, world_size // config.tensor_parallel_size)
+    powers = [2**exponent for exponent in range(most.bit_length())] if config.max_seq_length >= LONG else []
+    found = []
+    for size in dict.fromkeys([own, *powers]):
+        for mode in _list_modes(config, size):
+            keys = replace(config, context_parallel_size=size, context_parallel_mode=mode)
+            with suppress(UserError):
+                check_together(Run(keys))
+                check_run_sequences(keys, architecture, layers)
+                if world_size % (size * config.tensor_parallel_size) == 0:
+                    found.append(Sharing(size, mode))
+    return found or [Sharing(own, config.context_parallel_mode)]
+
+
+def _list_modes(config: RunConfig, size: int) -> list[ContextParallelMode]:
+    auto, *others = ContextParallelMode
+    return others if config.context_parallel_mode is auto and size > 1 else [config.context_parallel_mode]
 
 
 def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Iterator[Layout]:
@@ -324,10 +351,10 @@ def render_search(
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:
         raise UserError(_nothing_fits(candidates[0], config, hardware))
-    shares = any(candidate.plan.layout.context_parallel_size > 1 for candidate in fitting[:SHOWN])
+    shares = any(candidate.sharing.size > 1 for candidate in fitting[:SHOWN])
     header = (
         "pp",
-        *(["cp"] if shares else []),
+        *(["cp", "mode"] if shares else []),
         "dp",
         "schedule",
         "micro-batch",
@@ -359,7 +386,7 @@ def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
     layout = plan.layout
     names = {"grouped": str(interval), "every": f"every {interval}", "selective": "selective"}
     return (
-        str(layout.num_stages), *([str(layout.context_parallel_size)] if shares else []),
+        str(layout.num_stages), *([str(candidate.sharing.size), candidate.sharing.mode.value] if shares else []),
         str(layout.dp_size), layout.schedule, str(layout.micro_batch_size),
         str(layout.gradient_accumulation_steps), names[mode.value], candidate.saving,
         f"{plan.fullest.memory.peak / GIB:.1f}",

@@ -5,13 +5,17 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import Case, build_engine
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
+from transformers import LlamaConfig
 
 from training.distributed.topology import Layout, Topology
 from training.observability.measured_timeline import measured_timeline
@@ -103,6 +107,59 @@ def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case)
     assert [span.micro_batch for span in forward] == [0, 1, 2, 3] and all(
         span.stop - span.start > PAUSE for span in forward
     )
+
+
+DELAY = 0.003  # seconds added to each exchange
+
+
+class SlowTransfer:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        time.sleep(DELAY)
+        self._work.wait()
+
+
+def train_on_slow_links(case: Case) -> RankTimes:
+    """A step and an evaluation, in which every exchange with the ranks that share sequences takes longer."""
+    from training.engine.steps import evaluate, train_step
+    from training.observability.stage_timer import StageTimer
+
+    def exchange(*given: Any, **options: Any) -> None:
+        time.sleep(DELAY)
+        all_to_all(*given, **options)
+
+    def transfer(operations: list[dist.P2POp]) -> list[Any]:
+        first, *others = start_transfers(operations)
+        return [SlowTransfer(first), *others]
+
+    all_to_all, start_transfers = dist.all_to_all_single, dist.batch_isend_irecv
+    engine, loader, config, *_ = build_engine(case)
+    clock = StageTimer(engine, MemoryPeak(engine.device))
+    clock.attach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchange)
+        patch.setattr(dist, "batch_isend_irecv", transfer)
+        clock.start_step()
+        train_step(engine, loader.iterate(0, 1), config, 0, 1)
+        clock.finish_step()
+        evaluate(engine, loader.iterate(1, 2), MICRO_BATCHES, 1)  # no step: not counted
+    clock.detach()
+    assert engine.module.sequence_part.exchanges.observer is None
+    return clock.gather()[engine.rank]
+
+
+@pytest.mark.parametrize("mode", ["ulysses", pytest.param("ring", marks=pytest.mark.full)])
+def test_attention_that_waits_for_other_ranks_is_seen(
+    workers: Callable[[int], WorkerGroup], case: Case, mode: str
+) -> None:
+    """By heads each layer exchanges twice a pass. Around a ring of two one block comes in each pass, and two gradients
+    in the backward one."""
+    keys = ("context_parallel_size=2", f"context_parallel_mode={mode}")
+    delays = 4 * LlamaConfig.from_pretrained(case.model).num_hidden_layers * MICRO_BATCHES * DELAY
+    for times in workers(2).run(train_on_slow_links, replace(case, num_stages=1, overrides=keys)):
+        assert delays < times.exchange < times.forward + times.backward
 
 
 def laps_of(*named: tuple[str, float]) -> list[Span]:

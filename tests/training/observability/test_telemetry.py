@@ -28,6 +28,7 @@ FIRST = RankTimes(
     step=20.0,
     forward=3.0,
     backward=5.0,
+    exchange=1.5,
     optimizer=1.0,
     reduce=0.5,
     pipeline=16.0,
@@ -57,7 +58,7 @@ def test_a_pipeline_of_two_by_hand() -> None:
         0.625,
         0.625,
     ]  # a boundary takes what its quicker end took: 0.25 forward, 0.5 back; and 0.5 for gradients
-    assert measured.wait_time == [4.875, 2.375]
+    assert measured.wait_time == [4.875, 2.375] and measured.exchange_time == [0.75, 0.0]
     assert measured.bubble == pytest.approx(1 - 10 / 16) and measured.imbalance == pytest.approx(0.2)
     assert measured.peak_memory == [100, 300]
 

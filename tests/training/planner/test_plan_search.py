@@ -15,7 +15,7 @@ from models.architecture import build_layers
 from training.config.schema import RunConfig, to_typed
 from training.planner.hardware import complete_hardware
 from training.planner.run import build_plan, load_architecture, plan_run
-from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharing, render_search, search_plans
+from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharings, render_search, search_plans
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -163,15 +163,22 @@ def test_a_global_batch_that_no_split_divides() -> None:
 
 
 def test_sequences_are_shared_where_samples_are_long() -> None:
-    def find(*overrides: str) -> list[int]:
+    def find(*overrides: str) -> dict[int, str]:
+        """The modes that are tried, by size."""
         config = build("world_size=8", *overrides)
-        return list_sharing(config, load_architecture(config), [], 8)
+        found: dict[int, list[str]] = {}
+        for size, mode in list_sharings(config, load_architecture(config), [], 8):
+            found.setdefault(size, []).append(mode.value)
+        return {size: " ".join(modes) for size, modes in found.items()}
 
-    assert find("max_seq_length=16384") == [1, 2, 4, 8] and find() == [1]
-    assert find("max_seq_length=16384", "context_parallel_size=2", "tensor_parallel_size=2") == [2, 1, 4]
-    assert find("max_seq_length=16384", "context_parallel_mode=ring", "context_parallel_size=2") == [2, 4, 8]
-    assert find("max_seq_length=16388") == [1, 2, 4]  # which the others do not divide
-    assert find("max_seq_length=16384", "compile=true") == [1]
+    both, long = "ulysses ring", "max_seq_length=16384"
+    assert find(long) == {1: "auto", 2: both, 4: both, 8: both} and find() == {1: "auto"}
+    own = find(long, "context_parallel_size=2", "tensor_parallel_size=2")
+    assert own == {2: both, 1: "auto", 4: both} and next(iter(own)) == 2
+    assert find(long, "context_parallel_mode=ring", "context_parallel_size=2") == {2: "ring", 4: "ring", 8: "ring"}
+    assert find("max_seq_length=16388") == {1: "auto", 2: both, 4: "ulysses"}  # which the others do not divide
+    assert find("context_parallel_size=2") == {2: both}
+    assert find(long, "compile=true") == {1: "auto"}
 
 
 @pytest.mark.full
@@ -179,7 +186,9 @@ def test_the_overrides_share_sequences_too() -> None:
     long = ("world_size=4", "hardware=a100_40g", "max_seq_length=32768", "model=llama_tiny")
     config = build(*long)
     best = next(candidate for candidate in search(config) if candidate.plan.layout.context_parallel_size > 1)
-    assert any(override.startswith("context_parallel_size=") for override in best.overrides)
+    assert {f"context_parallel_size={best.sharing.size}", f"context_parallel_mode={best.sharing.mode.value}"} < {
+        *best.overrides
+    }
     again = build(*long, *best.overrides)
     architecture = load_architecture(again)
     plan = build_plan(
