@@ -2,7 +2,7 @@
 backward pass that takes it, and the output, of all blocks.
 
 `scaled_dot_product_attention` runs these operators and hands out neither. They take whole blocks, of which the queries
-see all keys, or each those up to its own; no documents and no windows. On a CPU any of its dtypes; on a GPU flash
+see all keys, or each those up to its own; no windows, and of one document. On a CPU any of its dtypes; on a GPU flash
 attention, so bf16 and fp16.
 
 B micro-batch, H query heads, G heads of keys and values, E head size.

@@ -1,10 +1,10 @@
 """Causal attention in blocks of queries and keys: what one block adds to outputs and gradients, by the log-sum-exp of
 the scores (2205.14135).
 
-A block is a run of consecutive queries of a row and one of keys, each with its places in the row. Where neither
-documents nor a window come in between, torch's fused kernels take it (`block_kernels.py`). Elsewhere it is matrix
-products: scores are made for a bounded number of queries at a time, and only with keys that some of them see. Sums are
-fp32, of fp64 tensors fp64.
+A block is a run of consecutive queries and one of keys, each with its places in the row. Rows of several documents are
+cut into a block for each of these, causal or whole. torch's fused kernels take it (`block_kernels.py`) where no window
+comes in between. Elsewhere it is matrix products: scores are made for a bounded number of queries at a time, and only
+with keys that some of them see. Sums are fp32, of fp64 tensors fp64.
 
 B micro-batch, H query heads, G heads of keys and values, R = H / G, E head size; L tokens of a rank, l and m queries
 and keys of a piece.
@@ -12,7 +12,11 @@ and keys of a piece.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +26,8 @@ from models.parallel.block_kernels import Attended, find_kernel
 MOST_SCORES = 2**26  # made at a time: 256 MiB in fp32
 
 
-class SequenceMask(NamedTuple):
+@dataclass(frozen=True)
+class SequenceMask:
     """Which of the tokens before it a token sees, itself included.
 
     documents: int64 [B, T], of whole rows: it sees those of its document; None for all. window: the nearest that it
@@ -32,15 +37,46 @@ class SequenceMask(NamedTuple):
     documents: torch.Tensor | None
     window: int | None
 
+    @cached_property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Of each row its documents: the first token of each, and the one behind its last. Waits for the device."""
+        assert self.documents is not None
+        num_rows, length = self.documents.shape
+        starts = [[0] for _ in range(num_rows)]
+        for row, before in (self.documents[:, 1:] != self.documents[:, :-1]).nonzero().tolist():
+            starts[row].append(before + 1)
+        return [list(pairwise([*of_row, length])) for of_row in starts]
+
 
 class Block(NamedTuple):
     """queries, keys: where they are among a rank's L tokens, and among those of the keys. first_query, first_key: the
-    places in the row of the first of them."""
+    places in the row of the first of them. rows: of the micro-batch."""
 
     queries: slice
     keys: slice
     first_query: int
     first_key: int
+    rows: slice = slice(None)
+
+
+def list_documents(block: Block, spans: list[list[tuple[int, int]]]) -> Iterator[Block]:
+    """What is left of the block when documents do not see each other: a part of one row for each that has queries and
+    keys in it. The block is on the diagonal, or all of its keys come before its queries. spans: of `SequenceMask`."""
+    key_stop = block.first_key + block.keys.stop - block.keys.start
+    query_stop = block.first_query + block.queries.stop - block.queries.start
+    to_queries, to_keys = block.queries.start - block.first_query, block.keys.start - block.first_key
+    for row, of_row in enumerate(spans):
+        first = bisect_right(of_row, block.first_query, key=lambda span: span[1])
+        last = bisect_left(of_row, key_stop, key=lambda span: span[0])
+        for start, stop in of_row[first:last]:
+            query, key = max(start, block.first_query), max(start, block.first_key)
+            yield Block(
+                slice(query + to_queries, min(stop, query_stop) + to_queries),
+                slice(key + to_keys, min(stop, key_stop) + to_keys),
+                query,
+                key,
+                slice(row, row + 1),
+            )
 
 
 def list_pieces(block: Block, window: int | None, most_queries: int) -> Iterator[Block]:
@@ -54,7 +90,7 @@ def list_pieces(block: Block, window: int | None, most_queries: int) -> Iterator
         last = min(keys.stop, first_query + stop - start)
         if first < last:
             offset = block.keys.start - keys.start
-            yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first)
+            yield Block(slice(start, stop), slice(first + offset, last + offset), first_query, first, block.rows)
 
 
 class BackwardPass(NamedTuple):
@@ -75,7 +111,13 @@ class BlockAttention:
         """query [B, H, L, E]; groups: G."""
         self._query, self._groups, self._scale, self._mask = query, groups, scale, mask
         self._sums = torch.promote_types(query.dtype, torch.float32)
-        self._kernel = find_kernel(query) if uses_kernels and mask.documents is None else None
+        self._kernel = find_kernel(query) if uses_kernels else None
+        self._splits_documents = self._kernel is not None and mask.documents is not None
+
+    def _split(self, blocks: list[Block]) -> Iterator[Block]:
+        """Into such as kernels take, where documents are all that is in their way."""
+        for block in blocks:
+            yield from list_documents(block, self._mask.spans) if self._splits_documents else [block]
 
     def _fits_kernel(self, block: Block) -> bool:
         """Whether its queries see all keys, or each those up to its own."""
@@ -84,7 +126,7 @@ class BlockAttention:
 
     def _cut(self, block: Block) -> Iterator[Block]:
         batch, heads = self._query.shape[:2]
-        per_query = batch * heads * (block.keys.stop - block.keys.start)
+        per_query = len(range(batch)[block.rows]) * heads * (block.keys.stop - block.keys.start)
         return list_pieces(block, self._mask.window, max(1, MOST_SCORES // per_query))
 
     def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,18 +145,19 @@ class BlockAttention:
         log_sums: torch.Tensor,
     ) -> None:
         """Merges the blocks of key and value [B, G, L, E] into what there is of the others, in place."""
-        for block in blocks:
+        for block in self._split(blocks):
             if self._fits_kernel(block):
-                _merge(block.queries, *self._attend_fused(key, value, block), output, log_sums)
+                _merge(block, *self._attend_fused(key, value, block), output, log_sums)
                 continue
             for piece in self._cut(block):
-                _merge(piece.queries, *self._attend_piece(key, value, piece), output, log_sums)
+                _merge(piece, *self._attend_piece(key, value, piece), output, log_sums)
 
     def _attend_fused(self, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [B, H, l, E] and log-sum-exp [B, H, l] of the block's keys alone."""
         assert self._kernel is not None
-        query, keys = self._query[:, :, block.queries], block.keys
-        return self._kernel.attend(query, key[:, :, keys], value[:, :, keys], _is_diagonal(block), self._scale)
+        rows, keys = block.rows, block.keys
+        query = self._query[rows, :, block.queries]
+        return self._kernel.attend(query, key[rows, :, keys], value[rows, :, keys], _is_diagonal(block), self._scale)
 
     def _attend_piece(self, key: torch.Tensor, value: torch.Tensor, piece: Block) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._score(key, piece)  # [B, G, R l, m]
@@ -122,7 +165,9 @@ class BlockAttention:
         largest = _finite(scores.amax(dim=-1, keepdim=True))
         weights = scores.sub_(largest).exp_()
         sums = weights.sum(dim=-1, keepdim=True)
-        attended = self._multiply(weights, value[:, :, piece.keys]) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        attended = self._multiply(weights, value[piece.rows, :, piece.keys]) / sums.clamp(
+            min=torch.finfo(sums.dtype).tiny
+        )
         return self._ungroup(attended), self._ungroup(sums.log() + largest).squeeze(-1)
 
     def start_backward(self, attended: Attended, output_gradient: torch.Tensor) -> BackwardPass:
@@ -136,7 +181,7 @@ class BlockAttention:
     ) -> torch.Tensor:
         """Gradients of key and value, [2, B, G, L, E]; that of the queries is added to, in place."""
         gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
-        for block in blocks:
+        for block in self._split(blocks):
             if self._fits_kernel(block):
                 self._differentiate_fused(key, value, block, through, gradients)
                 continue
@@ -148,39 +193,39 @@ class BlockAttention:
         self, key: torch.Tensor, value: torch.Tensor, block: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
         assert self._kernel is not None
-        rows, columns = block.queries, block.keys
+        rows, queries, keys = block.rows, block.queries, block.keys
         of_query, of_key, of_value = self._kernel.differentiate(
-            through.output_gradient[:, :, rows],
-            self._query[:, :, rows],
-            key[:, :, columns],
-            value[:, :, columns],
-            through.output[:, :, rows],
-            through.log_sums[:, :, rows].contiguous(),
+            through.output_gradient[rows, :, queries],
+            self._query[rows, :, queries],
+            key[rows, :, keys],
+            value[rows, :, keys],
+            through.output[rows, :, queries],
+            through.log_sums[rows, :, queries].contiguous(),
             _is_diagonal(block),
             self._scale,
         )
-        through.query_gradient[:, :, rows] += of_query
-        gradients[0][:, :, columns] += of_key
-        gradients[1][:, :, columns] += of_value
+        through.query_gradient[rows, :, queries] += of_query
+        gradients[0][rows, :, keys] += of_key
+        gradients[1][rows, :, keys] += of_value
 
     def _differentiate_piece(
         self, key: torch.Tensor, value: torch.Tensor, piece: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
-        rows, columns = piece.queries, piece.keys
-        of_rows = through.log_sums, through.row_products
-        sums, products = (self._group(each[:, :, rows].unsqueeze(-1)) for each in of_rows)
+        rows, queries, keys = piece.rows, piece.queries, piece.keys
+        of_queries = through.log_sums, through.row_products
+        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in of_queries)
         probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
-        of_output = self._group(through.output_gradient[:, :, rows])
-        gradients[1][:, :, columns] += self._multiply(probabilities.mT, of_output)
-        of_scores = self._multiply(of_output, value[:, :, columns].mT).sub_(products).mul_(probabilities)
+        of_output = self._group(through.output_gradient[rows, :, queries])
+        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, of_output)
+        of_scores = self._multiply(of_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
         of_scores.mul_(self._scale)
-        through.query_gradient[:, :, rows] += self._ungroup(self._multiply(of_scores, key[:, :, columns]))
-        gradients[0][:, :, columns] += self._multiply(of_scores.mT, self._group(self._query[:, :, rows]))
+        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(of_scores, key[rows, :, keys]))
+        gradients[0][rows, :, keys] += self._multiply(of_scores.mT, self._group(self._query[rows, :, queries]))
 
     def _score(self, key: torch.Tensor, piece: Block) -> torch.Tensor:
         """[B, G, R l, m], -inf for what is not seen."""
-        query = self._group(self._query[:, :, piece.queries])
-        scores = self._multiply(query, key[:, :, piece.keys].mT).mul_(self._scale)
+        query = self._group(self._query[piece.rows, :, piece.queries])
+        scores = self._multiply(query, key[piece.rows, :, piece.keys].mT).mul_(self._scale)
         hidden = self._find_hidden(piece)
         if hidden is not None:
             length = piece.queries.stop - piece.queries.start
@@ -189,7 +234,7 @@ class BlockAttention:
 
     def _find_hidden(self, piece: Block) -> torch.Tensor | None:
         """bool, to broadcast to [B, G, R, l, m]: what the queries do not see; None where they see all."""
-        device, (documents, window) = self._query.device, self._mask
+        device, documents, window = self._query.device, self._mask.documents, self._mask.window
         last_query = piece.first_query + piece.queries.stop - piece.queries.start - 1
         last_key = piece.first_key + piece.keys.stop - piece.keys.start - 1
         queries = torch.arange(piece.first_query, last_query + 1, device=device).unsqueeze(1)
@@ -199,7 +244,7 @@ class BlockAttention:
             found.append(keys > queries)
         if window is not None and last_query - piece.first_key >= window:
             found.append(queries - keys >= window)
-        if documents is not None:
+        if documents is not None and not self._splits_documents:
             of_queries = documents[:, piece.first_query : last_query + 1, None]
             of_keys = documents[:, None, piece.first_key : last_key + 1]
             found.append((of_queries != of_keys)[:, None, None])
@@ -232,14 +277,15 @@ def _is_diagonal(block: Block) -> bool:
 
 
 def _merge(
-    rows: slice, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
+    block: Block, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
 ) -> None:
-    """Outputs and log-sum-exp of further keys, into those of the keys so far."""
-    before = log_sums[:, :, rows]
+    """Outputs and log-sum-exp of the block's keys, into those of the keys so far."""
+    rows, queries = block.rows, block.queries
+    before = log_sums[rows, :, queries]
     after = torch.logaddexp(before, added_sums)
     kept, new = (before - _finite(after)).exp(), (added_sums - _finite(after)).exp()
-    output[:, :, rows] = output[:, :, rows] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
-    log_sums[:, :, rows] = after
+    output[rows, :, queries] = output[rows, :, queries] * kept.unsqueeze(-1) + added * new.unsqueeze(-1)
+    log_sums[rows, :, queries] = after
 
 
 def _finite(log_sums: torch.Tensor) -> torch.Tensor:

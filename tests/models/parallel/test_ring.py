@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.workers import WorkerGroup
 
 from models.parallel import block_kernels, blocks
-from models.parallel.blocks import SequenceMask
+from models.parallel.blocks import BlockAttention, SequenceMask
 from models.parallel.ring import attend_in_ring, list_blocks
 from models.parallel.shard import ContextParallel
 
@@ -65,9 +65,10 @@ def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
         (SequenceMask(PACKED, 7), BATCH * HEADS * 8 * 3, True),
         (SequenceMask(None, 14), 2**26, True),  # the diagonal by a kernel
         pytest.param(SequenceMask(PACKED, None), 2**26, True, marks=pytest.mark.full),
+        pytest.param(SequenceMask(PACKED, 7), BATCH * HEADS * 8 * 3, False, marks=pytest.mark.full),
         pytest.param(SequenceMask(None, 5), 1, True, marks=pytest.mark.full),
     ],
-    ids=["kernels", "pieces", "packed-window", "window", "packed", "single"],
+    ids=["kernels", "pieces", "packed-window", "window", "packed", "packed-pieces", "single"],
 )
 def test_a_ring_is_attention_over_the_whole(
     workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int, uses_kernels: bool
@@ -76,6 +77,37 @@ def test_a_ring_is_attention_over_the_whole(
     for found, expected in zip(zip(*of_ranks, strict=True), attend_whole(mask), strict=True):
         for rank, of_rank in enumerate(found):
             torch.testing.assert_close(of_rank, take(ContextParallel(rank, size, is_ring=True), expected))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("row", [[1] * LENGTH, [1, 2, 3] + [4] * 29, [1] * 16 + [2] * 16, [*range(LENGTH)]])
+def test_documents_of_packed_rows_are_whole_blocks_that_kernels_take(row: list[int], size: int) -> None:
+    """Without a ring around it: every rank attends to the blocks of all others, and no scores are made."""
+    mask = SequenceMask(torch.stack([PACKED[0], torch.tensor(row)]), None)
+    inputs, expected = draw(0, HEADS, GROUPS, GROUPS), attend_whole(mask)
+    gradient = draw(1, HEADS)[0]
+    found = [torch.zeros_like(each) for each in expected[2:]]
+    for rank in range(size):
+        own = ContextParallel(rank, size, is_ring=True)
+        attention = BlockAttention(take(own, inputs[0]), GROUPS, SCALE, mask, uses_kernels=True)
+        turns = [(ContextParallel((rank - turn) % size, size, is_ring=True), turn) for turn in range(size)]
+        output, log_sums = attention.start_forward()
+        with patch.object(BlockAttention, "_score", side_effect=AssertionError):
+            for source, turn in turns:
+                key, value = (take(source, each) for each in inputs[1:])
+                blocks = list_blocks(own, turn, LENGTH // size)
+                attention.attend(key, value, blocks, output, log_sums)
+            through = attention.start_backward((output, log_sums), take(own, gradient))
+            for source, turn in turns:
+                key, value = (take(source, each) for each in inputs[1:])
+                added = attention.differentiate(key, value, list_blocks(own, turn, LENGTH // size), through)
+                places = source.take(torch.arange(LENGTH), dim=0)
+                for total, each in zip(found, added, strict=True):
+                    total.index_add_(2, places, each)
+        torch.testing.assert_close(output, take(own, expected[0]))
+        torch.testing.assert_close(through.query_gradient, take(own, expected[1]))
+    for total, each in zip(found, expected[2:], strict=True):
+        torch.testing.assert_close(total, each)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

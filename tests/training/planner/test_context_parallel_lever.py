@@ -15,7 +15,13 @@ from training.config.schema import Device, RunConfig
 from training.distributed.topology import Layout, Topology
 from training.planner.cost import LayerCost
 from training.planner.hardware import GB, Machine
-from training.planner.levers.context_parallel import SCORE_BYTES, ModeCost, compare_modes, compute_exchanges
+from training.planner.levers.context_parallel import (
+    SCORE_BYTES,
+    ModeCost,
+    compare_modes,
+    compute_exchanges,
+    compute_workspace,
+)
 from training.planner.levers.lever import PlannedRun, Stage
 from training.planner.shared_attention import SharedAttention, count_shared_attention
 
@@ -72,7 +78,7 @@ def test_a_slow_link_is_waited_for() -> None:
     assert in_ring.mode == "ring" and in_ring.seconds_between == pytest.approx(TRAVELS / (0.1 * GB))
 
 
-@pytest.mark.parametrize(("keys", "window"), [(("data.packing=true",), None), ((), 100)])
+@pytest.mark.parametrize(("keys", "window"), [(("attn_implementation=eager",), None), ((), 100)])
 def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -> None:
     stage = build_stage(count(8, is_ring=True, window=window), *keys)
     plain = build_stage(count(8, is_ring=True))
@@ -80,6 +86,12 @@ def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -
     scores = LENGTH * 1e8 / (2 * (8 + 8))
     added = cost.forward_seconds - fused.forward_seconds, cost.backward_seconds - fused.backward_seconds
     assert added == pytest.approx([scores * nbytes / (1000 * GB) for nbytes in SCORE_BYTES])
+
+
+def test_documents_of_packed_rows_take_no_scores() -> None:
+    packed, plain = (build_stage(count(8, is_ring=True), *keys) for keys in (("data.packing=true",), ()))
+    assert compute_exchanges(packed.chunks[0]) == compute_exchanges(plain.chunks[0])
+    assert compute_workspace(packed.chunks[0]) == compute_workspace(plain.chunks[0])
 
 
 def test_a_rank_alone_sends_nothing() -> None:

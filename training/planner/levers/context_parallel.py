@@ -131,7 +131,6 @@ def _makes_scores(run: PlannedRun, shared: SharedAttention) -> bool:
     config = run.config
     return (
         shared.has_window
-        or config.data.packing
         or config.attn_implementation is AttnImplementation.eager
         or (run.hardware.device is Device.cuda and config.precision is Precision.fp32)
     )
