@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import ROOT
 from transformers import AutoConfig
 
 from errors import UserError
+from models.architecture import ARCHITECTURES
 from models.parallel.context_parallel import check_sequences, choose_parts
 from models.parallel.shard import ContextParallel
 
@@ -64,6 +66,20 @@ def test_what_is_not_refused() -> None:
     check_sequences(make_config(), "ulysses", 2, 1, 66)
     check_sequences(make_config(), "auto", 4, 1, 64)
     check_sequences(make_config("mpt"), "auto", 1, 1, 67)
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_the_page_says_of_every_family_whether_it_runs(mode: str) -> None:
+    _, table = (ROOT / "docs/long_context.md").read_text().split("| family | `ulysses` | `ring` |\n|---|---|---|\n")
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()]
+    said = {name: cells[["ulysses", "ring"].index(mode)] for names, *cells in rows for name in names.split(", ")}
+    for family in ARCHITECTURES:
+        if said[family].startswith("run"):
+            check_sequences(make_config(family), mode, 2, 1, 64)
+        else:
+            assert said[family].startswith("refused")
+            with pytest.raises(UserError):
+                check_sequences(make_config(family), mode, 2, 1, 64)
 
 
 def test_parts_are_all_of_a_sequence() -> None:
