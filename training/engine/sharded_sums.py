@@ -203,18 +203,27 @@ class ShardedSums:
             parameter.grad = None
 
     def _send(self, shipment: Shipment) -> Sent:
-        pieces = [self._take(piece) for piece in shipment.pieces]
-        gradients = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        gradients = self._collect(shipment.pieces)
         work = None
         if self._size > 1:
             work = dist.reduce(gradients, group=self._group, group_dst=shipment.owner, async_op=True)
         return shipment, gradients, work
 
-    def _take(self, piece: Piece) -> torch.Tensor:
-        gradient = piece.parameter.grad
-        if gradient is None:
-            return torch.zeros(piece.length, dtype=self._reduce_dtype, device=piece.parameter.device)
-        return gradient.reshape(-1).narrow(0, piece.first, piece.length).to(self._reduce_dtype)
+    def _collect(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """End to end, in the dtype that they are sent in; what has no gradient is zero. Nothing is copied twice, and
+        one piece that has the dtype not at all."""
+        first = pieces[0].parameter
+        if len(pieces) == 1 and first.grad is not None:
+            return _flatten(pieces[0], first.grad).to(self._reduce_dtype)
+        lengths = [piece.length for piece in pieces]
+        gradients = torch.empty(sum(lengths), dtype=self._reduce_dtype, device=first.device)
+        for piece, place in zip(pieces, gradients.split(lengths), strict=True):
+            gradient = piece.parameter.grad
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(_flatten(piece, gradient))
+        return gradients
 
     def _settle(self) -> None:
         """Waits for what is on its way, and adds what this rank gets to its sums."""
@@ -229,6 +238,10 @@ class ShardedSums:
         lengths = [length for _, _, length in shipment.runs]
         for (group, start, length), arrived in zip(shipment.runs, gradients.split(lengths), strict=True):
             self.parts[group].narrow(0, start, length).add_(arrived, alpha=1 / self._size)
+
+
+def _flatten(piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1).narrow(0, piece.first, piece.length)
 
 
 def _locate(groups: Iterable[Iterable[Parameter]]) -> dict[int, Place]:

@@ -46,15 +46,15 @@ class LayerCost:
     number of keys. frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
     attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T
     attention_width FLOPs a token; 0 without. saved_bytes: kept for the backward pass when nothing is recomputed.
-    output_bytes: hidden_states alone. kept_bytes, remade_bytes: kept, and made again in the backward pass, under
-    `activation_checkpoint_mode=selective`. total_parameters, total_trainable: of the whole layer. forward_sums,
-    backward_sums: of hidden states, over the ranks that share the layer (`models/parallel/tensor_parallel.py`).
-    regathers: of what went into its blocks, in a backward pass (`models/parallel/sequence.py`).
-    is_estimated: the layer does not run on the meta device, and these bytes are an upper estimate. pass_seconds: of a
-    token, forward and backward, where the layer was timed (`training/planner/profile_machine.py`). deferred_flops: of a
-    token, those of the backward pass that can be put off; deferred_bytes: what is kept of a micro-batch until then
-    (`training/pipeline/weight_gradients.py`); both 0 where the schedule puts nothing off. shared_attention: where
-    several ranks share each sequence.
+    output_bytes: hidden_states alone. widest_bytes: of the widest result of a matrix. kept_bytes, remade_bytes: kept,
+    and made again in the backward pass, under `activation_checkpoint_mode=selective`. total_parameters,
+    total_trainable: of the whole layer. forward_sums, backward_sums: of hidden states, over the ranks that share the
+    layer (`models/parallel/tensor_parallel.py`). regathers: of what went into its blocks, in a backward pass
+    (`models/parallel/sequence.py`). is_estimated: the layer does not run on the meta device, and these bytes are an
+    upper estimate. pass_seconds: of a token, forward and backward, where the layer was timed
+    (`training/planner/profile_machine.py`). deferred_flops: of a token, those of the backward pass that can be put off;
+    deferred_bytes: what is kept of a micro-batch until then (`training/pipeline/weight_gradients.py`); both 0 where the
+    schedule puts nothing off. shared_attention: where several ranks share each sequence.
     """
 
     name: str
@@ -70,6 +70,7 @@ class LayerCost:
     is_estimated: bool = False
     frozen_flops: float = 0
     kept_bytes: int = 0
+    widest_bytes: int = 0
     remade_bytes: int = 0
     pass_seconds: tuple[float, float] | None = None
     forward_sums: int = 0
@@ -110,9 +111,10 @@ def count_layers(
     costs = []
     parallel = TensorParallel(size=tensor_parallel_size, splits_sequence=sequence_parallel)
     for index, layer in enumerate(layers):
-        module = layer.build_on_meta().to(dtype)
+        module = layer.build_on_meta()
         shard_module(module, layer.styles, parallel)
         choose_trained(module, index, layer, adapter, freeze, parallel)
+        module.to(dtype)  # the adapter too, as the engine does
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
         if kind not in known:
@@ -181,6 +183,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
+        widest_bytes=built.tokens * built.dtype.itemsize * _count_widest(built),
         shared_attention=shared,
         remade_bytes=saved.remade,
         output_bytes=built.tokens // built.hidden_parts * config.hidden_size * built.dtype.itemsize,
@@ -307,6 +310,15 @@ def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
         return count_saved_bytes(lambda: _run(built), built.module), False
     except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
         return _estimate_saved(built), True
+
+
+def _count_widest(built: _BuiltLayer) -> int:
+    """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
+    chosen, config = count_experts(built.config)[0], built.config
+    multiplied = [(name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module)]
+    return max(
+        (matrix.shape[-2] * (chosen if active_share(name, config) < 1 else 1) for name, matrix in multiplied), default=0
+    )
 
 
 def _estimate_saved(built: _BuiltLayer) -> SavedBytes:

@@ -218,11 +218,11 @@ def _build(
     torch.set_default_dtype(dtype)
     try:
         module = layer.module_class(*layer.args)
+        for parameter in module.parameters():  # what a class leaves empty may hold numbers that a CPU is slow with
+            nn.init.normal_(parameter, std=0.02)
+        choose_trained(module, index, layer, adapter, freeze)
     finally:
         torch.set_default_dtype(default)
-    for parameter in module.parameters():  # what a class leaves empty may hold numbers that a CPU is slow with
-        nn.init.normal_(parameter, std=0.02)
-    choose_trained(module, index, layer, adapter, freeze)
     return module
 
 

@@ -41,6 +41,14 @@ OFFLOADED = ("precision=bf16", "activation_checkpoint_interval=1", "offload_opti
 RECOMPUTED = ("activation_checkpoint_interval=1",)
 IN_RING = ("context_parallel_size=2", "context_parallel_mode=ring")
 HOST_ACTIVATIONS = "activation_offload=true"
+LORA = "adapter=lora"
+SHARDED_OTHERS = [  # (num_stages, overrides): what is trained otherwise than by AdamW and whole, at ZeRO's stages
+    (num_stages, ("precision=bf16", f"zero_stage={stage}", f"activation_checkpoint_interval={interval}", other))
+    for stage, num_stages in ((2, 1), (2, 2), (3, 1))
+    for interval in (0, 1)
+    for other in ("optimizer=sgd", "optimizer=lion", LORA)
+]
+SHORT = (1, ("precision=bf16", "zero_stage=2", "activation_checkpoint_interval=1", LORA))
 SMALL_STATES = (("optimizer=adamw", "optimizer.state_dtype=bf16"), ("optimizer=lion",), ("optimizer=adamw_8bit",))
 CARD = Machine(
     name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
@@ -205,9 +213,13 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
                 (f"precision={dtype}", f"zero_stage={stage}", f"activation_checkpoint_interval={interval}"),
                 marks=pytest.mark.full,
             )
-            for stage, num_stages, interval in ((2, 1, 0), (2, 1, 1), (2, 2, 1), (3, 1, 0), (3, 1, 1))
+            for stage, num_stages, interval in ((2, 1, 0), (2, 1, 1), (2, 2, 0), (2, 2, 1), (3, 1, 0), (3, 1, 1))
             for dtype in ("bf16", "fp32")
         ),
+        *(pytest.param(*case, marks=() if case == SHORT else pytest.mark.full) for case in SHARDED_OTHERS),
+        pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=0", LORA), marks=pytest.mark.full),
+        pytest.param(2, ("precision=bf16", *RECOMPUTED, LORA), marks=pytest.mark.full),
+        pytest.param(1, ("precision=fp32", *RECOMPUTED, LORA), marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(v.rpartition("=")[2] for v in value) if isinstance(value, tuple) else f"pp{value}",
 )

@@ -5,20 +5,27 @@ from __future__ import annotations
 from models.losses.logit_pieces import PIECE, count_waiting
 from training.config.schema import Precision
 from training.objectives.registry import get_objective
+from training.planner.levers.layers import count_new_gradient, count_on_the_way
 from training.planner.levers.lever import Chunk, Lever, Stage
 from training.planner.memory import Memory
 from training.planner.time import PassCost
 
 
 def compute_loss(stage: Stage) -> Memory:
-    """A rank's logits are those of its share of the vocabulary; scores of rows take next to nothing."""
+    """A rank's logits are those of its share of the vocabulary; scores of rows take next to nothing.
+
+    With the gradients of the head and of its input, by how much they exceed those that `layers.py` has of the passes
+    behind.
+    """
     run = stage.run
-    if get_objective(run.config).scores_rows:
+    if not stage.has_loss or get_objective(run.config).scores_rows:
         return Memory()
     shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
-    hidden_size = stage.chunks[-1].block_bytes // (run.tokens * run.weight_bytes)
-    needed = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision)
-    return Memory(loss=needed if stage.has_loss else 0)
+    hidden = stage.chunks[-1].block_bytes
+    head = count_new_gradient(stage, stage.layers[-1].largest_trainable)
+    hidden_size = hidden // (run.tokens * run.weight_bytes)
+    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision) + hidden + head
+    return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
 
 
 def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision) -> int:

@@ -16,7 +16,8 @@ from training.config.schema import Device, Offload, Precision
 from training.distributed.pinned_memory import pinned_bytes
 from training.engine.deepspeed_config import MAX_LIVE, REDUCE_BUCKET
 from training.engine.optimizer import count_state_bytes, count_update_buffers
-from training.planner.levers.lever import Lever, Stage
+from training.planner.levers.layers import count_on_the_way
+from training.planner.levers.lever import Chunk, Lever, Stage, count_distinct
 from training.planner.memory import Memory
 
 ALLREDUCE_BUCKET = (
@@ -41,26 +42,55 @@ def compute_model_states(stage: Stage) -> Memory:
 
 
 def _allocate_stage_2(stage: Stage) -> Memory:
-    """`training/engine/sharded_sums.py`: sums of gradients in fp32, this rank's part; a bucket of a micro-batch's own,
-    and what is made of it to be reduced, beside the one parameter's that `layers.py` has.
-
-    Where nothing is recomputed, the layers behind have been freed by then. The step takes the norm of each
-    parameter's in fp64.
-    """
+    """`training/engine/sharded_sums.py`: sums of gradients in fp32, this rank's part, and buckets of a micro-batch's
+    own. The step takes the norm of each parameter's in fp64."""
     run, part, largest = stage.run, _part(stage), stage.largest_trainable
-    in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), largest)
-    bucket = run.weight_bytes * (in_bucket - largest) + run.reduce_bytes * in_bucket
     return Memory(
         gradients=4 * part,
-        buffers=bucket if run.config.activation_checkpoint_interval else 0,
+        buffers=max(_count_in_buckets(stage, chunk) for chunk in stage.chunks),
         step=max(8 * min(part, largest), count_update_buffers(run.config, part)),
     )
 
 
+def _count_in_buckets(stage: Stage, chunk: Chunk) -> int:
+    """By how much a bucket, and its copy to be reduced, exceed what the backward pass has freed when it is full, and
+    what `layers.py` has of gradients.
+
+    Where layers are recomputed, a bucket is full while one is, but for one that takes all and waits for the end of the
+    pass.
+    """
+    run, n = stage.run, count_distinct("num_trainable", chunk.layers)
+    on_the_way = count_on_the_way(stage)
+    if run.config.activation_checkpoint_interval:
+        in_bucket = max(min(n, REDUCE_BUCKET), stage.largest_trainable)
+        copied = run.reduce_bytes * in_bucket
+        if n <= REDUCE_BUCKET:
+            copied = max(0, copied - _count_recomputed(chunk))
+        return max(0, run.weight_bytes * in_bucket + copied - on_the_way)
+    most = waiting = freed = 0
+    for layer in reversed(chunk.layers):
+        waiting += layer.num_trainable
+        in_bucket = max(min(waiting, REDUCE_BUCKET), layer.largest_trainable)
+        is_full = waiting >= REDUCE_BUCKET or layer is chunk.layers[0]
+        share = in_bucket / waiting if waiting else 1  # of the layer, that is done when the bucket is full
+        taken = (run.weight_bytes + is_full * run.reduce_bytes) * in_bucket
+        most = max(most, taken - on_the_way - freed - round(share * layer.saved_bytes))
+        freed += layer.saved_bytes
+        waiting %= REDUCE_BUCKET
+    return most
+
+
+def _count_recomputed(chunk: Chunk) -> int:
+    """Bytes of the activations of the group of layers that has most."""
+    groups = (chunk.layers[group.start : group.stop] for group in chunk.checkpointing.list_groups(len(chunk.layers)))
+    return max(sum(layer.saved_bytes for layer in group) for group in groups)
+
+
 def _allocate_stage_3(stage: Stage) -> Memory:
-    """`zero/stage3.py`: sums of gradients in fp32, this rank's part; in bf16 a bucket of a micro-batch's own. At the
-    step the part is flattened once more. Where layers are recomputed, gradients are flattened and cast to be reduced
-    while that takes most; where nothing is, the layers behind have been freed.
+    """`zero/stage3.py`: sums of gradients in fp32, this rank's part; in bf16 a bucket, allocated whole
+    (`ipg_buckets`). At the step the part is flattened once more. Where layers are recomputed, gradients
+    are flattened and cast to be reduced while that takes most, but for few that wait for the end of the pass; where
+    nothing is, the layers behind have been freed.
 
     A rank has its part of the weights, and those of the layers at work, up to `MAX_LIVE` elements; where nothing is
     recomputed a backward pass needs all of them, and they stay. With `offload_parameters` its part is in the host's
@@ -69,10 +99,12 @@ def _allocate_stage_3(stage: Stage) -> Memory:
     run, part = stage.run, _part(stage)
     in_bucket = max(min(stage.num_trainable, REDUCE_BUCKET), stage.largest_trainable)
     is_fp32, recomputes = run.config.precision is Precision.fp32, run.config.activation_checkpoint_interval > 0
-    bucket = 0 if is_fp32 else run.weight_bytes * in_bucket
+    bucket = 0 if is_fp32 else run.reduce_bytes * REDUCE_BUCKET
     num_weights = stage.num_parameters
     gathered = run.weight_bytes * (min(num_weights, MAX_LIVE) if recomputes else num_weights)
-    reduced = (run.reduce_bytes + (4 if is_fp32 else 0)) * in_bucket
+    reduced = (run.weight_bytes + (4 if is_fp32 else 0)) * in_bucket
+    if stage.num_trainable <= REDUCE_BUCKET:
+        reduced = max(0, reduced - _count_recomputed(stage.chunks[0]))
     own = run.weight_bytes * -(-num_weights // run.layout.num_weight_replicas)
     is_on_host = run.config.offload_parameters is Offload.cpu
     pinned = pinned_bytes(own) if run.hardware.device is Device.cuda else own
