@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class ActivationCheckpointing:
         """Layers that the engine runs as one: its `activation_checkpoint_interval`."""
         return min(self.interval, 1) if self.mode is CheckpointMode.every else self.interval
 
+    @cache  # a search of layouts asks thousands of times
     def list_groups(self, num_layers: int) -> list[Group]:
         """As `PipelineModule.forward` cuts a stage."""
         size = self.group_size or num_layers

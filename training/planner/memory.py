@@ -6,7 +6,7 @@ of the gradients, when the activations are gone); the peak is the larger of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from training.config.schema import Precision
@@ -18,8 +18,8 @@ class Summed:
     """A dataclass that is added field by field."""
 
     def __add__(self, other: Self) -> Self:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
-        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        mine, others = vars(self), vars(other)
+        return type(self)(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True, kw_only=True)

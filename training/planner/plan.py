@@ -298,17 +298,22 @@ def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
     """Says of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`.
 
     Layers of one kind share one cost (`count_layers`), and a stage of so many of them is counted once, wherever it
-    starts.
+    starts; nor is one counted that begins with layers which are too much already.
     """
     kinds = [id(cost) for cost in costs]
     known: dict[tuple[int, ...], bool] = {}
+    too_many: dict[tuple[int, int], int] = {}  # (stage_id, start) -> the least stop that does not fit
 
     @cache
     def fits(stage_id: int, start: int, stop: int) -> bool:
+        if stop >= too_many.get((stage_id, start), stop + 1):
+            return False
         held = (stage_id, *kinds[start:stop])
         if held not in known:
             memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
             known[held] = memory.peak <= run.hardware.usable_bytes
+        if not known[held]:
+            too_many[stage_id, start] = stop
         return known[held]
 
     return fits

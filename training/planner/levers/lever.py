@@ -34,11 +34,11 @@ class PlannedRun:
     vocab_size: int
     hardware: Machine
 
-    @property
+    @cached_property
     def tokens_per_sample(self) -> int:
         return get_objective(self.config).rows_per_sample * self.config.max_seq_length
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Of a micro-batch on one rank, B x T; B twice `micro_batch_size` where a sample is two rows, T the rank's part
         of a sequence that several share."""
@@ -59,7 +59,7 @@ class PlannedRun:
         """Bytes of a gradient summed over micro-batches."""
         return 2 if self.config.precision is Precision.fp16 else 4
 
-    @property
+    @cached_property
     def flops_per_second(self) -> float:
         """FLOP/s of a card while it computes."""
         return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
