@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as instructions
 
+from training.distributed.sharding import list_shard_groups
 from training.distributed.topology import Layout
 
 Instruction = Callable[..., None]
@@ -26,14 +27,6 @@ class ShardGroups:
     own: dist.ProcessGroup
     replicas: dist.ProcessGroup
     is_first: bool
-
-
-def list_shard_groups(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """(groups that share out, ranks with the same part); neighbours share out, so that a group lies inside a host."""
-    size = layout.num_shards
-    alike = layout.topology.groups(*layout.topology.weight_replica_axes)
-    own = [ranks[first : first + size] for ranks in alike for first in range(0, len(ranks), size)]
-    return own, [ranks[first::size] for ranks in alike for first in range(size)]
 
 
 def join_shard_groups(layout: Layout, rank: int) -> ShardGroups | None:

@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from training.distributed.sharding import list_shard_groups
 from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout
 from training.planner.hardware import GB, Machine
 from training.planner.memory import Summed
 
+# Where not all replicas share out what ZeRO cuts: those that do, and those of other groups with the same part
+SHARDS, SAME_SHARD = "shards", "same shard"
+
 
 class Sent(dict[str, float]):
-    """Bytes that a rank sends over each axis of the topology, by the axis's name."""
+    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD`."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
@@ -64,7 +68,10 @@ def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]
     topology = layout.topology
     if axis == PIPE:
         return [(rank, topology.neighbour(rank, PIPE)) for rank in layout.list_stage_ranks(stage_id)]
-    groups = topology.groups(axis)
+    if axis in (SHARDS, SAME_SHARD):
+        groups = list_shard_groups(layout)[axis == SAME_SHARD]
+    else:
+        groups = topology.groups(axis)
     # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
     return (
         [*groups] if axis in (CONTEXT, TENSOR) else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]

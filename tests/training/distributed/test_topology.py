@@ -218,7 +218,7 @@ def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
 
 
 def test_groups_that_share_out_are_neighbours() -> None:
-    from training.engine.shard_groups import list_shard_groups
+    from training.distributed.sharding import list_shard_groups
 
     keys = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=1", "global_batch_size=4")
     layout = build_layout(build_config(*keys, "sharding_parallel_size=2"), 16, 8, False)

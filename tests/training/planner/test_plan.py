@@ -167,6 +167,19 @@ def test_later_stages_exchange_more() -> None:
     assert offloaded - sharded == pytest.approx((2 * 8 + 1) * 2 * gigabyte / 4 / 20)
 
 
+def test_groups_that_share_out_inside_a_node_send_there_and_their_sums_between_nodes() -> None:
+    """Eight replicas on two nodes of four: parts and weights inside a node, and each rank's quarter of the sums to the
+    other node, once a step; at stage 1 the sums themselves go over all replicas."""
+    apart, gigabyte = Layout(Topology.of(8), B, 8), N / GB
+    together = replace(apart, sharding_parallel_size=4)
+    copied = 8 * 18 * gigabyte / 1000
+    within, between = 3 / 4 * (8 * 4 + 2) * gigabyte / 100, 1 / 2 * 2 * gigabyte / 10
+    assert reduce_seconds(together, "zero_stage=2") == pytest.approx(copied + within + between)
+    assert reduce_seconds(apart, "zero_stage=2") == pytest.approx(copied + 7 / 8 * (8 * 4 + 2) * gigabyte / 10)
+    sums, gathered = 7 / 8 * 2 * 4 * gigabyte / 10, 3 / 4 * 2 * gigabyte / 100
+    assert reduce_seconds(together) == pytest.approx(24 * gigabyte / 1000 + sums + gathered)
+
+
 def test_the_optimizer_is_bound_by_memory() -> None:
     layout = Layout(Topology.of(4, pipe=2), B, 8)
     on_card = compute_update(stage(layout)).optimizer_seconds

@@ -6,7 +6,7 @@ from training.config.schema import Offload, Precision
 from training.distributed.topology import DATA
 from training.planner.hardware import GB
 from training.planner.levers.lever import Lever, PlannedRun, Stage
-from training.planner.time import Sent, StepCost
+from training.planner.time import SAME_SHARD, SHARDS, Sent, StepCost
 
 
 def compute_reduction(stage: Stage) -> StepCost:
@@ -22,21 +22,22 @@ def compute_reduction(stage: Stage) -> StepCost:
     seconds = copied / (run.hardware.memory_bandwidth * GB)
     if run.config.offload_parameters is Offload.cpu:
         seconds += _count_from_host(stage) / (run.hardware.host_link_bandwidth * GB)
-    return StepCost(reduce_seconds=seconds, reduce_sent=Sent({DATA: _count_sent(stage)}))
+    return StepCost(reduce_seconds=seconds, reduce_sent=_count_sent(stage))
 
 
-def _count_sent(stage: Stage) -> float:
-    """Bytes that a rank sends in a step."""
+def _count_sent(stage: Stage) -> Sent:
+    """Bytes that a rank sends in a step; in groups of `sharding_parallel_size`, those over the links of each."""
     run = stage.run
     num_replicas, num_shards = run.layout.num_weight_replicas, run.layout.num_shards
     gradients, weights = run.reduce_bytes * stage.num_trainable, run.weight_bytes * stage.num_trainable
     summed, num_micro_batches = 2 * gradients, run.layout.gradient_accumulation_steps
+    within = DATA if num_shards == num_replicas else SHARDS
     if run.config.zero_stage == 1:
-        return _cross(num_replicas, summed) + _cross(num_shards, weights)
+        return Sent({DATA: _cross(num_replicas, summed)}) + Sent({within: _cross(num_shards, weights)})
     if run.config.zero_stage == 3:
         weights = 2 * num_micro_batches * run.weight_bytes * stage.num_parameters
     between = _cross(num_replicas // num_shards, summed / num_shards)  # groups, once a step
-    return _cross(num_shards, num_micro_batches * gradients + weights) + between
+    return Sent({within: _cross(num_shards, num_micro_batches * gradients + weights), SAME_SHARD: between})
 
 
 def _cross(size: int, nbytes: float) -> float:
