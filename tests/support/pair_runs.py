@@ -1,19 +1,17 @@
-"""Preference objectives in tests: what a rank does, and the papers' formulas on the plain Hugging Face model, pair by
-pair."""
+"""Preference objectives in tests: the papers' formulas on the plain Hugging Face model, pair by pair."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from support.cases import BOUND, Case, build_engine, hf_weights
-from transformers import AutoModelForCausalLM
+from support import objective_runs
+from support.cases import Case
+from support.objective_runs import Summarize, compute_log_probability, find_dataset
 
-from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
@@ -21,36 +19,12 @@ from training.config.schema import RunConfig
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
 
-def train_pairs(case: Case) -> dict[str, Any]:
-    """Losses, gradient norms, metrics and final weights of a run on this rank."""
-    from training.engine.steps import train_step
-    from training.objectives.registry import get_objective
-
-    engine, loader, config, *_ = build_engine(case)
-    micro_batches = loader.iterate(0, case.steps)
-    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
-    assert metrics is not None
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        result["norms"].append(float(engine.gradient_norm()))
-        metrics.add_step(counts=True)
-        result["metrics"].append(metrics.finish_interval())
-    return result | {"weights": hf_weights(engine)}
-
-
-def find_dataset(case: Case) -> TokenizedDataset:
-    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
-
-
-def compute_log_probability(model: torch.nn.Module, dataset: TokenizedDataset, sample: int) -> tuple[torch.Tensor, int]:
+def read_answer(model: torch.nn.Module, dataset: TokenizedDataset, sample: int) -> tuple[torch.Tensor, int]:
     """log p(answer | prompt), and the number of the answer's tokens."""
     input_ids, labels = (
         torch.from_numpy(column(sample).astype("int64")) for column in (dataset.input_ids, dataset.labels)
     )
-    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
-    answer = labels[1:] != -100
-    return log_probabilities[torch.arange(len(answer)), input_ids[1:]][answer].sum(), int(answer.sum())
+    return compute_log_probability(model, input_ids, labels != -100), int((labels[1:] != -100).sum())
 
 
 @dataclass(frozen=True)
@@ -132,9 +106,9 @@ def compute_pair(
     """reference: None where the objective has none."""
     answers = []
     for sample in (2 * pair, 2 * pair + 1):
-        log_p, length = compute_log_probability(policy, dataset, sample)
+        log_p, length = read_answer(policy, dataset, sample)
         with torch.no_grad():
-            log_r = 0.0 if reference is None else compute_log_probability(reference, dataset, sample)[0].item()
+            log_r = 0.0 if reference is None else read_answer(reference, dataset, sample)[0].item()
         answers.append(Answer(log_p, log_r, length))
     return FORMULAS[config.task or "dpo"](config, answers[0], answers[1])
 
@@ -150,25 +124,13 @@ def train_oracle(
     case: Case, num_pairs: int, policy: torch.nn.Module, reference: torch.nn.Module | None = None
 ) -> dict[str, Any]:
     """The same steps of SGD, pair by pair."""
-    config = case.config()
-    dataset = find_dataset(case)
-    order = GlobalOrder(num_pairs, config.global_batch_size, config.seed)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        ids, loss, pairs = order.sample_ids(step).tolist(), 0.0, []
-        for pair in ids:
-            result_of_pair = compute_pair(config, policy, reference, dataset, pair)
-            (result_of_pair[0] / len(ids)).backward()
-            loss += result_of_pair[0].item() / len(ids)
-            pairs.append(result_of_pair)
-        result["losses"].append(loss)
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["metrics"].append(summarize(pairs))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
+    config, dataset = case.config(), find_dataset(case.workdir)
+
+    def compute_step(ids: list[int]) -> tuple[Iterator[tuple[torch.Tensor, PairResult]], Summarize]:
+        pairs = (compute_pair(config, policy, reference, dataset, pair) for pair in ids)
+        return ((pair[0], pair) for pair in pairs), summarize
+
+    return objective_runs.train_oracle(case, policy, compute_step, num_pairs)
 
 
 def evaluate_oracle(
@@ -182,22 +144,3 @@ def evaluate_oracle(
         pairs = [compute_pair(config, policy, reference, dataset, pair) for pair in range(num_pairs)]
     means = {f"eval_{name}": mean for name, mean in summarize(pairs).items()}
     return {"eval_loss": float(np.mean([loss.item() for loss, *_ in pairs])), **means}
-
-
-def load_model(folder: Any) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def check_equal(result: Mapping[str, Any], oracle: Mapping[str, Any], first_metrics: int = 0) -> None:
-    """first_metrics: the step from which on rewards are compared: in the first those of a policy that is its reference
-    are all 0."""
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["metrics"][first_metrics:], oracle["metrics"][first_metrics:], strict=True):
-        assert found.keys() == expected.keys()
-        assert found["rewards_accuracy"] == pytest.approx(expected["rewards_accuracy"])
-        scale = max(abs(value) for value in expected.values())
-        assert all(found[name] == pytest.approx(expected[name], abs=BOUND * scale) for name in expected), (
-            found,
-            expected,
-        )

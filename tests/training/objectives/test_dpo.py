@@ -4,7 +4,6 @@ one process."""
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,66 +11,40 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import objective_runs
 from support.adapters import make_adapter, to_peft_weights
-from support.cases import (
-    BOUND,
-    CHECKPOINTED,
-    CLIPPED,
-    CONTEXT_PARALLEL,
-    LAYOUTS,
-    RING,
-    Case,
-    merge,
-    train_run,
-    worst_difference,
-)
-from support.pair_runs import (
-    REWARDS,
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS, RING, Case, merge, train_run, worst_difference
+from support.objective_runs import (
+    NUM_SAMPLES,
+    check_continued,
     check_equal,
-    evaluate_oracle,
     load_model,
-    train_oracle,
-    train_pairs,
+    save_material,
+    start_runs,
+    train_answers,
 )
-from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.pair_runs import REWARDS, evaluate_oracle, train_oracle
+from support.tiny import save_llama
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoTokenizer
 
 from data.storage.tokenized import TokenizedDataset
 
-NUM_PAIRS = 21  # no multiple of any batch
 DPO = ("data=preference", "task=dpo", "dpo.beta=0.3")
 SMOOTHED, IPO = "dpo.label_smoothing=0.2", "dpo.loss_type=ipo"
 ROBUST, HINGE, WITH_SFT = "dpo.loss_type=robust", "dpo.loss_type=hinge", "dpo.sft_coef=0.5"
-TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("dpo")
-    for tied in (False, True):
-        save_llama(root / f"tied{tied}", tied=tied)
-        save_tokenizer(root / f"tied{tied}")
-    save_pairs(root / "train.jsonl", NUM_PAIRS)
-    return root
+    return save_material(tmp_path_factory.mktemp("dpo"))
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL)[layout]
-    if layout in TENSOR_PARALLEL:
-        overrides = ("tensor_parallel_size=2", *overrides)
-    if layout in CONTEXT_PARALLEL:
-        overrides = ("context_parallel_size=2", *overrides)
     if CLIPPED not in overrides:  # a pair's gradient is that of sums over tokens
         overrides = ("learning_rate=0.02", *overrides)
-    return Case(
-        root / f"tied{tied}",
-        root / "train.jsonl",
-        workdir,
-        num_stages,
-        world_size,
-        overrides=(*DPO, "micro_batch_size=1", *overrides),
-    )
+    given = (*DPO, "micro_batch_size=1", *overrides)
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied, steps=5)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +82,9 @@ def test_five_sgd_steps_equal_the_paper(
     overrides: tuple[str, ...],
 ) -> None:
     case = build_case(root, tmp_path, layout, *overrides, tied=tied)
-    result = merge(workers(case.world_size).run(train_pairs, case))
+    result = merge(workers(case.world_size).run(train_answers, case))
     policy = load_model(case.model)
-    oracle = train_oracle(case, NUM_PAIRS, policy, copy.deepcopy(policy))
+    oracle = train_oracle(case, NUM_SAMPLES, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.01 * min(result["losses"])  # it has moved
@@ -127,8 +100,8 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
     """The adapter starts far from zero, so that policy and reference differ from the first step on."""
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     case = build_case(root, tmp_path, layout, "adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CLIPPED)
-    result = merge(workers(case.world_size).run(train_pairs, case))
-    oracle = train_oracle(case, NUM_PAIRS, policy, load_model(case.model))
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, NUM_SAMPLES, policy, load_model(case.model))
     check_equal(result, oracle)
     assert abs(result["losses"][0] - math.log(2)) > 0.01
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
@@ -137,25 +110,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
 
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """run(name, layout, *overrides): the metrics of a whole run, which is evaluated on its own training pairs."""
-
-    def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
-        defaults = (
-            f"output_dir={tmp_path / name}",
-            f"eval_file={root}/train.jsonl",
-            "eval_on_start=true",
-            "optimizer=adamw",
-            "learning_rate=1e-3",
-            "max_grad_norm=1.0",
-            "max_steps=6",
-            "logging_steps=1",
-            "micro_batch_size=2",
-        )
-        case = build_case(root, tmp_path, layout, *defaults, *overrides)
-        workers(case.world_size).run(train_run, case)
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
-    return start
+    return start_runs(workers, root, tmp_path, build_case)
 
 
 def find_references(tmp_path: Path) -> list[Path]:
@@ -186,12 +141,7 @@ def test_a_run_learns_and_continues_at_another_layout(
     ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
     assert find_references(tmp_path) == [file] and np.load(file) == pytest.approx(reference, rel=1e-6)
 
-    steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (ended, whole)]
-    assert [record["step"] for record in steps[0]] == [4, 5, 6]
-    for found, expected in zip(*steps, strict=True):
-        figures = ("loss", "grad_norm", *REWARDS)
-        near = pytest.approx({name: expected[name] for name in figures}, rel=1e-4)  # Adam divides rounding by itself
-        assert {name: found[name] for name in figures} == near
+    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS))
 
     first, last = whole[0], whole[-1]
     assert first["step"] == 0 and first["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
@@ -202,7 +152,7 @@ def test_a_run_learns_and_continues_at_another_layout(
     dataset = TokenizedDataset(file.parent, True, True)
     policy, reference = load_model(tmp_path / "ended" / "hf"), load_model(root / "tiedFalse")
     config = build_case(root, tmp_path, "pp1").config()
-    expected = evaluate_oracle(config, NUM_PAIRS, dataset, policy, reference)
+    expected = evaluate_oracle(config, NUM_SAMPLES, dataset, policy, reference)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import objective_runs
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import (
     BOUND,
@@ -22,32 +24,32 @@ from support.cases import (
     RING,
     ZERO_LAYOUTS,
     Case,
-    build_engine,
-    hf_weights,
     merge,
-    train_run,
     worst_difference,
 )
-from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
+from support.objective_runs import (
+    NUM_SAMPLES,
+    TENSOR_PARALLEL,
+    Summarize,
+    check_continued,
+    compute_log_probability,
+    find_dataset,
+    load_model,
+    save_material,
+    start_runs,
+    train_answers,
+)
+from support.tiny import save_records
 from support.workers import WorkerError, WorkerGroup
-from transformers import AutoModelForCausalLM
 
-from data.order import GlobalOrder
-from data.storage.tokenized import TokenizedDataset
-
-NUM_SAMPLES = 21  # no multiple of any batch
 WEIGHTS = ("kto.desirable_weight=1.5", "kto.undesirable_weight=0.7")
-TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}
 METRICS = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("kto")
-    for tied in (False, True):
-        save_llama(root / f"tied{tied}", tied=tied)
-        save_tokenizer(root / f"tied{tied}")
-    save_llama(root / "moved", seed=1)
+    root = save_material(tmp_path_factory.mktemp("kto"))
+    (root / "train.jsonl").rename(root / "pairs.jsonl")
     save_records(root / "records.jsonl", NUM_SAMPLES)
     records = [json.loads(line) for line in (root / "records.jsonl").read_text().splitlines()]
     for number in range(2, NUM_SAMPLES, 5):
@@ -55,48 +57,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({**record, "label": number % 3 != 1}) for number, record in enumerate(records)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     (root / "other.jsonl").write_text("\n".join(lines[:5]) + "\n")
-    save_pairs(root / "pairs.jsonl", NUM_SAMPLES)
     return root
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
-    if layout in TENSOR_PARALLEL:
-        overrides = ("tensor_parallel_size=2", *overrides)
-    if layout in ZERO_LAYOUTS:
-        overrides = (f"zero_stage={layout[-1]}", *overrides)
-    if layout in CONTEXT_PARALLEL:
-        overrides = ("context_parallel_size=2", *overrides)
-    file = "pairs.jsonl" if "data=preference" in overrides else "train.jsonl"
     given = ("data=unpaired_preference", "task=kto", "kto.beta=0.3", "learning_rate=0.2", *overrides)
-    return Case(root / f"tied{tied}", root / file, workdir, num_stages, world_size, steps=3, overrides=given)
-
-
-def train_answers(case: Case) -> dict[str, Any]:
-    """Losses, gradient norms, metrics and final weights of a run on this rank."""
-    from training.engine.steps import train_step
-    from training.objectives.first_pass import build_first_pass
-    from training.objectives.registry import get_objective
-
-    engine, loader, config, layout, _ = build_engine(case)
-    objective, first_pass = get_objective(config), build_first_pass(engine, config)
-    micro_batches, first = loader.iterate(0, case.steps), loader.first.iterate(0, case.steps)
-    metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
-    assert metrics is not None and first_pass is not None
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        first_pass(first, layout.gradient_accumulation_steps, config.global_batch_size)
-        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        result["norms"].append(float(engine.gradient_norm()))
-        metrics.add_step(counts=True)
-        result["metrics"].append(metrics.finish_interval())
-    return result | {"weights": hf_weights(engine)}
-
-
-def find_dataset(case: Case, num_samples: int | None = None) -> TokenizedDataset:
-    folders = [path for path in (case.workdir / "cache").iterdir() if path.is_dir()]
-    found = [TokenizedDataset(folder, True, True) for folder in folders]
-    return next(dataset for dataset in found if num_samples in (None, len(dataset)))
+    file = "pairs" if "data=preference" in overrides else "train"
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied, file=file)
 
 
 class Answers:
@@ -104,7 +71,7 @@ class Answers:
 
     def __init__(self, case: Case, reference: torch.nn.Module, num_samples: int | None = None) -> None:
         """num_samples: of the file, where there are several; it is then the beginning of the training file."""
-        dataset = find_dataset(case, num_samples)
+        dataset = find_dataset(case.workdir, num_samples)
         self.rows = []
         for i in range(len(dataset)):
             input_ids, labels = (torch.from_numpy(c(i).astype("int64")) for c in (dataset.input_ids, dataset.labels))
@@ -125,20 +92,16 @@ class Answers:
         prompt = self.rows[i][0]
         answer = self.rows[self._others[i] if mismatched else i][1]
         input_ids = torch.cat([prompt, answer])[: self._max_seq_length]
-        log_p = compute_log_probability(policy, input_ids, len(prompt))
+        is_answer = torch.arange(len(input_ids)) >= len(prompt)
+        log_p = compute_log_probability(policy, input_ids, is_answer)
         with torch.no_grad():
-            log_r = compute_log_probability(self._reference, input_ids, len(prompt))
+            log_r = compute_log_probability(self._reference, input_ids, is_answer)
         return log_p - log_r
-
-
-def compute_log_probability(model: torch.nn.Module, input_ids: torch.Tensor, start: int) -> torch.Tensor:
-    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
-    return log_probabilities[torch.arange(len(input_ids) - 1), input_ids[1:]][start - 1 :].sum()
 
 
 def compute_terms(
     config: Any, answers: Answers, policy: torch.nn.Module, ids: list[int]
-) -> tuple[list[tuple[torch.Tensor, float]], float]:
+) -> tuple[Iterator[tuple[torch.Tensor, float]], float]:
     """(loss, ratio) of each sample, one after the other as they are asked for, and z0."""
     with torch.no_grad():
         kl = max(0.0, float(np.mean([answers.compute_ratio(policy, i, mismatched=True).item() for i in ids])))
@@ -151,10 +114,10 @@ def compute_terms(
             value = config.kto.undesirable_weight * (1 - torch.sigmoid(config.kto.beta * (kl - ratio)))
         return value, ratio.item()
 
-    return (compute(i) for i in ids), kl  # type: ignore[return-value]
+    return (compute(i) for i in ids), kl
 
 
-def summarize(config: Any, answers: Answers, ids: list[int], ratios: list[float], kl: float) -> dict[str, float]:
+def summarize(config: Any, answers: Answers, ids: list[int], kl: float, ratios: list[float]) -> dict[str, float]:
     liked = np.array([answers.liked[i] for i in ids])
     rewards = config.kto.beta * np.array(ratios)
     margins = np.where(liked, 1, -1) * (rewards - config.kto.beta * kl)
@@ -168,37 +131,18 @@ def train_oracle(
 ) -> dict[str, Any]:
     """The same steps of SGD, answer by answer. steps: by default all of the case's."""
     config, answers = case.config(), Answers(case, reference)
-    order = GlobalOrder(len(answers.rows), config.global_batch_size, config.seed)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in steps or range(case.steps):
-        optimizer.zero_grad()
-        ids, loss, ratios = order.sample_ids(step).tolist(), 0.0, []
+
+    def compute_step(ids: list[int]) -> tuple[Iterator[tuple[torch.Tensor, float]], Summarize]:
         terms, kl = compute_terms(config, answers, policy, ids)
-        for of_answer, ratio in terms:
-            (of_answer / len(ids)).backward()
-            loss += of_answer.item() / len(ids)
-            ratios.append(ratio)
-        result["losses"].append(loss)
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["metrics"].append(summarize(config, answers, ids, ratios, kl))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
+        return terms, partial(summarize, config, answers, ids, kl)
 
-
-def load_model(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return objective_runs.train_oracle(case, policy, compute_step, len(answers.rows), steps)
 
 
 def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: int = 1) -> None:
-    """first_metrics: the step from which on they are compared: the rewards of a policy that is its reference are 0."""
+    """first_metrics: see `objective_runs.check_equal`."""
     assert min(metrics["kl"] for metrics in oracle["metrics"][1:]) > 0.1  # it is not the 0 that it may not be below
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["metrics"][first_metrics:], oracle["metrics"][first_metrics:], strict=True):
-        scale = max(abs(value) for value in expected.values())
-        assert found == pytest.approx(expected, abs=BOUND * scale)
+    objective_runs.check_equal(result, oracle, first_metrics)
 
 
 @pytest.mark.parametrize(
@@ -254,24 +198,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(
 
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """run(name, layout, *overrides): the metrics of a whole run, which is evaluated on its own training samples."""
-
-    def start(name: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
-        defaults = (
-            f"output_dir={tmp_path / name}",
-            f"eval_file={root}/train.jsonl",
-            "eval_on_start=true",
-            "optimizer=adamw",
-            "learning_rate=1e-3",
-            "max_grad_norm=1.0",
-            "max_steps=6",
-            "logging_steps=1",
-        )
-        case = build_case(root, tmp_path, layout, *defaults, *overrides)
-        workers(case.world_size).run(train_run, case)
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
-    return start
+    return start_runs(workers, root, tmp_path, build_case)
 
 
 @pytest.mark.full
@@ -294,12 +221,7 @@ def test_a_run_learns_and_continues_at_another_layout(
     whole = run("whole", saved)
     run("begun", saved, "stop_after_steps=3")
     ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
-    steps = [[record for record in records if record["step"] > 3 and "loss" in record] for records in (whole, ended)]
-    assert [record["step"] for record in steps[0]] == [4, 5, 6]
-    for expected, found in zip(*steps, strict=True):
-        names = ("loss", "grad_norm", *METRICS)
-        near = pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-5)  # Adam divides rounding
-        assert {name: found[name] for name in names} == near
+    check_continued(whole, ended, ("loss", "grad_norm", *METRICS), absolute=1e-5)
     assert whole[0]["eval_loss"] == pytest.approx(0.5, rel=1e-5) and whole[-1]["eval_loss"] < 0.45
     case = build_case(root, tmp_path, "pp1")
     expected = evaluate_oracle(case, tmp_path / "ended" / "hf", NUM_SAMPLES)
@@ -313,7 +235,7 @@ def evaluate_oracle(case: Case, folder: Path, num_samples: int) -> dict[str, flo
     with torch.no_grad():
         terms, kl = compute_terms(case.config(), answers, load_model(folder), ids)
         losses, ratios = zip(*((loss.item(), ratio) for loss, ratio in terms), strict=True)
-    means = summarize(case.config(), answers, ids, list(ratios), kl)
+    means = summarize(case.config(), answers, ids, kl, list(ratios))
     return {"eval_loss": float(np.mean(losses))} | {f"eval_{name}": value for name, value in means.items()}
 
 

@@ -3,41 +3,28 @@ Hugging Face model in one process."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import objective_runs
 from support.adapters import make_adapter, to_peft_weights
-from support.cases import (
-    BOUND,
-    CHECKPOINTED,
-    CLIPPED,
-    CONTEXT_PARALLEL,
-    LAYOUTS,
-    ZERO_LAYOUTS,
-    Case,
-    merge,
-    train_run,
-    worst_difference,
-)
-from support.pair_runs import (
-    FORMULAS,
+from support.cases import BOUND, CHECKPOINTED, CLIPPED, LAYOUTS, ZERO_LAYOUTS, Case, merge, worst_difference
+from support.objective_runs import (
+    NUM_SAMPLES,
+    check_continued,
     check_equal,
-    evaluate_oracle,
     find_dataset,
     load_model,
-    train_oracle,
-    train_pairs,
+    save_material,
+    start_runs,
+    train_answers,
 )
-from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.pair_runs import FORMULAS, evaluate_oracle, train_oracle
 from support.workers import WorkerError, WorkerGroup
 
-NUM_PAIRS = 21  # no multiple of any batch
-STEPS = 3
 TASKS = tuple(name for name in FORMULAS if name != "dpo")
-TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
 # Each away from its default
 KEYS = {
     "orpo": ("orpo.beta=0.7",),
@@ -54,24 +41,13 @@ full = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("preference")
-    for tied in (False, True):
-        save_llama(root / f"tied{tied}", tied=tied)
-        save_tokenizer(root / f"tied{tied}")
-    save_pairs(root / "train.jsonl", NUM_PAIRS)
-    return root
+    return save_material(tmp_path_factory.mktemp("preference"))
 
 
-def build_case(root: Path, workdir: Path, layout: str, task: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
-    if layout in TENSOR_PARALLEL:
-        overrides = ("tensor_parallel_size=2", *overrides)
-    if layout in ZERO_LAYOUTS:
-        overrides = (f"zero_stage={layout[-1]}", *overrides)
-    if layout in CONTEXT_PARALLEL:
-        overrides = ("context_parallel_size=2", *overrides)
-    given = ("data=preference", f"task={task}", "micro_batch_size=1", "learning_rate=0.02", *overrides)
-    return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, STEPS, given)
+def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
+    """overrides: with the task."""
+    given = ("data=preference", "micro_batch_size=1", "learning_rate=0.02", *overrides)
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +87,9 @@ def test_three_sgd_steps_equal_the_paper(
     tied: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    case = build_case(root, tmp_path, layout, task, *overrides, tied=tied)
-    result = merge(workers(case.world_size).run(train_pairs, case))
-    oracle = train_oracle(case, NUM_PAIRS, load_model(case.model))
+    case = build_case(root, tmp_path, layout, f"task={task}", *overrides, tied=tied)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, NUM_SAMPLES, load_model(case.model))
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     assert max(result["losses"]) > 1.001 * min(result["losses"])  # it has moved
@@ -127,9 +103,9 @@ def test_an_adapter_is_trained(
 ) -> None:
     policy = make_adapter(tmp_path / "adapter", root / "tiedFalse")
     keys = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", *KEYS[task])
-    case = build_case(root, tmp_path, layout, task, *keys)
-    result = merge(workers(case.world_size).run(train_pairs, case))
-    oracle = train_oracle(case, NUM_PAIRS, policy)
+    case = build_case(root, tmp_path, layout, f"task={task}", *keys)
+    result = merge(workers(case.world_size).run(train_answers, case))
+    oracle = train_oracle(case, NUM_SAMPLES, policy)
     check_equal(result, oracle)
     worst, name = worst_difference(*to_peft_weights(result, oracle, policy.config))
     assert worst < BOUND, name
@@ -137,25 +113,7 @@ def test_an_adapter_is_trained(
 
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """run(name, layout, task, *overrides): the metrics of a whole run, which is evaluated on its own training pairs."""
-
-    def start(name: str, layout: str, task: str, *overrides: str) -> list[dict[str, Any]]:
-        defaults = (
-            f"output_dir={tmp_path / name}",
-            f"eval_file={root}/train.jsonl",
-            "eval_on_start=true",
-            "optimizer=adamw",
-            "learning_rate=2e-3",
-            "max_grad_norm=1.0",
-            "max_steps=6",
-            "logging_steps=1",
-            "micro_batch_size=2",
-        )
-        case = build_case(root, tmp_path, layout, task, *defaults, *overrides)
-        workers(case.world_size).run(train_run, case)
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
-    return start
+    return start_runs(workers, root, tmp_path, build_case, "learning_rate=2e-3")
 
 
 @pytest.mark.parametrize(
@@ -170,21 +128,18 @@ def test_a_run_learns_continues_and_is_evaluated(
     run, root: Path, tmp_path: Path, task: str, saved: str, resumed: str
 ) -> None:
     """No reference is computed, its metrics are in reports and evaluations, and a resume names another loss."""
-    whole = run("whole", saved, task)
-    run("begun", saved, task, "stop_after_steps=3")
-    ended = run("ended", resumed, task, f"resume={tmp_path}/begun/checkpoints")
+    whole = run("whole", saved, f"task={task}")
+    run("begun", saved, f"task={task}", "stop_after_steps=3")
+    ended = run("ended", resumed, f"task={task}", f"resume={tmp_path}/begun/checkpoints")
     assert not list((tmp_path / "cache").glob("*/reference-*"))
-    steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (ended, whole)]
-    case = build_case(root, tmp_path, resumed, task)
-    policy, dataset = load_model(tmp_path / "ended" / "hf"), find_dataset(case)
-    expected = evaluate_oracle(case.config(), NUM_PAIRS, dataset, policy)
+    case = build_case(root, tmp_path, resumed, f"task={task}")
+    policy, dataset = load_model(tmp_path / "ended" / "hf"), find_dataset(case.workdir)
+    expected = evaluate_oracle(case.config(), NUM_SAMPLES, dataset, policy)
     figures = ("loss", "grad_norm", *(name.removeprefix("eval_") for name in expected if name != "eval_loss"))
-    for found, other in zip(*steps, strict=True):
-        near = pytest.approx({name: other[name] for name in figures}, rel=1e-4)  # Adam divides rounding by itself
-        assert {name: found[name] for name in figures} == near
+    check_continued(whole, ended, figures)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     assert whole[-1]["eval_rewards_margin"] > whole[0]["eval_rewards_margin"]
     key = f"{task}.beta"
     with pytest.raises(WorkerError, match=f"{key} was .*, is 0.9. Give the same"):
-        run("other", saved, task, f"resume={tmp_path}/begun/checkpoints", f"{key}=0.9")
+        run("other", saved, f"task={task}", f"resume={tmp_path}/begun/checkpoints", f"{key}=0.9")

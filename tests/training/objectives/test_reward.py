@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import objective_runs
 from support.cases import (
     BOUND,
     CHECKPOINTED,
@@ -23,17 +24,25 @@ from support.cases import (
     ROOT,
     ZERO_LAYOUTS,
     Case,
-    build_engine,
-    hf_weights,
     merge,
-    train_run,
     worst_difference,
 )
-from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.objective_runs import (
+    NUM_SAMPLES,
+    TENSOR_PARALLEL,
+    Summarize,
+    check_continued,
+    check_equal,
+    find_dataset,
+    save_material,
+    start_runs,
+    train_answers,
+)
+from support.pair_runs import REWARDS
+from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from data.order import GlobalOrder
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.architecture import build_layers
@@ -41,32 +50,17 @@ from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from scripts.generate import load_model
 
-NUM_PAIRS = 21  # no multiple of any batch
 CENTERED = "reward.centering_coef=0.05"
-TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}
-REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("reward")
-    for tied in (False, True):
-        save_llama(root / f"tied{tied}", tied=tied)
-        save_tokenizer(root / f"tied{tied}")
-    save_pairs(root / "train.jsonl", NUM_PAIRS)
-    return root
+    return save_material(tmp_path_factory.mktemp("reward"))
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
-    if layout in TENSOR_PARALLEL:
-        overrides = ("tensor_parallel_size=2", *overrides)
-    if layout in ZERO_LAYOUTS:
-        overrides = (f"zero_stage={layout[-1]}", *overrides)
-    if layout in CONTEXT_PARALLEL:
-        overrides = ("context_parallel_size=2", *overrides)
     given = ("data=preference", "task=reward", "micro_batch_size=1", "learning_rate=0.05", *overrides)
-    return Case(root / f"tied{tied}", root / "train.jsonl", workdir, num_stages, world_size, steps=3, overrides=given)
+    return objective_runs.build_case(root, workdir, layout, *given, tied=tied)
 
 
 def load_oracle(case: Case) -> PreTrainedModel:
@@ -100,57 +94,16 @@ def summarize(scores: list[list[float]]) -> dict[str, float]:
     return dict(zip(REWARDS, map(float, means), strict=True))
 
 
-def find_dataset(case: Case) -> TokenizedDataset:
-    return TokenizedDataset(next(path for path in (case.workdir / "cache").iterdir() if path.is_dir()), True, True)
-
-
-def train_rewards(case: Case) -> dict[str, Any]:
-    """Losses, gradient norms, metrics and final weights of a run on this rank."""
-    from training.engine.steps import train_step
-    from training.objectives.registry import get_objective
-
-    engine, loader, config, *_ = build_engine(case)
-    micro_batches = loader.iterate(0, case.steps)
-    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
-    assert metrics is not None
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
-        result["norms"].append(float(engine.gradient_norm()))
-        metrics.add_step(counts=True)
-        result["metrics"].append(metrics.finish_interval())
-    return result | {"weights": hf_weights(engine)}
-
-
 def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
     """The same steps of SGD, pair by pair."""
-    config, dataset = case.config(), find_dataset(case)
-    order = GlobalOrder(NUM_PAIRS, config.global_batch_size, config.seed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
-    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        ids, loss, scores = order.sample_ids(step).tolist(), 0.0, []
-        for pair in ids:
-            of_pair = compute_scores(model, dataset, pair)
-            term = compute_loss(of_pair, config.reward.centering_coef) / len(ids)
-            term.backward()
-            loss += term.item()
-            scores.append(of_pair.tolist())
-        result["losses"].append(loss)
-        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
-        result["metrics"].append(summarize(scores))
-        optimizer.step()
-    return result | {"weights": {name: tensor.detach().clone() for name, tensor in model.named_parameters()}}
+    config, dataset = case.config(), find_dataset(case.workdir)
 
+    def compute_step(ids: list[int]) -> tuple[Iterator[tuple[torch.Tensor, list[float]]], Summarize]:
+        scores = (compute_scores(model, dataset, pair) for pair in ids)
+        coefficient = config.reward.centering_coef
+        return ((compute_loss(of_pair, coefficient), of_pair.tolist()) for of_pair in scores), summarize
 
-def check_equal(result: dict[str, Any], oracle: dict[str, Any]) -> None:
-    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
-    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
-    for found, expected in zip(result["metrics"], oracle["metrics"], strict=True):
-        scale = max(abs(value) for value in expected.values())
-        assert found == pytest.approx(expected, abs=BOUND * scale)
+    return objective_runs.train_oracle(case, model, compute_step, NUM_SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +135,7 @@ def test_three_sgd_steps_equal_the_paper(
 ) -> None:
     case = build_case(root, tmp_path, layout, *overrides, tied=tied)
     model = load_oracle(case)
-    result = merge(workers(case.world_size).run(train_rewards, case))
+    result = merge(workers(case.world_size).run(train_answers, case))
     oracle = train_oracle(case, model)
     check_equal(result, oracle)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
@@ -191,26 +144,7 @@ def test_three_sgd_steps_equal_the_paper(
 
 @pytest.fixture
 def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """run(name, layout, *overrides): the metrics of a whole run, which is evaluated on its own training pairs."""
-
-    def start(name: str, layout: str, *overrides: str, tied: bool = False) -> list[dict[str, Any]]:
-        defaults = (
-            f"output_dir={tmp_path / name}",
-            f"eval_file={root}/train.jsonl",
-            "eval_on_start=true",
-            "optimizer=adamw",
-            "learning_rate=1e-3",
-            "max_grad_norm=1.0",
-            "max_steps=6",
-            "logging_steps=1",
-            "micro_batch_size=2",
-        )
-        case = build_case(root, tmp_path, layout, *defaults, *overrides, tied=tied)
-        workers(case.world_size).run(train_run, case)
-        file = tmp_path / name / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-    return start
+    return start_runs(workers, root, tmp_path, build_case)
 
 
 def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
@@ -220,7 +154,7 @@ def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
     )
     assert not any(report.values()), report  # no tensor is missing, none is unexpected
     assert model.config.num_labels == 1
-    dataset = TokenizedDataset(next(path for path in (tmp_path / "cache").iterdir() if path.is_dir()), True, True)
+    dataset = find_dataset(tmp_path)
     rows = [torch.from_numpy(dataset.input_ids(i).astype("int64")) for i in range(len(dataset))]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
     with torch.no_grad():
@@ -248,17 +182,7 @@ def test_a_run_learns_continues_at_another_layout_and_is_exported(
     begun = run("begun", saved, "stop_after_steps=3", tied=tied)
     assert [record["step"] for record in begun if "loss" in record] == [1, 2, 3]
     ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints", tied=tied)
-    steps = [
-        [record for record in records if record.get("step", 0) > 3 and "loss" in record] for records in (whole, ended)
-    ]
-    assert [record["step"] for record in steps[0]] == [4, 5, 6]
-    for expected, found in zip(*steps, strict=True):
-        names = ("loss", "grad_norm", *REWARDS)
-        assert {name: found[name] for name in names} == pytest.approx(
-            {name: expected[name] for name in names},
-            rel=1e-4,
-            abs=1e-5,  # Adam divides rounding by itself
-        )
+    check_continued(whole, ended, ("loss", "grad_norm", *REWARDS), absolute=1e-5)
     assert whole[-1]["eval_rewards_accuracy"] > 0.9 and whole[-1]["eval_rewards_margin"] > 0.5
     expected = evaluate_folder(tmp_path / "ended" / "hf", tmp_path)
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)

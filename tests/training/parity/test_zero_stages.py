@@ -27,7 +27,7 @@ from support.cases import (
 )
 from support.combination_runs import Material, check_row
 from support.combinations import AXES
-from support.pair_runs import check_equal, load_model, train_pairs
+from support.objective_runs import check_equal, load_model, train_answers
 from support.pair_runs import train_oracle as train_pair_oracle
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
 
@@ -219,7 +219,7 @@ def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tie
     save_tokenizer(tmp_path / "model")
     keys = ("data=preference", "task=dpo", "dpo.beta=0.3", "micro_batch_size=1", CLIPPED, f"zero_stage={stage}")
     case = Case(tmp_path / "model", save_pairs(tmp_path / "train.jsonl", 21), tmp_path, 1, 2, overrides=keys)
-    result, policy = merge(workers(2).run(train_pairs, case)), load_model(case.model)
+    result, policy = merge(workers(2).run(train_answers, case)), load_model(case.model)
     oracle = train_pair_oracle(case, 21, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND

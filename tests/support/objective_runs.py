@@ -1,0 +1,157 @@
+"""Objectives that learn from answers, in tests: a case at each layout, what a rank reports, whole runs, and the same
+steps of SGD on a plain model in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import BOUND, CONTEXT_PARALLEL, LAYOUTS, ZERO_LAYOUTS, Case, build_engine, hf_weights, train_run
+from support.tiny import save_llama, save_pairs, save_tokenizer
+from support.workers import WorkerGroup
+from transformers import AutoModelForCausalLM
+
+from data.order import GlobalOrder
+from data.storage.tokenized import TokenizedDataset
+
+NUM_SAMPLES = 21  # pairs, or answers with a label: no multiple of any batch
+TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
+
+Summarize = Callable[[list[Any]], dict[str, float]]
+ComputeStep = Callable[[list[int]], tuple[Iterable[tuple[torch.Tensor, Any]], Summarize]]
+"""Of the ids of a step's samples: the loss of each, as they are asked for, with what its metrics are made of; and the
+means of those metrics."""
+
+
+def save_material(root: Path) -> Path:
+    """`tiedFalse` and `tiedTrue`, models with tokenizers, and pairs in train.jsonl."""
+    for tied in (False, True):
+        save_llama(root / f"tied{tied}", tied=tied)
+        save_tokenizer(root / f"tied{tied}")
+    save_pairs(root / "train.jsonl", NUM_SAMPLES)
+    return root
+
+
+def build_case(
+    root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False, steps: int = 3, file: str = "train"
+) -> Case:
+    """Of what `save_material` has left in `root`."""
+    num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
+    if layout in TENSOR_PARALLEL:
+        overrides = ("tensor_parallel_size=2", *overrides)
+    if layout in ZERO_LAYOUTS:
+        overrides = (f"zero_stage={layout[-1]}", *overrides)
+    if layout in CONTEXT_PARALLEL:
+        overrides = ("context_parallel_size=2", *overrides)
+    return Case(root / f"tied{tied}", root / f"{file}.jsonl", workdir, num_stages, world_size, steps, overrides)
+
+
+def train_answers(case: Case) -> dict[str, Any]:
+    """Losses, gradient norms, metrics and final weights of a run on this rank."""
+    from training.engine.steps import train_step
+    from training.objectives.first_pass import build_first_pass
+    from training.objectives.registry import get_objective
+
+    engine, loader, config, layout, _ = build_engine(case)
+    micro_batches, first_pass = loader.iterate(0, case.steps), build_first_pass(engine, config)
+    first = None if first_pass is None else loader.first.iterate(0, case.steps)
+    metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
+    assert metrics is not None
+    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
+    for step in range(case.steps):
+        if first_pass is not None:
+            first_pass(first, layout.gradient_accumulation_steps, config.global_batch_size)
+        result["losses"].append(train_step(engine, micro_batches, config, step, case.steps)[0].item())
+        result["norms"].append(float(engine.gradient_norm()))
+        metrics.add_step(counts=True)
+        result["metrics"].append(metrics.finish_interval())
+    return result | {"weights": hf_weights(engine)}
+
+
+def train_oracle(
+    case: Case, policy: torch.nn.Module, compute_step: ComputeStep, num_samples: int, steps: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The same steps of SGD, sample by sample. steps: by default all of the case's."""
+    config = case.config()
+    order = GlobalOrder(num_samples, config.global_batch_size, config.seed)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=config.learning_rate)
+    result: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
+    for step in steps or range(case.steps):
+        optimizer.zero_grad()
+        ids, loss, reported = order.sample_ids(step).tolist(), 0.0, []
+        terms, summarize = compute_step(ids)
+        for of_sample, report in terms:
+            (of_sample / len(ids)).backward()
+            loss += of_sample.item() / len(ids)
+            reported.append(report)
+        result["losses"].append(loss)
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
+        result["metrics"].append(summarize(reported))
+        optimizer.step()
+    return result | {"weights": {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}}
+
+
+def check_equal(result: Mapping[str, Any], oracle: Mapping[str, Any], first_metrics: int = 0) -> None:
+    """first_metrics: the step from which on rewards are compared: in the first those of a policy that is its reference
+    are all 0."""
+    torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
+    torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
+    for found, expected in zip(result["metrics"][first_metrics:], oracle["metrics"][first_metrics:], strict=True):
+        assert found.keys() == expected.keys()
+        assert found["rewards_accuracy"] == pytest.approx(expected["rewards_accuracy"])
+        scale = max(abs(value) for value in expected.values())
+        assert all(found[name] == pytest.approx(expected[name], abs=BOUND * scale) for name in expected), (
+            found,
+            expected,
+        )
+
+
+def start_runs(
+    workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, build: Callable[..., Case], *common: str
+) -> Callable[..., list[dict[str, Any]]]:
+    """run(name, layout, *overrides): the metrics of a whole run with AdamW, which is evaluated on its own training
+    samples. build: the file's `build_case`."""
+
+    def run(name: str, layout: str, *overrides: str, **given: bool) -> list[dict[str, Any]]:
+        defaults = (
+            f"output_dir={tmp_path / name}", f"eval_file={root}/train.jsonl", "eval_on_start=true", "optimizer=adamw",
+            "learning_rate=1e-3", "max_grad_norm=1.0", "max_steps=6", "logging_steps=1", "micro_batch_size=2",
+        )  # fmt: skip
+        case = build(root, tmp_path, layout, *defaults, *common, *overrides, **given)
+        workers(case.world_size).run(train_run, case)
+        file = tmp_path / name / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+    return run
+
+
+def check_continued(
+    whole: list[dict[str, Any]], ended: list[dict[str, Any]], names: Iterable[str], absolute: float | None = None
+) -> None:
+    """Steps 4 to 6 of a run that was stopped after 3 and of one that was not; Adam divides rounding by itself."""
+    steps = [[record for record in records if "loss" in record and record["step"] > 3] for records in (whole, ended)]
+    assert [record["step"] for record in steps[0]] == [4, 5, 6]
+    for expected, found in zip(*steps, strict=True):
+        near = pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=absolute)
+        assert {name: found[name] for name in names} == near
+
+
+def find_dataset(folder: Path, num_samples: int | None = None) -> TokenizedDataset:
+    """What the runs of `folder` have tokenized. num_samples: where they have tokenized several files."""
+    found = [TokenizedDataset(path, True, True) for path in (folder / "cache").iterdir() if path.is_dir()]
+    return next(dataset for dataset in found if num_samples in (None, len(dataset)))
+
+
+def compute_log_probability(model: torch.nn.Module, input_ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """log p(answer | prompt), summed. answer: which of the tokens [T] are the answer's."""
+    log_probabilities = model(input_ids[None]).logits[0, :-1].double().log_softmax(-1)
+    return log_probabilities[torch.arange(len(input_ids) - 1), input_ids[1:]][answer[1:]].sum()
+
+
+def load_model(folder: Any) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
