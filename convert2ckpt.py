@@ -20,7 +20,8 @@ from console import progress
 from errors import UserError, explain_refusal
 from models.weights.conversion import DTYPES, convert_to_pipeline, export_hugging_face
 from models.weights.folders import check_output_dir, has_tokenizer
-from models.weights.sources import PipelineCheckpoint, open_weights
+from models.weights.pipeline_checkpoint import PipelineCheckpoint
+from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
 
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

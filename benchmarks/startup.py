@@ -53,7 +53,7 @@ def main() -> None:
 def save_layers(folder: Path, arguments: argparse.Namespace) -> int:
     """A pipeline checkpoint of random weights. Returns its parameters."""
     from models.architecture import build_layers
-    from models.weights.sources import layer_file
+    from models.weights.pipeline_checkpoint import layer_file
 
     hidden = arguments.hidden_size
     config = build_llama(
@@ -111,7 +111,7 @@ def build_bare(folder: Path) -> Any:
 
     from models.architecture import build_layers
     from models.losses.cross_entropy import causal_lm_loss
-    from models.weights.sources import load_config
+    from models.weights.config_file import load_config
     from training.pipeline.module import build_layer_specs
 
     module = PipelineModule(build_layer_specs(build_layers(*load_config(folder))), num_stages=2, loss_fn=causal_lm_loss)

@@ -95,7 +95,7 @@ def test_a_group_is_a_key_of_the_schema(group: str) -> None:
 def test_a_size_is_a_config_of_transformers(name: str) -> None:
     """What `conf/model/` says, `transformers` takes: a model that the layers can be built of."""
     from models.architecture import build_layers
-    from models.weights.sources import parse_config
+    from models.weights.config_file import parse_config
 
     stated = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
     if not stated:

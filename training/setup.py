@@ -24,11 +24,12 @@ from models.layer import Layer
 from models.parallel.shard import WHOLE, ContextParallel
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import is_reward_model
+from models.weights.config_file import parse_config
 from models.weights.grown import GrownWeights
 from models.weights.random_weights import RandomWeights
 from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource, get_whole_config
-from models.weights.sources import open_weights, parse_config
+from models.weights.sources import open_weights
 from models.weights.vocabulary import grow_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder

@@ -14,59 +14,47 @@ threads: what they do is done outside of the interpreter.
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
-from models.architecture import build_layers
 from models.weights.carried import write_carried
+from models.weights.converted import CARRIED, ConvertedWeights, Progress
 from models.weights.folders import (
-    StagedFolder,
     check_disk_space,
     check_output_dir,
-    copy_processor_files,
-    copy_tokenizer_files,
     drop_from_memory,
     find_custom_tokenizer,
     staged_folder,
 )
-from models.weights.grown import grow_rows
-from models.weights.quantized import QUANTIZATION_CONFIG
+from models.weights.model_files import write_json, write_model_files
+from models.weights.pipeline_checkpoint import layer_file
 from models.weights.safetensors_writer import (
     INDEX_NAME,
-    TensorInfo,
     build_index,
     name_shards,
     plan_shards,
     write_safetensors,
 )
 from models.weights.source import StoredWeights
-from models.weights.sources import layer_file
-from models.weights.tensor_files import load_json, open_tensors
+from models.weights.tensor_files import open_tensors
 from models.weights.torch_writer import own_storage, save_torch, without_crc32
 from models.weights.vocabulary import (
-    UNPADDED,
     SpecialTokens,
     grow_vocabulary,
     load_extended_tokenizer,
     trim_vocabulary,
-    update_token_ids,
 )
-from models.wrapped import TEXT_CONFIG
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
-CARRIED = -1  # in the place of a layer's number: a tensor beside the text model
 # What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one
 # file whatever the number of stages.
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
@@ -81,7 +69,6 @@ ENGINE_STATE: dict[str, Any] = {
     "skipped_steps": 0,
 }
 
-Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
 Item = TypeVar("Item")
 
 
@@ -114,7 +101,7 @@ def convert_to_pipeline(
     tokens = special_tokens or SpecialTokens()
     tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
     config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
-    weights = _Weights(source, config, dtype=dtype, progress=progress, verify=verify)
+    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
 
     with staged_folder(output_dir, overwrite) as folder:
@@ -138,7 +125,7 @@ def convert_to_pipeline(
             file = write_carried(source, folder.path, weights.report)
             carried[file] = {name: (CARRIED, name) for name in weights.carried}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
-        _write_model_files(folder, weights, tokenizer, tokens)
+        write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
         if verify:
             folder.flush_all()
@@ -165,7 +152,7 @@ def export_hugging_face(
     """
     check_output_dir(output_dir, overwrite, source.path)
     config = trim_vocabulary(source) if unpad_vocab else source.config
-    weights = _Weights(source, config, dtype=dtype, progress=progress, verify=verify)
+    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
     check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
     places = dict(weights.plan_pieces())
     # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the
@@ -191,8 +178,8 @@ def export_hugging_face(
 
         _for_each(write, files, workers)
         if len(shards) > 1:
-            _write_json(build_index(shards), folder.path / INDEX_NAME)
-        _write_model_files(folder, weights)
+            write_json(build_index(shards), folder.path / INDEX_NAME)
+        write_model_files(folder, weights)
         if verify:
             folder.flush_all()
             named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
@@ -211,7 +198,7 @@ def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int)
             raise
 
 
-def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights) -> None:
+def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: ConvertedWeights) -> None:
     """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the
     arguments of `read` by name.
 
@@ -235,152 +222,3 @@ def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: _Weights
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Weights:
-    """The source's tensors as they will be written: planned from their shapes, then read one by one."""
-
-    def __init__(
-        self,
-        source: StoredWeights,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype | None,
-        progress: Progress | None,
-        verify: bool,
-    ) -> None:
-        self.source = source
-        self.config = config
-        self._layers = build_layers(source.config, source.wrapper)
-        source.check_complete(self._layers)
-        self._dtype = dtype
-        self._of_thread = threading.local()  # the layer that a worker has open
-        self._buffers = [layer.buffer_names() for layer in self._layers]
-        targets = build_layers(config, source.wrapper)
-        self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
-        self.carried = {info.name: info for info in source.list_carried()}
-        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.carried) for info in infos.values())
-        self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
-        self._done, self._counting = 0, threading.Lock()
-        self.report(0)
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Of the floating parameters; buffers keep their own."""
-        return {
-            info.dtype
-            for buffers, infos in zip(self._buffers, self.infos, strict=True)
-            for name, info in infos.items()
-            if info.dtype.is_floating_point and name not in buffers
-        }
-
-    def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
-        """Each tensor as Hugging Face keeps it, with the arguments of `read` for it."""
-        for index, infos in enumerate(self.infos):
-            for name, info in infos.items():
-                whole = torch.empty(info.shape, device="meta")
-                for piece in self._layers[index].get_pieces(name):
-                    yield (
-                        TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
-                        (index, name, piece.index),
-                    )
-        for name, info in self.carried.items():
-            yield info, (CARRIED, name, ())
-
-    def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
-        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
-        change. index: or CARRIED.
-        """
-        if index == CARRIED:
-            return self.source.read_carried(name)
-        info = self.infos[index][name]
-        tensor = self._read_layer(index)[name][place]
-        if not place and tensor.shape != info.shape:
-            tensor = grow_rows(tensor, info.shape[0]) if info.shape[0] > tensor.shape[0] else tensor[: info.shape[0]]
-        converted = tensor.to(info.dtype)
-        if info.dtype == torch.float16 and tensor.dtype != torch.float16:
-            _check_fp16(converted, tensor, info.name)
-        return converted
-
-    def report(self, nbytes: int) -> None:
-        """Notifies the listener that `nbytes` more are written, or verified."""
-        with self._counting:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-
-    def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
-        current = self._of_thread.__dict__
-        if current.get("index") != index:
-            current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
-            current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
-        return current["tensors"]
-
-    def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
-        infos = {}
-        for name, tensor in self.source.describe_layer(index, self._layers[index]).items():
-            dtype = (
-                self._dtype
-                if self._dtype is not None and tensor.is_floating_point() and name not in self._buffers[index]
-                else tensor.dtype
-            )
-            infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
-        return infos
-
-
-def _write_model_files(
-    folder: StagedFolder,
-    weights: _Weights,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    tokens: SpecialTokens | None = None,
-) -> None:
-    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a
-    folder is not a model, so it comes last.
-    """
-    source_dir = weights.source.path
-    fields = load_json(source_dir / "config.json")
-    fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
-    fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
-    text_fields = fields.get(TEXT_CONFIG, fields) if weights.source.wrapper is not None else fields
-    for described in (fields, text_fields):
-        _set_dtype(described, weights.dtypes)
-    if any(
-        getattr(weights.config, key, None) != getattr(weights.source.config, key, None)
-        for key in ("vocab_size", UNPADDED)
-    ):
-        text_fields["vocab_size"] = weights.config.vocab_size
-        text_fields[UNPADDED] = getattr(weights.config, UNPADDED, text_fields["vocab_size"])
-    if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
-        text_fields.pop(UNPADDED, None)
-    generation_file = source_dir / "generation_config.json"
-    generation_fields = load_json(generation_file) if generation_file.is_file() else None
-    if tokenizer is not None and tokens is not None:
-        for described in (fields, text_fields):
-            update_token_ids(described, tokenizer, tokens)
-        if generation_fields is not None:
-            update_token_ids(generation_fields, tokenizer, tokens)
-        tokenizer.save_pretrained(folder.path)
-    else:
-        copy_tokenizer_files(source_dir, folder.path)
-    copy_processor_files(source_dir, folder.path)
-    if generation_fields is not None:
-        _write_json(generation_fields, folder.path / generation_file.name)
-    _write_json(fields, folder.path / "config.json")
-
-
-def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, by either key."""
-    if len(dtypes) != 1:
-        return
-    for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:
-        fields[key] = str(next(iter(dtypes))).removeprefix("torch.")
-
-
-def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
-    lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
-    if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
-        raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")
-
-
-def _write_json(fields: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
+from models.weights.config_file import parse_model
 from models.weights.folders import has_tokenizer
 from models.weights.source import WeightSource
-from models.weights.sources import parse_model
 from models.weights.tensor_files import load_json
 from models.wrapped import TEXT_CONFIG
 

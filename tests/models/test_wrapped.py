@@ -18,8 +18,9 @@ from errors import UserError
 from models.architecture import build_layers
 from models.generic import wrapped_proof
 from models.generic.shrink import shrink
+from models.weights.config_file import parse_config
 from models.weights.conversion import convert_to_pipeline
-from models.weights.sources import open_weights, parse_config
+from models.weights.sources import open_weights
 from models.weights.vocabulary import add_eos_token_id
 from models.wrapped import unwrap
 from scripts.generate import load_model

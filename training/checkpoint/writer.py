@@ -30,8 +30,8 @@ from errors import UserError
 from filesystem import exchange, sync_to_disk, write_atomically
 from models.weights.conversion import ENGINE_STATE, ENGINE_STATE_NAME
 from models.weights.folders import check_disk_space
+from models.weights.pipeline_checkpoint import layer_file
 from models.weights.safetensors_writer import TensorInfo, write_safetensors_to
-from models.weights.sources import layer_file
 from models.weights.torch_writer import save_torch
 from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage

@@ -38,7 +38,7 @@ from models.adapters import Adapter, check_all_taken
 from models.layer import Layer
 from models.parallel.shard import ALONE, TensorParallel
 from models.weights.folders import copy_processor_files, copy_tokenizer_files, staged_folder
-from models.weights.sources import PipelineCheckpoint
+from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from training.config.schema import AdapterName, RunConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from models.architecture import build_layers, check_length, choose_attention, gi
 from models.layer import Layer
 from models.parallel.tensor_parallel import shard_layers
 from models.reward import describe_reward_model, is_reward_model
-from models.weights.sources import load_config, parse_config
+from models.weights.config_file import load_config, parse_config
 from models.wrapped import Wrapper
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed

@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 from errors import UserError
 from models.architecture import build_layers
 from models.weights import conversion
+from models.weights.pipeline_checkpoint import layer_file
 from models.weights.safetensors_writer import INDEX_NAME
-from models.weights.sources import layer_file, open_weights
+from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens
 
 

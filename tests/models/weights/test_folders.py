@@ -16,7 +16,7 @@ from support.tiny import save_llama
 
 import filesystem
 from errors import UserError
-from models.weights import conversion, folders
+from models.weights import folders, model_files
 from models.weights.sources import open_weights
 
 
@@ -124,7 +124,7 @@ def test_a_full_disk_is_told_before_and_survived_during(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    fails_in = ((convert, tmp_path / "hf", (filesystem.os, "fsync")), (export, pipeline, (conversion, "_write_json")))
+    fails_in = ((convert, tmp_path / "hf", (filesystem.os, "fsync")), (export, pipeline, (model_files, "write_json")))
     for go, source, target in fails_in:
         with monkeypatch.context() as patch:
             patch.setattr(*target, refuse)

@@ -17,7 +17,7 @@ from support.tiny import save_llama
 
 from errors import UserError
 from models.architecture import build_layers
-from models.weights.sources import parse_config
+from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds

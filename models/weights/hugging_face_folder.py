@@ -1,0 +1,197 @@
+"""A Hugging Face folder: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, whole names
+("model.layers.3.mlp..."), with or without an index.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from errors import UserError
+from models.architecture import is_ignored
+from models.layer import Layer, Piece
+from models.weights.carried import describe_tensor
+from models.weights.config_file import load_config
+from models.weights.quantized import Read, parse_quantization
+from models.weights.safetensors_writer import TensorInfo
+from models.weights.shapes import check_shape, check_tensors
+from models.weights.tensor_files import load_json, open_tensors
+
+
+class HuggingFaceFolder:
+    """`model*.safetensors` or `pytorch_model*.bin`, with or without an index."""
+
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        self.path = path
+        self.config, self.wrapper = load_config(path, trust_remote_code)
+        self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
+        self._files = _find_tensors(path)
+        self._stored: dict[str, str] = {}  # the names in the files, where they are others
+        self._of_thread = threading.local()  # the file that a thread has open
+        if self.wrapper is not None:  # its folders have had other names over the years
+            self._rename({name: self.wrapper.name_in_memory(name) for name in self._files})
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return self._read_layer(layer, self._read)
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return self._read_layer(layer, self._describe)
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(set(self._files.values()))]
+
+    def list_carried(self) -> list[TensorInfo]:
+        if self.wrapper is None:
+            return []
+        names = [name for name in self._files if not self.wrapper.is_text(name)]
+        names.sort(key=lambda name: (self._files[name], self._stored[name]))  # each file is opened once
+        infos = {name: describe_tensor(self._stored[name], self._read_stored(name).to("meta")) for name in names}
+        whole = self._quantization.list_tensors(self._files)
+        for name, info in infos.items():
+            if name not in whole or (info.dtype.is_floating_point and info.dtype.itemsize == 1):
+                raise UserError(
+                    f"{self.path}: '{info.name}' belongs to a quantized tensor beside the text model; those are "
+                    "carried along as they are, and only unquantized; give a folder of unquantized weights"
+                )
+        return list(infos.values())
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        assert self.wrapper is not None
+        return self._read_stored(self.wrapper.name_in_memory(name))
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self._add_prefix(layers[0].get_pieces("weight")[0].hf_name)
+        expected = {
+            piece.hf_name
+            for layer in layers
+            if layer.owns_weights
+            for name in layer.shapes()
+            for piece in self._get_pieces(layer, name)
+        }
+        present = self._quantization.list_tensors(self._files)
+        beside: set[str] = set()
+        if self.wrapper is not None:
+            self.list_carried()  # they are not quantized
+            beside = {name for name in present if not self.wrapper.is_text(name)}
+            expected |= set(self.wrapper.list_missing(beside))
+        if missing := sorted(expected - present):
+            raise UserError(
+                f"{self.path}: missing tensors: {len(missing)}, first '{missing[0]}'; is the download complete?"
+            )
+        extra = {name for name in present - expected - beside if not is_ignored(self.config, name)}
+        head = f"{self.wrapper.head if self.wrapper is not None else 'lm_head.'}weight"
+        if self.config.tie_word_embeddings and head in extra:
+            self._check_tied(layers[0], head)
+            extra.discard(head)
+        if extra:
+            raise UserError(
+                f"{self.path}: {len(extra)} tensors belong to no layer of a '{self.config.model_type}', "
+                f"first '{min(extra)}'; the weights are of another architecture than config.json says"
+            )
+
+    def _add_prefix(self, first: str) -> None:
+        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin
+        with.
+        """
+        prefix = first.split(".")[0] + "."
+        if self.wrapper is None and not any(name.startswith(prefix) for name in self._files):
+            self._rename({name: prefix + name for name in self._files})
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Names in the files -> those that the layers' tensors have."""
+        self._stored = {name: stored for stored, name in names.items()}
+        self._files = {name: self._files[stored] for stored, name in names.items()}
+
+    def _check_tied(self, embedding: Layer, head: str) -> None:
+        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what
+        differs.
+        """
+        name = embedding.hf_prefix + "weight"
+        if not torch.equal(self._read(name), self._read(head)):
+            raise UserError(
+                f"{self.path}: config.json ties the head to the embedding, but '{head}' differs from '{name}'; "
+                'set "tie_word_embeddings" to false in config.json, or remove the tensor'
+            )
+
+    def _get_pieces(self, layer: Layer, name: str) -> list[Piece]:
+        """As most checkpoints have them; or whole, as `transformers` saves with `save_original_format=False`."""
+        pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
+        if self.wrapper is not None:
+            pieces = [replace(piece, hf_name=self.wrapper.name_in_memory(piece.hf_name)) for piece in pieces]
+        return [whole] if whole.hf_name in self._files and pieces[0].hf_name not in self._files else pieces
+
+    def _read_layer(self, layer: Layer, read: Read) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        tensors = {name: self._read_tensor(layer, name, shape, read) for name, shape in layer.shapes().items()}
+        check_tensors(tensors, layer, str(self.path))
+        return tensors
+
+    def _read_tensor(self, layer: Layer, name: str, shape: torch.Size, read: Read) -> torch.Tensor:
+        """A tensor of the layer's module, mapped from its file, or put together from several."""
+        pieces = self._get_pieces(layer, name)
+        if not pieces[0].index:
+            tensor = read(pieces[0].hf_name)
+            if self.wrapper is None or tensor.shape == shape or tensor.dim() != 3:
+                return tensor
+            return tensor.mT.contiguous() if self.wrapper.may_be_transposed(pieces[0].hf_name) else tensor
+        tensor = torch.empty(0)
+        for piece in pieces:
+            part = read(piece.hf_name)
+            if piece is pieces[0]:
+                tensor = torch.empty(shape, dtype=part.dtype, device=part.device)
+            place = tensor[piece.index]
+            check_shape(part, place.shape, piece.hf_name, str(self.path))
+            place.copy_(part)
+        return tensor
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._quantization.read(name, self._files, self._read_stored)
+
+    def _describe(self, name: str) -> torch.Tensor:
+        """The tensor on the meta device: what is mapped is not read."""
+        return self._quantization.read(name, self._files, lambda stored: self._read_stored(stored).to("meta"))
+
+    def _read_stored(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise UserError(
+                f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?"
+            )
+        file = self._files[name]
+        current, key = self._of_thread.__dict__, str(file)
+        if key not in current:
+            current.clear()  # one shard mapped at a time
+            current[key] = open_tensors(file)
+        opened, name = current[key], self._stored.get(name, name)
+        try:
+            return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
+        except (KeyError, SafetensorError):
+            raise UserError(
+                f"{file} holds no tensor '{name}', though the index says so; is the download complete?"
+            ) from None
+
+
+def _find_tensors(path: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index where there is one."""
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (path / index_name).is_file():
+            weight_map = load_json(path / index_name).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{path / index_name} holds no 'weight_map'; it is not an index of weights")
+            if missing := sorted({file for file in weight_map.values() if not (path / file).is_file()}):
+                raise UserError(
+                    f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
+                )
+            return {name: path / file for name, file in weight_map.items()}
+    whole = path / "model.safetensors"  # beside it lie adapters or a second copy in another format
+    files = (
+        [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    )
+    if not files:
+        raise UserError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin), nor a file 'latest'")
+    return {name: file for file in files for name in open_tensors(file).keys()}

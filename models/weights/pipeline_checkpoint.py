@@ -1,0 +1,83 @@
+"""A pipeline checkpoint: a folder with `latest`, `config.json` and `global_stepN/layer_XX-model_states.pt`, names
+without the layer's prefix. Converted folders and training checkpoints have the same shape.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from errors import UserError
+from models.adapter_folder import ADAPTER_CONFIG
+from models.layer import Layer
+from models.weights.carried import list_carried, read_carried
+from models.weights.config_file import load_config
+from models.weights.safetensors_writer import TensorInfo
+from models.weights.shapes import check_tensors
+from models.weights.tensor_files import load_torch_file
+
+
+def layer_file(step_dir: Path, index: int) -> Path:
+    """DeepSpeed's name for a layer's weights."""
+    return step_dir / f"layer_{index:02d}-model_states.pt"
+
+
+class PipelineCheckpoint:
+    """Layer files, from the converter or from training."""
+
+    def __init__(self, path: Path, tag: str) -> None:
+        self.path = path
+        self.step_dir = path / tag
+        if not tag or not self.step_dir.is_dir():
+            raise UserError(f"{path}/latest names '{tag}', but there is no such folder; the checkpoint is incomplete")
+        self.config, self.wrapper = load_config(path)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the layer files hold an adapter's parameters only."""
+        return (self.path / ADAPTER_CONFIG).is_file()
+
+    def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
+        """What the file of layer `index` holds, unchecked."""
+        return load_torch_file(layer_file(self.step_dir, index))
+
+    def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = self.read_parameters(index)
+        return {name: tensors[name] for name in names if name in tensors}
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        if not layer.owns_weights:
+            return {}
+        file = layer_file(self.step_dir, index)
+        tensors = load_torch_file(file)
+        check_tensors(tensors, layer, str(file))
+        return tensors
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
+
+    def list_carried(self) -> list[TensorInfo]:
+        return list_carried(self.path) if self.wrapper is not None else []
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        return read_carried(self.path, name)
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        expected = {layer_file(self.step_dir, i).name for i, layer in enumerate(layers) if layer.owns_weights}
+        present = {file.name for file in self.step_dir.glob("layer_*-model_states.pt")}
+        if missing := sorted(expected - present):
+            raise UserError(
+                f"{self.step_dir} is incomplete: {len(missing)} of {len(expected)} layer files missing, "
+                f"first {missing[0]}; convert or save it again"
+            )
+        if extra := sorted(present - expected):
+            raise UserError(
+                f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
+                f"first extra one {extra[0]}; is the config.json beside it another model's?"
+            )
+        if self.wrapper is not None:
+            list_carried(self.path)  # they are there
