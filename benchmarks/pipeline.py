@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers
+from benchmarks import peers, trainer_peer
 from benchmarks.allocation import keep_freed_memory
 from benchmarks.workload import build_llama, compose_run, run_ranks, take_turns
 
@@ -137,7 +137,7 @@ def start_trainer(arguments: argparse.Namespace) -> Connection:
         arguments.precision,
         arguments.fresh_memory,
     )
-    context.Process(target=peers.serve_trainer, args=options, daemon=True).start()
+    context.Process(target=trainer_peer.serve_trainer, args=options, daemon=True).start()
     theirs.close()
     return ours
 
@@ -203,7 +203,7 @@ def build_runners(
         ),
         "zbv": lambda: peers.build_torch(shared, folded, is_folded=True),
         "dualpipev": lambda: peers.build_dualpipev(shared, folded),
-        "trainer": lambda: peers.build_trainer(trainer if dist.get_rank() == 0 else None),
+        "trainer": lambda: trainer_peer.build_trainer(trainer if dist.get_rank() == 0 else None),
     }
     return {name: builders[name]() for name in arguments.runners}
 

@@ -14,7 +14,8 @@ from support.launching import ROOT, Ended, Launch, run, run_deepspeed
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 
-from scripts.supervise import Elastic, ElasticError, change_keys, read_hosts
+from scripts.elastic import Elastic, ElasticError, change_keys, read_hosts
+from scripts.supervise import say
 
 
 def list_arguments(root: Path, out: Path) -> list[str]:
@@ -113,7 +114,7 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     """Of three ranks two; the batch is that of the four of the first start, though the config makes it of the ranks."""
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(PLAN.replace("FEWEST", str(fewest)))
-    elastic = Elastic(f"cat {hosts}", tmp_path / "out")
+    elastic = Elastic(f"cat {hosts}", tmp_path / "out", say)
     command = ["launch", "--hostfile", "{hostfile}", "-n", "{num_ranks}", str(script), "num_stages=4", "resume=latest"]
     hosts.write_text("a slots=2\nb slots=2\n")
     file = str(tmp_path / "out" / "hostfile")
@@ -130,6 +131,6 @@ def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert fitted[5:] == [str(script), "resume=latest", "num_stages=2", "global_batch_size=16"]
     assert "slots left: 3 of 4 (a, b); used: 2, with num_stages=2 global_batch_size=16" in capsys.readouterr().err
     # Started again itself, on as many hosts as there are then: the run's first start is still that of four
-    assert Elastic(f"cat {hosts}", tmp_path / "out").fit(command) == fitted
+    assert Elastic(f"cat {hosts}", tmp_path / "out", say).fit(command) == fitted
     anew = [*command[:-1], "overwrite_output_dir=true"]
-    assert Elastic(f"cat {hosts}", tmp_path / "out").fit(anew)[4:] == ["3", *anew[5:]]
+    assert Elastic(f"cat {hosts}", tmp_path / "out", say).fit(anew)[4:] == ["3", *anew[5:]]

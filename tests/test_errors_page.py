@@ -20,6 +20,7 @@ SAID = {
     "training/distributed/watchdog.py": "self._report",
     "training/distributed/interrupts.py": "_say",
     "scripts/supervise.py": "say",
+    "scripts/elastic.py": "self._say",
 }
 
 

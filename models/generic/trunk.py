@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, masking_utils
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from errors import UserError
+from models.generic.stand_ins import StandIn, Stop, TrunkOutputs, replace_child, substitute, with_others
 from models.losses.cross_entropy import get_softcap
 
 # The functions of `transformers` (5.23) that make masks, and the kind of attention that each is for. None: recurrent
@@ -76,7 +76,7 @@ class Trunk:
         """
 
         def stop(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-            raise _Stop(hidden_states)
+            raise Stop(hidden_states)
 
         looked_up = {self.embedding: lambda input_ids: embeddings}
         return self._run(embeddings, position_ids, [stop], {**parts, **looked_up}, looks_up=True, training=training)
@@ -91,7 +91,7 @@ class Trunk:
         def record(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
             arguments.append(given)
             if len(arguments) == len(self.layers):
-                raise _Stop(hidden_states)
+                raise Stop(hidden_states)
             return hidden_states
 
         unknown = inputs.new_full((*inputs.shape[:2], 1), torch.nan)
@@ -116,16 +116,16 @@ class Trunk:
         product = torch.tensor([[[1.0, 2.0, 4.0], [-1.0, 0.25, -8.0]]], dtype=torch.float64)
         arrived: list[torch.Tensor] = []
 
-        def stand_for_trunk(*args: Any, **given: Any) -> _Outputs:
-            return _Outputs(last_hidden_state=hidden_states)
+        def stand_for_trunk(*args: Any, **given: Any) -> TrunkOutputs:
+            return TrunkOutputs(last_hidden_state=hidden_states)
 
         def stand_for_head(inputs: torch.Tensor) -> torch.Tensor:
             arrived.append(inputs)
             return product
 
         with (
-            _substitute(self.model, self.name, stand_for_trunk),
-            _substitute(self.model, find_name(self.model, head), stand_for_head),
+            substitute(self.model, self.name, stand_for_trunk),
+            substitute(self.model, find_name(self.model, head), stand_for_head),
         ):
             logits = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         if len(arrived) != 1 or logits.shape != product.shape:
@@ -152,15 +152,19 @@ class Trunk:
         A layer gets hidden states and its arguments, and returns hidden states. looks_up: whether the trunk is called
         with tokens, which mean nothing. Returns what the trunk does.
         """
+
+        def make_unknown(*args: Any, **given: Any) -> torch.Tensor:
+            return torch.full_like(embeddings, torch.nan)
+
         for name, part in self.parts.items():
             if name in parts:
-                _replace(self.module, name, _Place(part, parts[name]))
+                replace_child(self.module, name, StandIn(part, parts[name]))
             elif has_weights(part):
-                _replace(self.module, name, _Place(part, lambda *args, **given: torch.full_like(embeddings, torch.nan)))
+                replace_child(self.module, name, StandIn(part, make_unknown))
             else:
                 part.to(embeddings.device)
-        places = [_Place(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)]
-        _replace(self.module, self.list_name, places)
+        places = [StandIn(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)]
+        replace_child(self.module, self.list_name, places)
         self._make_mask = make_mask or _make_none
         self.module.train(training)
         inputs = {"input_ids": torch.zeros_like(position_ids)} if looks_up else {"inputs_embeds": embeddings}
@@ -168,10 +172,10 @@ class Trunk:
         known = inspect.signature(self._forward).parameters
         try:
             outputs = self._forward(self.module, **{name: value for name, value in given.items() if name in known})
-        except _Stop as stopped:
+        except Stop as stopped:
             return stopped.hidden_states
         finally:  # they hold on to activations
-            _replace(self.module, self.list_name, [])
+            replace_child(self.module, self.list_name, [])
         return outputs[0]
 
     def _take_arguments(self, of: nn.Module, layer: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -185,7 +189,7 @@ class Trunk:
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(name, {})
             outputs = layer(hidden_states, given)
-            return _with_others(outputs, self._num_outputs)
+            return with_others(outputs, self._num_outputs)
 
         return call
 
@@ -196,7 +200,7 @@ class Trunk:
         def send(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
             arrived.append(hidden_states)
             if len(arrived) == 2:
-                raise _Stop(hidden_states)
+                raise Stop(hidden_states)
             return sent
 
         for count in range(_MOST_OUTPUTS if len(self.layers) > 1 else 0):
@@ -252,58 +256,8 @@ def _take_defaults(config: PretrainedConfig, built_from: PretrainedConfig) -> No
             setattr(config, name, value)
 
 
-class _Outputs(MoeModelOutputWithPast):
-    """Of a trunk that has nothing else to say."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-class _Stop(Exception):
-    """Ends a forward pass where it has done what it was called for."""
-
-    def __init__(self, hidden_states: torch.Tensor) -> None:
-        self.hidden_states = hidden_states
-
-
-class _Place:
-    """Stands in the place of a module: has its attributes, and calls `function`."""
-
-    def __init__(self, of: nn.Module, function: Callable[..., Any]) -> None:
-        self._of, self._function = of, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
-
-
-def _with_others(hidden_states: torch.Tensor, num_outputs: int) -> Any:
-    """What a layer returns that returns so many things; the others are None."""
-    return hidden_states if num_outputs == 0 else (hidden_states, *[None] * (num_outputs - 1))
-
-
 def _make_none(kind: str, always: bool) -> None:
     return None
-
-
-def _replace(owner: nn.Module, name: str, value: Any) -> None:
-    """A module keeps no other things under a name that a child has."""
-    delattr(owner, name)
-    setattr(owner, name, value)
-
-
-@contextmanager
-def _substitute(model: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    owner_name, _, own_name = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    before = getattr(owner, own_name)
-    _replace(owner, own_name, _Place(before, function))
-    try:
-        yield
-    finally:
-        _replace(owner, own_name, before)
 
 
 def _find_layers(model: nn.Module) -> tuple[str, str]:

@@ -1,0 +1,110 @@
+"""`scripts/supervise.py --elastic`: a command fitted to the hosts that are left, by `plan=search`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+FIRST_SLOTS = "first_slots"  # in output_dir
+
+
+class ElasticError(Exception):
+    """Why a run cannot be started on the hosts that are left."""
+
+
+class Elastic:
+    """Fits the command to the hosts that are left. hosts_command: a shell command that prints them. say: prints a
+    line to the user."""
+
+    def __init__(self, hosts_command: str, output_dir: Path, say: Callable[[str], None]) -> None:
+        self._hosts_command, self._output_dir, self._say = hosts_command, output_dir, say
+        self._num_slots: int | None = None  # of the first start
+
+    def fit(self, command: Sequence[str]) -> list[str]:
+        """The command for the hosts that are left. Raises ElasticError when there are none, or nothing fits them."""
+        hosts = read_hosts(self._hosts_command)
+        num_slots = sum(hosts.values())
+        if self._num_slots is None:
+            self._num_slots = self._recall_slots(command, num_slots)
+        if self._num_slots == num_slots:
+            return self._fill_in(command, hosts, num_slots)
+        batch, reason = self._find_batch(command, self._num_slots), ""
+        for num_ranks in range(num_slots, 0, -1):
+            keys, reason = search_layout(change_keys(command, batch), num_ranks)
+            if keys:
+                self._say(
+                    f"slots left: {num_slots} of {self._num_slots} ({', '.join(hosts)}); used: {num_ranks}, with "
+                    f"{' '.join(keys)}"
+                )
+                return self._fill_in(change_keys(command, keys), hosts, num_ranks)
+        raise ElasticError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
+
+    def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
+        """Those of the first start of the run, which this script has not seen where it was started again itself."""
+        file = self._output_dir / FIRST_SLOTS
+        continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
+        if continues and file.is_file():
+            return int(file.read_text())
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{num_slots}\n")
+        return num_slots
+
+    def _find_batch(self, command: Sequence[str], num_slots: int) -> list[str]:
+        """The keys that keep the global batch of the first start, which may follow from its number of ranks."""
+        keys, reason = search_layout(command, num_slots)
+        batch = next((key for key in keys if key.startswith("global_batch_size=")), None)
+        if batch is None:
+            raise ElasticError(f"the global batch of the first start, on {num_slots} slots, is not known: {reason}")
+        return [batch, "micro_batch_size=1", "gradient_accumulation_steps=null"]
+
+    def _fill_in(self, command: Sequence[str], hosts: Mapping[str, int], num_ranks: int) -> list[str]:
+        lines, left = [], num_ranks
+        for name, slots in hosts.items():
+            if left:
+                lines.append(f"{name} slots={min(slots, left)}\n")
+            left -= min(slots, left)
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        hostfile = self._output_dir / "hostfile"
+        hostfile.write_text("".join(lines))
+        return [word.replace("{hostfile}", str(hostfile)).replace("{num_ranks}", str(num_ranks)) for word in command]
+
+
+def read_hosts(hosts_command: str) -> dict[str, int]:
+    """Host -> slots, as the command prints them. Raises ElasticError when it fails or prints none."""
+    ended = subprocess.run(hosts_command, shell=True, capture_output=True, text=True)
+    found = re.findall(r"^\s*([^\s#]+)\s+slots=(\d+)", ended.stdout, re.MULTILINE)
+    hosts = {name: int(slots) for name, slots in found if int(slots)}
+    if ended.returncode or not hosts:
+        raise ElasticError(
+            f"--hosts_command '{hosts_command}' ended with code {ended.returncode} and named {len(hosts)} hosts; it "
+            "prints a line 'NAME slots=N' for each host that is left"
+        )
+    return hosts
+
+
+def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], str]:
+    """The keys of the fastest layout that fits so many ranks, by `plan=search`; none, and why, where nothing fits."""
+    script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
+    if script is None:
+        raise ElasticError("--elastic: the command names no .py file whose plan could be asked for")
+    kept = [word for word in command[script:] if not word.startswith(("resume=", "overwrite_output_dir=", "plan="))]
+    ended = subprocess.run(
+        [sys.executable, *kept, "plan=search", f"world_size={num_ranks}"], capture_output=True, text=True
+    )
+    used = re.search(r"^use: (.*)$", ended.stdout, re.MULTILINE)
+    lines = (
+        ended.stderr.strip() or ended.stdout.strip() or f"the plan ended with code {ended.returncode}"
+    ).splitlines()
+    return (used[1].split(), "") if used else ([], lines[-1])
+
+
+def change_keys(command: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """The command with these keys in place of its own; `partition_method` as a list is for another layout."""
+    names = {key.partition("=")[0] for key in keys}
+    kept = [
+        word for word in command if word.partition("=")[0] not in names and not word.startswith("partition_method=[")
+    ]
+    return [*kept, *keys]
