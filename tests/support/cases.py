@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from support.configs import compose_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
 from models.parallel.tensor_parallel import list_shard_specs
-from training.config.schema import RunConfig, register_schema
+from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.inputs.datasets import build_row_plan
@@ -65,11 +64,8 @@ class Case:
 
 @lru_cache
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
-    """Takes a tenth of a second, and a case is asked for it several times."""
-    GlobalHydra.instance().clear()
-    register_schema()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_object(compose("base", list(overrides)))
+    """A case is asked for it several times."""
+    return OmegaConf.to_object(compose_config("base", *overrides))
 
 
 def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]:

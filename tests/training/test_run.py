@@ -64,14 +64,24 @@ def test_evaluate_only_gives_the_loss_of_the_run_at_any_layout(run: Callable[...
     ]
 
 
+SHARED_BF16 = ("precision=bf16", "activation_checkpoint_interval=1")
+
+
+def test_a_run_from_another_ones_checkpoint_ends_with_the_same_bits(run) -> None:
+    whole = run("whole", 2, 4, *SHARED_BF16, "save_steps=2", tied=True)
+    rest = run("rest", 2, 4, *SHARED_BF16, f"resume={whole}/checkpoints/global_step2", tied=True)
+    assert read_metrics(rest) == [record for record in read_metrics(whole) if record["step"] > 2]
+    expected = export_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in export_of(rest).items())
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "num_stages, world_size, tied, overrides",
     [
-        pytest.param(2, 2, False, (), marks=pytest.mark.full),
-        (2, 4, True, ("precision=bf16", "activation_checkpoint_interval=1")),
-        pytest.param(
-            1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true"), marks=pytest.mark.full
-        ),
+        (2, 2, False, ()),
+        (2, 4, True, SHARED_BF16),
+        (1, 1, False, ("num_workers=1", "data.pad_to=max_seq_length", "data.packing=true")),
     ],
     ids=["pp2", "pp2xdp2-tied-bf16-checkpointed", "pp1-workers-packed"],
 )
@@ -112,7 +122,11 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_trained_on(run, finished, tm
         run("run", 2, 2, "resume=latest")
 
 
-@pytest.mark.parametrize("num_stages, world_size", [(1, 1), (2, 2), (2, 4)], ids=["pp1", "pp2", "pp2xdp2"])
+@pytest.mark.parametrize(
+    "num_stages, world_size",
+    [pytest.param(1, 1, marks=pytest.mark.full), (2, 2), (2, 4)],
+    ids=["pp1", "pp2", "pp2xdp2"],
+)
 def test_export_gives_the_reported_eval_loss_in_plain_transformers(
     finished, root: Path, num_stages: int, world_size: int
 ) -> None:
@@ -156,6 +170,7 @@ def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: 
             assert relative_difference(tensor.float(), expected[name].float()) <= 2**-7, name
 
 
+@pytest.mark.full  # the logger alone: tests/training/observability/test_loggers.py
 def test_weights_and_biases_offline_writes_a_run_folder(run) -> None:
     output_dir = run("run", 1, 1, "logger=wandb", "logger.mode=offline", "max_steps=1")
     written = list((output_dir / "wandb").glob("offline-run-*/*.wandb"))

@@ -94,7 +94,9 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     "tied, layout, overrides",
     [
         pytest.param(True, "pp2", (INTERLEAVED, CLIPPED), id="pp2-tied-clipped"),
-        pytest.param(False, "pp4", (INTERLEAVED, CHECKPOINTED), id="pp4-checkpointed"),  # a layer a chunk
+        pytest.param(  # a layer a chunk
+            False, "pp4", (INTERLEAVED, CHECKPOINTED), id="pp4-checkpointed", marks=pytest.mark.full
+        ),
         pytest.param(True, "pp2", (ZERO_BUBBLE, CLIPPED), id="zero_bubble-pp2-tied-clipped"),
         pytest.param(False, "pp4", (ZERO_BUBBLE, CHECKPOINTED), id="zero_bubble-pp4-checkpointed"),
     ],

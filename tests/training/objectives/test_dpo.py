@@ -50,7 +50,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
 @pytest.mark.parametrize(
     "layout, tied, overrides",
     [
-        ("pp2", False, (SMOOTHED, CLIPPED)),
+        pytest.param("pp2", False, (SMOOTHED, CLIPPED), marks=pytest.mark.full),
         ("pp2xdp2", True, (IPO, CHECKPOINTED)),
         pytest.param("pp1", False, (SMOOTHED, ROBUST, WITH_SFT), marks=pytest.mark.full),
         pytest.param("pp2", True, (HINGE, "dpo.beta=1", CHECKPOINTED), marks=pytest.mark.full),
@@ -118,27 +118,29 @@ def find_references(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "saved, resumed",
+    "saved, resumed, stops",
     [
-        ("pp2", "pp1"),
+        ("pp2", "pp1", False),
         *(
-            pytest.param(*pair, marks=pytest.mark.full)
+            pytest.param(*pair, True, marks=pytest.mark.full)
             for pair in (("pp2xdp2", "pp2"), ("pp1", "pp2xdp2"), ("pp4", "pp2xdp2"), ("cp2", "pp2"), ("pp1", "cp2"))
         ),
     ],
 )
 def test_a_run_learns_and_continues_at_another_layout(
-    run, root: Path, tmp_path: Path, saved: str, resumed: str
+    run, root: Path, tmp_path: Path, saved: str, resumed: str, stops: bool
 ) -> None:
     """Also without the reference's log-probabilities, which are then computed again by the model that the run has
-    started from."""
-    whole = run("whole", saved)
+    started from. stops: from a run that was stopped, else from the middle of the whole one."""
+    whole, begun = run("whole", saved, "save_steps=3"), "whole"
     (file,) = find_references(tmp_path)
     reference, written = np.load(file), file.stat().st_mtime_ns
-    run("begun", saved, "stop_after_steps=3")
-    assert find_references(tmp_path) == [file] and file.stat().st_mtime_ns == written  # reused
+    if stops:
+        run("begun", saved, "stop_after_steps=3")
+        begun = "begun"
+        assert find_references(tmp_path) == [file] and file.stat().st_mtime_ns == written  # reused
     file.unlink()
-    ended = run("ended", resumed, f"resume={tmp_path}/begun/checkpoints")
+    ended = run("ended", resumed, f"resume={tmp_path}/{begun}/checkpoints/global_step3")
     assert find_references(tmp_path) == [file] and np.load(file) == pytest.approx(reference, rel=1e-6)
 
     check_continued(whole, ended, ("loss", "grad_norm", *REWARDS))
@@ -156,6 +158,7 @@ def test_a_run_learns_and_continues_at_another_layout(
     assert {name: ended[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.full
 def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
     run("begun", "pp1", "stop_after_steps=1", "dpo.beta=0.1")
     with pytest.raises(AssertionError, match="dpo.beta was 0.1, is 0.2. Give the same"):

@@ -40,7 +40,7 @@ from models.adapters import Adapter, adapter_names
 from models.architecture import build_layers
 from models.weights.sources import open_weights
 
-FAST = [("llama", "pp1", ""), ("llama", "pp2", "use_dora"), ("gpt2", "pp2", "")]
+FAST = [("llama", "pp2", "use_dora"), ("gpt2", "pp2", "")]
 REST = [
     (family, layout, "")
     for family in sorted(FAMILIES)
@@ -116,27 +116,32 @@ def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
 
 
+SOME_ADAPTERS = ("adapter=lora", "adapter.r=4", "adapter.target_modules=[q_proj,v_proj,down_proj]")
+
+
+@pytest.mark.full  # at another layout, in the short suite too: test_resume_layouts.py
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_lora_run_resumes(run, num_stages: int) -> None:
+    whole = run("whole", num_stages, num_stages, *SOME_ADAPTERS)
+    run("halves", num_stages, num_stages, *SOME_ADAPTERS, "stop_after_steps=2")
+    halves = run("halves", num_stages, num_stages, *SOME_ADAPTERS, "resume=latest")
+    assert read_metrics(whole)[-1]["eval_loss"] == read_metrics(halves)[-1]["eval_loss"]
+    saved, found = (load_file(out / "hf" / "adapter_model.safetensors") for out in (whole, halves))
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+
+
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_lora_run_resumes_exports_and_merges(run, root: Path, tmp_path: Path, num_stages: int) -> None:
-    lora = ("adapter=lora", "adapter.r=4", "adapter.target_modules=[q_proj,v_proj,down_proj]")
-    whole = run("whole", num_stages, num_stages, *lora)
-    run("halves", num_stages, num_stages, *lora, "stop_after_steps=2")
-    halves = run("halves", num_stages, num_stages, *lora, "resume=latest")
+def test_a_lora_run_exports_and_merges(run, root: Path, tmp_path: Path, num_stages: int) -> None:
+    whole = run("whole", num_stages, num_stages, *SOME_ADAPTERS)
     reported = read_metrics(whole)[-1]["eval_loss"]
-    assert reported == read_metrics(halves)[-1]["eval_loss"]
     assert (whole / "hf" / "config.json").is_file()  # so the tokenizer beside it is taken, not the base model's
-    saved = load_file(whole / "hf" / "adapter_model.safetensors")
-    assert all(
-        torch.equal(tensor, saved[name])
-        for name, tensor in load_file(halves / "hf" / "adapter_model.safetensors").items()
-    )
     assert (
         sum(file.stat().st_size for file in (whole / "checkpoints/global_step4").glob("layer_*")) < 200_000
     )  # adapters alone
 
     base = AutoModelForCausalLM.from_pretrained(root / "tiedFalse")
-    run("halves", num_stages, num_stages, *lora, "evaluate_only=true", "resume=latest")
-    assert json.loads((halves / "evaluation.json").read_text())["eval_loss"] == pytest.approx(
+    run("whole", num_stages, num_stages, *SOME_ADAPTERS, "evaluate_only=true", "resume=latest")
+    assert json.loads((whole / "evaluation.json").read_text())["eval_loss"] == pytest.approx(
         reported, rel=1e-5
     )  # with the adapter merged in
     before = mean_loss(base, eval_dataset(root))[0]

@@ -127,7 +127,9 @@ def train_compiled(case: Case) -> dict:
     return {**result, "num_graphs": counters["stats"]["unique_graphs"]}
 
 
-@pytest.mark.parametrize("split", ["[7,1]", "[1,7]"], ids=["head-alone", "embedding-alone"])
+@pytest.mark.parametrize(
+    "split", ["[7,1]", pytest.param("[1,7]", marks=pytest.mark.full)], ids=["head-alone", "embedding-alone"]
+)
 def test_a_stage_without_matrices_or_vectors(workers, material, split: str) -> None:
     """The optimizer's groups are summed over the stages one by one; every stage must have them all."""
     case = material(False, "pp2", f"partition_method={split}", CLIPPED)

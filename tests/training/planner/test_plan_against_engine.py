@@ -121,7 +121,7 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("num_stages", "overrides"),
     [
-        (2, ("precision=bf16", "activation_checkpoint_interval=0")),
+        pytest.param(2, ("precision=bf16", "activation_checkpoint_interval=0"), marks=pytest.mark.full),
         (2, ("precision=bf16", "activation_checkpoint_interval=1")),
         (1, ("precision=bf16", "activation_checkpoint_interval=2", "offload_optimizer=cpu")),
         pytest.param(2, OFFLOADED, marks=pytest.mark.full),
@@ -130,7 +130,11 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
         pytest.param(
             2, ("precision=bf16", *RECOMPUTED, HOST_ACTIVATIONS, "schedule=interleaved"), marks=pytest.mark.full
         ),
-        (1, ("precision=bf16", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16")),
+        pytest.param(
+            1,
+            ("precision=bf16", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(1, ("precision=bf16", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
         pytest.param(1, (*OFFLOADED, "gradient_reduce_dtype=bf16"), marks=pytest.mark.full),
         pytest.param(
@@ -138,10 +142,14 @@ def train_by_bucket(case: Case, *sizes: int) -> list[bool]:
             ("precision=fp32", "activation_checkpoint_interval=1", "gradient_reduce_dtype=bf16"),
             marks=pytest.mark.full,
         ),
-        (2, ("precision=fp32", "activation_checkpoint_interval=1")),
+        pytest.param(2, ("precision=fp32", "activation_checkpoint_interval=1"), marks=pytest.mark.full),
         (1, ("precision=fp32", "activation_checkpoint_interval=0")),
         (2, ("precision=bf16", "activation_checkpoint_interval=1", "activation_checkpoint_mode=selective")),
-        (1, ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective")),
+        pytest.param(
+            1,
+            ("precision=fp32", "activation_checkpoint_interval=3", "activation_checkpoint_mode=selective"),
+            marks=pytest.mark.full,
+        ),
         (2, ("precision=bf16", "activation_checkpoint_interval=2", "activation_checkpoint_mode=every")),
         (2, ("precision=bf16", "activation_checkpoint_interval=0", "schedule=interleaved")),
         pytest.param(
@@ -272,7 +280,7 @@ def compare_peaks(
     [
         pytest.param(1, OFFLOADED, id="pp1-offloaded", marks=pytest.mark.full),
         pytest.param(2, OFFLOADED, id="pp2-offloaded"),
-        pytest.param(1, ("precision=fp32",), id="fp32"),
+        pytest.param(1, ("precision=fp32",), id="fp32", marks=pytest.mark.full),
     ],
 )
 def test_the_size_of_a_bucket_changes_no_bit(

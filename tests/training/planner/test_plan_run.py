@@ -229,8 +229,11 @@ def test_a_search_takes_any_number_of_ranks() -> None:
 
 
 def test_every_shipped_size_can_be_counted() -> None:
+    """Those of shipped runs are counted above."""
+    planned = re.findall(r"override model: (\w+)", "".join((CONF / f"{name}.yaml").read_text() for name in PRIMARY))
+    assert len(planned) > 20
     for file in sorted((CONF / "model").glob("*.yaml")):
-        if fields := OmegaConf.to_container(OmegaConf.load(file)):
+        if file.stem not in planned and (fields := OmegaConf.to_container(OmegaConf.load(file))):
             assert build_layers(parse_config(fields, file))
 
 
