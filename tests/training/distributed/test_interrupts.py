@@ -79,7 +79,9 @@ def steps_of(out: Path) -> tuple[list[int], list[int]]:
     )
 
 
-@pytest.mark.parametrize("rank, name", [(0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGINT")])
+@pytest.mark.parametrize(
+    "rank, name", [(0, "SIGTERM"), pytest.param(1, "SIGTERM", marks=pytest.mark.full), (1, "SIGINT")]
+)
 def test_a_signal_to_any_rank_saves_and_leaves(run, rank: int, name: str) -> None:
     out = run({rank: name})
     trained, saved = steps_of(out)

@@ -63,7 +63,7 @@ def train_with_gpipe(case: Case) -> tuple[dict[str, Any], list[int]]:
 
 def test_it_trains_to_the_gradients_of_hugging_face(workers, case: Case) -> None:
     results, asked = zip(*workers(2).run(train_with_gpipe, case))
-    assert asked == ([0] * case.steps, [1] * case.steps)  # its units, and no other's, have been run
+    assert [set(stages) for stages in asked] == [{0}, {1}]  # its units, and no other's, have been run
     result, oracle = merge(list(results)), train_oracle(case)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
     for figure in ("losses", "norms"):

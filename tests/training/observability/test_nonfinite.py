@@ -173,7 +173,7 @@ def layers_of(out: Path, step: int) -> list[dict[str, torch.Tensor]]:
     "world_size, overrides",
     [
         pytest.param(2, ("precision=fp32",), id="pp2-fp32"),
-        pytest.param(4, ("precision=bf16",), id="pp2xdp2-bf16"),
+        pytest.param(4, ("precision=bf16",), id="pp2xdp2-bf16", marks=pytest.mark.full),
         *(
             pytest.param(2, ("num_stages=1", f"zero_stage={stage}"), id=f"stage{stage}", marks=pytest.mark.full)
             for stage in (2, 3)
@@ -197,7 +197,7 @@ def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, o
     [
         pytest.param(("precision=fp32",), 2, id="fp32"),
         pytest.param(("precision=bf16",), 4, id="pp2xdp2-bf16"),
-        pytest.param(("precision=bf16", "offload_optimizer=cpu"), 2, id="offloaded"),
+        pytest.param(("precision=bf16", "offload_optimizer=cpu"), 2, id="offloaded", marks=pytest.mark.full),
         *(
             pytest.param(
                 ("num_stages=1", f"zero_stage={stage}", f"precision={dtype}"),
