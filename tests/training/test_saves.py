@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from support.cases import BOUND
-from support.configs import build_config
+from support.configs import build_config, set_keys
 from transformers import AutoModelForCausalLM
 
 from training.checkpoint.optimizer_state import FILE_PATTERN
+from training.checkpoint.run_folder import RunFolder
+from training.checkpoint.state import TrainerState
+from training.config.schema import RunConfig
+from training.inputs.step_budget import find_finished
 from training.planner.disk import CheckpointSize, count_disk_bytes
 
 KEYS = ("max_steps=4", "eval_file=null", "logging_steps=1", "lr_scheduler_type=constant")
@@ -60,6 +65,64 @@ def test_nothing_is_saved_at_the_end(run: Callable[..., Path]) -> None:
     assert list_names(out) == []
     completed = json.loads((out / "completed.json").read_text())
     assert (completed["step"], completed["ended_by"]) == (4, "the last step")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saves", [("save_steps=3",), ()], ids=["saved before", "never saved"])
+def test_a_run_that_saved_nothing_at_its_end_is_not_trained_again(run: Callable[..., Path], saves: list[str]) -> None:
+    """Put back into a queue. A checkpoint that is named is trained on from, and so are more steps."""
+    keys = (*KEYS, "save_final=false", *saves)
+    out = run("again", 2, 2, *keys, "resume=auto")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.parent.name != "logs"}
+    confirmed = (out / "completed.json").stat().st_mtime_ns
+    run("again", 2, 2, *keys, "resume=auto")
+    assert {file: file.read_bytes() for file in before} == before
+    assert (out / "completed.json").stat().st_mtime_ns > confirmed, "which is what a supervisor waits for"
+    trained = read_steps(out)
+    run("again", 2, 2, *keys, *([f"resume={out}/checkpoints/global_step3"] if saves else []))
+    assert read_steps(out) == pytest.approx(trained) and len(trained) == 4
+    run("again", 2, 2, *keys, "max_steps=5", "resume=auto")
+    assert len(read_steps(out)) == json.loads((out / "completed.json").read_text())["step"] == 5
+
+
+def read_steps(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "said"),
+    [
+        ({"step": 9, "ended_by": "the last step"}, ("resume=auto",), "has finished: step 9 of 9, not saved"),
+        ({"step": 9, "ended_by": "the last step"}, ("resume=latest",), "has finished: step 9 of 9, not saved"),
+        ({"step": 9, "ended_by": "the last step"}, ("resume=somewhere",), ""),
+        ({"step": 9, "ended_by": "the last step"}, ("resume=null",), ""),
+        ({"step": 9, "ended_by": "the last step"}, ("resume=auto", "save_final=true"), ""),
+        ({"step": 7, "ended_by": "STOP"}, ("resume=auto",), ""),
+        (
+            {"step": 7, "ended_by": "early stopping"},
+            ("resume=auto", "early_stopping_patience=2"),
+            "has finished: step 7",
+        ),
+        ({"step": 7, "ended_by": "early stopping"}, ("resume=auto",), ""),
+    ],
+)
+@pytest.mark.parametrize(("step", "again"), [(0, "leave resume out"), (3, "global_step3")])
+def test_whether_a_run_has_finished_of_which_no_step_is_left(
+    tmp_path: Path, base: RunConfig, record: dict[str, Any], keys: tuple[str, ...], said: str, step: int, again: str
+) -> None:
+    RunFolder(tmp_path).write_completed(record)
+    config = set_keys(base, f"output_dir={tmp_path}", "save_final=false", *keys)
+    start = TrainerState(
+        step=step, num_tokens=0, num_stages=1, dp_size=1, global_batch_size=4, micro_batch_size=4, num_samples=40,
+        total_steps=9, seed=0,
+    )  # fmt: skip
+    found = find_finished(config, start)
+    assert found.startswith(f"{tmp_path} {said}") and found.endswith(again) if said else found == ""
+
+
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    return build_config()
 
 
 @pytest.mark.full

@@ -83,12 +83,13 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
 
-    def has_completed(self, step: int) -> bool:
-        """Whether a run has ended here with this step, its export included."""
+    def read_completed(self) -> dict[str, Any]:
+        """What the run that has ended here, its export included, has left on record; empty where none has."""
         try:
-            return json.loads(self.completed.read_text())["step"] == step
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+            record = json.loads(self.completed.read_text())
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
 
     def confirm_completed(self) -> None:
         """The completion record becomes today's, for whoever waits for one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def compute_step_budget(
     if config.stop_after_steps is not None:
         last_step = min(total_steps, start.step + config.stop_after_steps)
     _check_steps_left(config, start, resume_from)
-    evaluations, finished = measure_evaluations(config, layout, datasets), _find_finished(config, start)
+    evaluations, finished = measure_evaluations(config, layout, datasets), find_finished(config, start)
     return StepBudget(num_samples, total_steps, last_step, evaluations, finished), start
 
 
@@ -121,11 +122,14 @@ def _recall_best(saved: TrainerState, config: RunConfig) -> Best | None:
     return best
 
 
-def _find_finished(config: RunConfig, start: TrainerState) -> str:
+def find_finished(config: RunConfig, start: TrainerState) -> str:
     """What is said of a run that has come to its end before. One that died between its last save and the end of its
     export has only that left to do."""
     stopped_early = has_lost_patience(start.best, config.early_stopping_patience)
-    if not RunFolder(config.output_dir).has_completed(start.step):
+    completed = RunFolder(config.output_dir).read_completed()
+    if not config.save_final and completed.get("step", 0) > start.step:
+        return _find_finished_unsaved(config, start, completed)
+    if completed.get("step") != start.step:
         return ""
     if start.step < start.total_steps and not stopped_early:
         return ""
@@ -133,6 +137,27 @@ def _find_finished(config: RunConfig, start: TrainerState) -> str:
     return (
         f"{config.output_dir} has finished: step {start.step} of {start.total_steps}, exported; nothing is left to do. "
         f"To train on, raise {more}"
+    )
+
+
+def _find_finished_unsaved(config: RunConfig, start: TrainerState, completed: Mapping[str, Any]) -> str:
+    """The same of a run that saved nothing at its end, by its record alone. `resume=auto` and `latest` are what a
+    scheduler or a supervisor starts again; whoever names a checkpoint, or does not resume, wants the steps after it."""
+    if config.resume not in ("auto", "latest"):
+        return ""
+    last, ended_by = completed["step"], completed.get("ended_by")
+    stopped_early = ended_by == "early stopping" and config.early_stopping_patience is not None
+    if last < start.total_steps and not stopped_early:
+        console.say(
+            f"resume: the run before ended with step {last} ({ended_by}), which was not saved (save_final=false); "
+            f"training continues from step {start.step}"
+        )
+        return ""
+    checkpoint = RunFolder(config.output_dir).find_checkpoint(start.step)
+    again = f"give resume={checkpoint}" if start.step else "leave resume out"
+    return (
+        f"{config.output_dir} has finished: step {last} of {start.total_steps}, not saved (save_final=false); nothing "
+        f"is left to do. To train from step {start.step} again, {again}"
     )
 
 
