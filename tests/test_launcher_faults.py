@@ -11,8 +11,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.damage import damage
@@ -31,13 +31,12 @@ BOUND = 1e-5
 
 @pytest.fixture(scope="module")
 def train(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:  # noqa: F811
-    """train(out, *overrides, while_running=None, zero_stage=1): a run of STEPS steps, each saved."""
+    """train(out, *overrides, while_running=None, num_gpus=2): a run of STEPS steps, each saved."""
 
     def start(
-        out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None, zero_stage: int = 1
+        out: Path, *overrides: str, while_running: Callable[[Launch], None] | None = None, num_gpus: int = 2
     ) -> Ended:
         options = (
-            *(() if zero_stage == 1 else ("num_stages=1", f"zero_stage={zero_stage}")),
             "optimizer=adamw",
             f"max_steps={STEPS}",
             "save_steps=1",
@@ -45,9 +44,7 @@ def train(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
             "learning_rate=1e-3",
             *overrides,
         )
-        return run_deepspeed(
-            arguments(root, out, *options), tmp_path_factory.mktemp("launch"), while_running=while_running
-        )
+        return run_deepspeed(arguments(root, out, *options), tmp_path_factory.mktemp("launch"), num_gpus, while_running)
 
     return start
 
@@ -86,8 +83,8 @@ def wait_for_step(launch: Launch, step: int, rng: random.Random) -> None:
     time.sleep(0.3 * rng.random())
 
 
-def kill_one(launch: Launch, rng: random.Random) -> None:
-    os.kill(launch.rank(rng.randrange(2)), signal.SIGKILL)
+def kill_one(launch: Launch, rng: random.Random, num_ranks: int = 2) -> None:
+    os.kill(launch.rank(rng.randrange(num_ranks)), signal.SIGKILL)
 
 
 def kill_all(launch: Launch, rng: random.Random) -> None:
@@ -123,22 +120,29 @@ def test_a_signal_loses_nothing(
     finish(train, out, expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_kills_at_other_zero_stages_lose_nothing(train, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "num_stages", "num_ranks"), [(2, 1, 2), (3, 1, 2), (2, 2, 4)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
+)
+def test_kills_at_other_zero_stages_lose_nothing(
+    train, tmp_path: Path, stage: int, num_stages: int, num_ranks: int
+) -> None:
     """A rank in the middle of a step, then one while its checkpoint is being written."""
     rng, out = random.Random(stage), tmp_path / "out"
-    sharded = partial(train, zero_stage=stage)
+
+    def sharded(out: Path, *overrides: str, **how: Any) -> Ended:
+        return train(out, f"zero_stage={stage}", f"num_stages={num_stages}", *overrides, num_gpus=num_ranks, **how)
+
     assert sharded(tmp_path / "whole").code == 0
 
     def strike_step(launch: Launch) -> None:
         wait_for_step(launch, 20, rng)
-        kill_one(launch, rng)
+        kill_one(launch, rng, num_ranks)
 
     def strike_save(launch: Launch) -> None:
         launch.wait_for("step 40/")
         while not list((out / "checkpoints").glob(f"{TEMPORARY_PREFIX}*")):
             time.sleep(0.001)
-        kill_one(launch, rng)
+        kill_one(launch, rng, num_ranks)
 
     for strike, step, overrides in ((strike_step, 20, ()), (strike_save, 40, ("resume=latest",))):
         ended = sharded(out, *overrides, while_running=strike)
