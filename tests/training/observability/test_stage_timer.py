@@ -6,6 +6,7 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,17 @@ def be_slow(*_: object) -> None:
 
 
 def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes], bool]:
-    """Two steps and an evaluation on a pipeline whose second stage is slow: the second step, the times of all ranks,
-    those after that."""
+    """Two steps and an evaluation, the second rank being slow: the second step, the times of all ranks, those after
+    that, and whether the engine is as it was."""
     from training.engine.steps import evaluate, train_step
     from training.observability.stage_timer import StageTimer
 
     engine, loader, config, *_ = build_engine(case)
-    if engine.module.stage_id == 1:
+    if engine.rank == 1:
         engine.module.register_forward_hook(be_slow)
     clock = StageTimer(engine, MemoryPeak(engine.device))
     inner = engine.wrapped  # DeepSpeed's own
-    unobserved = inner._INSTRUCTION_MAP
+    unobserved = getattr(inner, "_INSTRUCTION_MAP", None)
     clock.attach()
     micro_batches = loader.iterate(0, 3)
     for step in range(2):
@@ -63,10 +64,10 @@ def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes
         spans = clock.finish_step()
     gathered = clock.gather()
     batches = loader.iterate(2, 3)
-    evaluate(engine, batches, MICRO_BATCHES, 1)
+    evaluate(engine, batches, engine.layout.gradient_accumulation_steps, 1)
     after = clock.gather()
     clock.detach()
-    return spans, gathered, after, inner._INSTRUCTION_MAP is unobserved
+    return spans, gathered, after, getattr(inner, "_INSTRUCTION_MAP", None) is unobserved
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,35 @@ def test_attention_that_waits_for_other_ranks_is_seen(
     delays = 4 * LlamaConfig.from_pretrained(case.model).num_hidden_layers * MICRO_BATCHES * DELAY
     for times in workers(2).run(train_on_slow_links, replace(case, num_stages=1, overrides=keys)):
         assert delays < times.exchange < times.forward + times.backward
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "num_stages", "dp_size"), [(2, 1, 2), (3, 1, 2), (2, 2, 2)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
+)
+def test_a_slow_replica_of_those_that_share_out_is_seen(
+    workers: Callable[[int], WorkerGroup], case: Case, stage: int, num_stages: int, dp_size: int
+) -> None:
+    """Sums of gradients and fetches of weights happen inside the passes, so a replica waits for another there."""
+    sharded = replace(case, num_stages=num_stages, world_size=num_stages * dp_size, overrides=(f"zero_stage={stage}",))
+    results = workers(sharded.world_size).run(train_timed, sharded)
+    num_micro_batches = MICRO_BATCHES // dp_size
+    for spans, gathered, after, is_detached in results:
+        assert all(one.stop == other.start for one, other in pairwise(spans)), "no time is lost"
+        names = [span.name for span in spans]
+        assert names.count("ForwardPass") == names.count("BackwardPass") == num_micro_batches
+        assert names[-2:] == ["Aligned", "OptimizerStep"]
+        assert gathered == results[0][1] and [times.num_steps for times in gathered] == [2] * sharded.world_size
+        assert not any(times.num_steps for times in after) and is_detached
+    times, slept = results[0][1], PAUSE * num_micro_batches
+    assert times[1].forward > 2 * slept and times[1].peak_memory > BLOCK / 2
+    other = times[0]  # its replica: it waits in a fetch of stage 3, in a sum of stage 2, or before the optimizer
+    assert other.step > 2 * slept and (other.forward > 2 * slept) == (stage == 3)
+    measured = combine(times, Layout(Topology.of(sharded.world_size, pipe=num_stages), 2, num_micro_batches))
+    for parts in zip(measured.compute_time, measured.communication_time, measured.wait_time, strict=True):
+        assert sum(parts) == pytest.approx(measured.step_time)
+    assert measured.step_time > slept and len(measured.peak_memory) == num_stages
+    assert measured.peak_memory[0] > BLOCK / 2 and 0 < measured.bubble < 1
 
 
 def laps_of(*named: tuple[str, float]) -> list[Span]:

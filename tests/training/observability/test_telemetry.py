@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.configs import build_config
+from support.runs import read_metrics
 from transformers import LlamaConfig
 
 from data.row_lengths import RowLengths
@@ -142,6 +145,33 @@ def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_long
     assert mixed.plan.step_seconds == half.plan.step_seconds < full.plan.step_seconds
     assert half.mfu is not None and mixed.mfu is not None
     assert full.mfu == pytest.approx(full.plan.mfu) and mixed.mfu < 0.5 * half.mfu, "padding is no work"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "num_stages", "num_ranks"), [(2, 1, 2), (3, 1, 2), (2, 2, 4)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
+)
+def test_a_run_whose_replicas_share_out_reports_as_another(
+    run: Callable[..., Path], stage: int, num_stages: int, num_ranks: int
+) -> None:
+    keys = ("eval_file=null", "profile_step=2", "profile_trace=3", "precision=bf16")
+    names = [f"stage {each}" for each in (1, stage)]
+    outs = [run(name, num_stages, num_ranks, *keys, f"zero_stage={name[-1]}") for name in names]
+    lines = [read_metrics(out, timed=True) for out in outs]
+    assert [len(each) for each in lines] == [4, 4]
+    for whole, shared in zip(*lines, strict=True):
+        assert shared.keys() == whole.keys() and shared["num_tokens"] == whole["num_tokens"]
+        times = [shared[f"{kind}_time"] for kind in ("compute", "communication", "wait")]
+        assert all(len(each) == num_stages and min(each) >= 0 for each in times)
+        for parts in zip(*times, strict=True):
+            assert sum(parts) == pytest.approx(shared["step_time"], rel=0.05)
+        assert shared["tokens_per_second"] > 0 and min(shared["peak_memory"]) > 0
+        # by the plan; on a CPU what is measured of a small model says little
+        predicted = zip(shared["predicted_peak_memory"], whole["predicted_peak_memory"], strict=True)
+        assert all(less < more for less, more in predicted)
+    for out in outs:
+        assert (out / "step_2.png").is_file() and (out / "profile_step_3.txt").read_text().startswith("step 3,")
+        assert len(list((out / "traces").iterdir())) == num_ranks
 
 
 def test_a_run_that_reported_nothing_has_no_table() -> None:
