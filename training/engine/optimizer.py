@@ -52,6 +52,11 @@ def declare_state(config: RunConfig) -> DeclaredState:
     return _choose(config).declare(config)
 
 
+def keeps_blocks(config: RunConfig) -> bool:
+    """Whether elements share a scale with others of their block."""
+    return any(kept.kind is StateKind.blockwise for kept in declare_state(config).values())
+
+
 def _choose(config: RunConfig) -> OptimizerKind:
     if config.optimizer.state_dtype is StateDtype.bf16:
         return ROUNDED_ADAMW

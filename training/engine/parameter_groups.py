@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]
     names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # those of a loss have none
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return group_parameters([(names.get(id(each), ""), each) for each in trained], config)
+
+
+def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[dict[str, Any]]:
+    """Each group in four: weights that other ranks of the stage have alike, or that another stage has too, are apart
+    from those of which this rank alone has its part; all ranks have all groups.
+
+    State in blocks of 8 bits has a scale for each: copies of a weight whose blocks hold other elements beside it would
+    be rounded on each rank in its own way, and drift apart.
+    """
+    tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
+
+    def find_kind(parameter: torch.Tensor) -> tuple[bool, bool]:
+        is_alike = module.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
+        return is_alike, id(parameter) in tied
+
+    kinds = list(product((False, True), repeat=2))
+    return [
+        group | {"params": [each for each in group["params"] if find_kind(each) == kind]}
+        for group in groups
+        for kind in kinds
+    ]
 
 
 def _find_entry(name: str, config: RunConfig) -> int:

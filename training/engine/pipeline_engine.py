@@ -20,8 +20,8 @@ from training.engine.deepspeed_config import build_deepspeed_config, choose_redu
 from training.engine.engine import Engine, StepObserver
 from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
-from training.engine.optimizer import build_optimizer, declare_state
-from training.engine.parameter_groups import group_trained
+from training.engine.optimizer import build_optimizer, declare_state, keeps_blocks
+from training.engine.parameter_groups import group_trained, separate_copies
 from training.engine.shard_groups import ShardGroups, average_parts, join_shard_groups
 from training.engine.sharded_sums import ShardedSums
 from training.engine.stage_2 import announce_passes, shard_sums
@@ -68,6 +68,8 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
 def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
     """The parameter groups of a stage, none of them empty."""
     groups = group_trained(module, config)
+    if keeps_blocks(config):
+        groups = separate_copies(groups, module)
     for group in groups:
         if not group["params"]:
             group["params"].append(module.add_placeholder())

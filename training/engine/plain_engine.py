@@ -7,7 +7,7 @@ summed over the replicas into this rank's shard, and freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._python_dispatch import _disable_current_modes
 
 from models.losses.cross_entropy import Loss
 from training.config.schema import RunConfig
@@ -26,6 +27,7 @@ from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, Engine, StepObs
 from training.engine.host_waits import avoid_host_waits
 from training.engine.optimizer import build_optimizer, declare_state
 from training.engine.parameter_groups import group_trained
+from training.engine.zero_patches import patch
 from training.pipeline.module import StageModule
 from training.pipeline.weight_sharding import whole_shape
 
@@ -59,6 +61,7 @@ def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engin
         config_class=DeepSpeedConfig(settings, mpu),
     )
     avoid_host_waits(wrapped)
+    hide_fetches(wrapped)
     return DeepSpeedPlain(wrapped, module, layout, declare_state(config))
 
 
@@ -67,6 +70,22 @@ def choose_prefetch(module: StageModule) -> int:
     would be all of it, and the first layer would wait for the last."""
     num_elements = sum(whole_shape(parameter).numel() for parameter in module.parameters())
     return min(PREFETCH, num_elements // len(module.forward_funcs))
+
+
+def hide_fetches(wrapped: DeepSpeedEngine) -> None:
+    """Selective checkpointing counts the operations of a layer, and finds as many when it runs again. What fetches and
+    frees weights is none of them: how much of it happens within a layer depends on what has been fetched ahead."""
+    offload = wrapped.optimizer.parameter_offload
+    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+        patch(offload, name, _run_unseen(getattr(offload, name)))
+
+
+def _run_unseen(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    def run(module: torch.nn.Module) -> None:
+        with _disable_current_modes():
+            function(module)
+
+    return run
 
 
 class DeepSpeedPlain(DeepSpeedBacked):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from models.architecture import build_layers
 from models.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
 from training.engine.optimizer import describe_updates
-from training.engine.parameter_groups import LR_RATIO, check_parameter_groups, group_parameters
+from training.engine.parameter_groups import LR_RATIO, check_parameter_groups, group_parameters, separate_copies
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,17 @@ def test_a_schedule_of_nothing_scales_nothing(config: RunConfig, layers: list[La
     config.learning_rate = 0.0
     with pytest.raises(UserError, match="entry 1: learning_rate=0.0001, but the run's learning_rate is 0"):
         check_parameter_groups(config, layers)
+
+
+def test_copies_are_apart_from_what_this_rank_alone_has() -> None:
+    shard, alike, tied = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+    shard.model_parallel = tied.model_parallel = True  # type: ignore[attr-defined]
+    alike.model_parallel = False  # type: ignore[attr-defined]
+    module: Any = SimpleNamespace(parallel=SimpleNamespace(size=2), get_tied_weights_and_groups=lambda: [(tied, None)])
+    groups = separate_copies([{"params": [alike, shard, tied], "lr": 0.5}, {"params": [], "lr": 0.25}], module)
+    found = [[id(each) for each in group["params"]] for group in groups]
+    assert found == [[id(shard)], [id(tied)], [id(alike)], [], [], [], [], []]
+    assert [group["lr"] for group in groups] == [0.5] * 4 + [0.25] * 4
+    module.parallel.size = 1
+    (first, second, *_) = separate_copies([{"params": [alike, shard, tied]}], module)
+    assert len(first["params"]) == 2 and second["params"][0] is tied

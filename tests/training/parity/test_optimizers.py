@@ -283,3 +283,27 @@ def test_8_bits_equal_the_same_blocks_in_one_process(train, layout: str) -> None
     compare(result, oracle)
     exact = train_oracle(case, build_optimizer=lambda model: (by_adamw(split_decayed(model, 0.1), LR_8BIT), None))
     assert worst_difference(oracle["weights"], exact["weights"])[0] > 2 * BOUND  # what 8 bits do would be seen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "pp2xdp2"])
+def test_8_bits_leave_both_copies_of_a_tied_weight_alike(workers, root: Path, layout: str) -> None:
+    """Their blocks hold nothing else: beside other elements each stage would round them in its own way."""
+    num_stages, world_size, _ = LAYOUTS[layout]
+    keys = ("optimizer=adamw_8bit", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
+    case = Case(root / "tiedTrue", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
+    first, *others = (copy for copies in workers(world_size).run(train_tied, case) for copy in copies)
+    assert len(others) == world_size - 1 and all(torch.equal(first, other) for other in others)
+
+
+def train_tied(case: Case) -> list[torch.Tensor]:
+    """What this rank has of tied weights after the run."""
+    from support.cases import build_engine
+
+    from training.engine.steps import train_step
+
+    engine, loader, config, *_ = build_engine(case)
+    micro_batches = loader.iterate(0, case.steps)
+    for step in range(case.steps):
+        train_step(engine, micro_batches, config, step, case.steps)
+    return [weight.detach().clone() for weight, _ in engine.module.get_tied_weights_and_groups()]
