@@ -27,6 +27,8 @@ LAYOUTS = {  # stages, ranks, tensor_parallel_size
     "tp2": (1, 2, 2),
     "pp2xdp2": (2, 4, 1),
     **{name: (*layout, 1) for name, layout in ZERO_LAYOUTS.items()},
+    "dp4-zero2": (1, 4, 1),
+    "dp4-zero3": (1, 4, 1),
 }
 DECAY = "weight_decay=0.1"
 ADAMW = ("optimizer=adamw", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
@@ -51,7 +53,7 @@ def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tu
 
     def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
         num_stages, world_size, parallel = LAYOUTS[layout]
-        zero = (f"zero_stage={layout[-1]}",) if layout in ZERO_LAYOUTS else ()
+        zero = (f"zero_stage={layout[-1]}", "micro_batch_size=1") if "zero" in layout else ()
         keys = (*zero, f"tensor_parallel_size={parallel}", "max_grad_norm=1.0", *overrides)
         case = Case(root / model, root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
         return case, merge(workers(world_size).run(train_case, case))

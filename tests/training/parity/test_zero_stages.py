@@ -26,7 +26,7 @@ from support.cases import (
     worst_difference,
 )
 from support.combination_runs import Material, check_row
-from support.combinations import AXES
+from support.combinations import AXES, RANKS
 from support.objective_runs import check_equal, load_model, train_answers
 from support.pair_runs import train_oracle as train_pair_oracle
 from support.tiny import save_llama, save_pairs, save_records, save_tokenizer
@@ -190,8 +190,9 @@ def train_offloaded(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dp_size", [2, 4])
 @pytest.mark.parametrize(("stage", "overrides"), [(2, ()), (3, ()), (3, ("offload_parameters=cpu",))])
-def test_lora_equals_peft(workers, tmp_path: Path, stage: int, overrides: tuple[str, ...]) -> None:
+def test_lora_equals_peft(workers, tmp_path: Path, stage: int, overrides: tuple[str, ...], dp_size: int) -> None:
     save_llama(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     model = make_adapter(tmp_path / "adapter", tmp_path / "model")
@@ -201,10 +202,11 @@ def test_lora_equals_peft(workers, tmp_path: Path, stage: int, overrides: tuple[
         CHECKPOINTED,
         CLIPPED,
         f"zero_stage={stage}",
+        "micro_batch_size=1",
         *overrides,
     )
-    case = Case(tmp_path / "model", save_records(tmp_path / "train.jsonl", 40), tmp_path, 1, 2, overrides=keys)
-    result, oracle = merge(workers(2).run(train_case, case)), train_oracle(case, model)
+    case = Case(tmp_path / "model", save_records(tmp_path / "train.jsonl", 40), tmp_path, 1, dp_size, overrides=keys)
+    result, oracle = merge(workers(dp_size).run(train_case, case)), train_oracle(case, model)
     worst, name = worst_difference(*to_peft_weights(result, oracle, model.config))
     assert worst < BOUND, name
     torch.testing.assert_close(result["losses"], oracle["losses"], rtol=BOUND, atol=0)
@@ -212,14 +214,15 @@ def test_lora_equals_peft(workers, tmp_path: Path, stage: int, overrides: tuple[
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dp_size", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tied: bool) -> None:
+def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tied: bool, dp_size: int) -> None:
     save_llama(tmp_path / "model", tied=tied)
     save_tokenizer(tmp_path / "model")
     keys = ("data=preference", "task=dpo", "dpo.beta=0.3", "micro_batch_size=1", CLIPPED, f"zero_stage={stage}")
-    case = Case(tmp_path / "model", save_pairs(tmp_path / "train.jsonl", 21), tmp_path, 1, 2, overrides=keys)
-    result, policy = merge(workers(2).run(train_answers, case)), load_model(case.model)
+    case = Case(tmp_path / "model", save_pairs(tmp_path / "train.jsonl", 21), tmp_path, 1, dp_size, overrides=keys)
+    result, policy = merge(workers(dp_size).run(train_answers, case)), load_model(case.model)
     oracle = train_pair_oracle(case, 21, policy, copy.deepcopy(policy))
     check_equal(result, oracle, first_metrics=1)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
@@ -233,9 +236,16 @@ def test_preferences_equal_the_formulas(workers, tmp_path: Path, stage: int, tie
 )
 @pytest.mark.parametrize("tied", ["false", "true"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_packed_rows_and_frozen_layers(workers, tmp_path: Path, stage: int, tied: str, changed: dict[str, str]) -> None:
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_packed_rows_and_frozen_layers(
+    workers, tmp_path: Path, monkeypatch, dp_size: int, stage: int, tied: str, changed: dict[str, str]
+) -> None:
+    layout = f"dp{dp_size}"
+    monkeypatch.setitem(AXES["layout"], layout, ("num_stages=1",))
+    monkeypatch.setitem(RANKS, layout, dp_size)
     plainest = {axis: next(iter(values)) for axis, values in AXES.items()}
-    row = plainest | {"layout": "dp2", "clipping": "on", "tied": tied, "zero": f"zero{stage}"} | changed
+    row = plainest | {"layout": layout, "micro_batch": "1", "clipping": "on", "tied": tied, "zero": f"zero{stage}"}
+    row |= changed
     check_row(workers, Material(tmp_path), "llama", row, tmp_path)
 
 
