@@ -16,7 +16,7 @@ import torch
 from support.adapters import make_adapter, to_peft_weights
 from support.cases import BOUND, ZERO_LAYOUTS, Case, merge, train_case, train_oracle, worst_difference
 from support.combination_runs import round_averages
-from support.tiny import save_llama, save_records, save_tokenizer
+from support.tiny import VOCAB_SIZE, save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import get_linear_schedule_with_warmup
 
@@ -43,6 +43,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tokenizer(root / f"tied{tied}")
     save_llama(root / "odd", hidden_size=40, intermediate_size=76)  # weights are no multiples of a block
     save_tokenizer(root / "odd")
+    save_llama(root / "odd tied", tied=True, hidden_size=40, intermediate_size=76, vocab_size=VOCAB_SIZE + 1)
+    save_tokenizer(root / "odd tied")
     save_records(root / "train.jsonl", 40)
     return root
 
@@ -293,7 +295,7 @@ def test_8_bits_leave_both_copies_of_a_tied_weight_alike(workers, root: Path, la
     """Their blocks hold nothing else: beside other elements each stage would round them in its own way."""
     num_stages, world_size, _ = LAYOUTS[layout]
     keys = ("optimizer=adamw_8bit", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
-    case = Case(root / "tiedTrue", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
+    case = Case(root / "odd tied", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
     first, *others = (copy for copies in workers(world_size).run(train_tied, case) for copy in copies)
     assert len(others) == world_size - 1 and all(torch.equal(first, other) for other in others)
 
