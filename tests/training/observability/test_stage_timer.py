@@ -183,8 +183,7 @@ def test_a_slow_replica_of_those_that_share_out_is_seen(
         assert not any(times.num_steps for times in after) and is_detached
     times, slept = results[0][1], PAUSE * num_micro_batches
     assert times[1].forward > 2 * slept and times[1].peak_memory > BLOCK / 2
-    other = times[0]  # its replica: it waits in a fetch of stage 3, in a sum of stage 2, or before the optimizer
-    assert other.step > 2 * slept and (other.forward > 2 * slept) == (stage == 3)
+    assert times[0].step > 2 * slept  # its replica waits for it, in whichever exchange comes next
     measured = combine(times, Layout(Topology.of(sharded.world_size, pipe=num_stages), 2, num_micro_batches))
     for parts in zip(measured.compute_time, measured.communication_time, measured.wait_time, strict=True):
         assert sum(parts) == pytest.approx(measured.step_time)
