@@ -94,7 +94,7 @@ class Candidate:
         layout, (mode, interval) = self.plan.layout, self.checkpointing
         return (
             f"num_stages={layout.num_stages}",
-            *(_render(f"context_parallel_{key}", value) for key, value in self._list_sharing()),
+            *self._list_sharing(),
             f"micro_batch_size={layout.micro_batch_size}",
             "gradient_accumulation_steps=null",
             f"global_batch_size={layout.global_batch_size}",
@@ -105,8 +105,10 @@ class Candidate:
             *(_render(key, value) for key, value in (UNUSED | dict(self.levers)).items() if key != "offload_optimizer"),
         )
 
-    def _list_sharing(self) -> list[tuple[str, Any]]:
-        return list(self.sharing._asdict().items()) if self.tries_sequences else []
+    def _list_sharing(self) -> list[str]:
+        size, mode = self.sharing
+        keys = _render("context_parallel_size", size), _render("context_parallel_mode", mode)
+        return [*keys] if self.tries_sequences else []
 
     @property
     def saving(self) -> str:
