@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases import Case, build_engine, hf_weights, train_run
+from support.cases import CONTEXT_PARALLEL, Case, build_engine, hf_weights, train_run
 from support.families import save_family
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
@@ -19,18 +19,20 @@ from training.checkpoint.optimizer_state import FILE_PATTERN
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 2), "pp4": (4, 4), "pp1xdp2": (1, 2), "pp2xdp2": (2, 4)}  # stages, ranks
 TENSOR_PARALLEL = {"tp2": (1, 2), "tp2xpp2": (2, 4)}  # each layer on two ranks
-CONTEXT_PARALLEL = {"cp2": (1, 2), "cp2xpp2": (2, 4)}  # each sequence on two ranks
 SHARDED = {f"stage{stage}xdp{ranks}": (1, ranks) for stage in (2, 3) for ranks in (2, 4)}  # zero_stage
 SHARDED["stage2xpp2xdp2"] = (2, 4)
 SHARDED |= {"stage1xdp4 by 2": (1, 4), "stage2xdp4 by 2": (1, 4)}  # sharding_parallel_size
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 BOUND = 1e-5  # relative, fp32
+IN_RING = {f"{layout} in a ring": sizes for layout, sizes in CONTEXT_PARALLEL.items()}  # context_parallel_mode=ring
 IN_PARTS = {"tp2 in parts": (1, 2), "tp2xpp2 in parts": (2, 4)}  # sequence_parallel=true
+ALL_LAYOUTS = LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | IN_RING | SHARDED
 EVERY_PAIR = [(saved, resumed) for saved in LAYOUTS for resumed in LAYOUTS if saved != resumed]
 ACROSS = (*TENSOR_PARALLEL, "pp2", "pp1xdp2")
 EVERY_PAIR += [
     pair for cp in CONTEXT_PARALLEL for other in ("pp2", "pp1xdp2", "tp2") for pair in ((cp, other), (other, cp))
 ]
+EVERY_PAIR += [("cp2", "cp2xpp2"), ("cp2xpp2", "cp2")]
 EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TENSOR_PARALLEL.keys()]
 # At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of
 # the noise in A's gradient.
@@ -87,11 +89,12 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path
     def start(name: str, layout: str, model: str, *overrides: str) -> Path:
         if name not in done:
             done[name] = root / name
-            num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | IN_PARTS | CONTEXT_PARALLEL | SHARDED)[layout]
+            num_stages, world_size = ALL_LAYOUTS[layout]
             defaults = (
                 f"tensor_parallel_size={2 if layout in TENSOR_PARALLEL | IN_PARTS else 1}",
                 f"sequence_parallel={str(layout in IN_PARTS).lower()}",
-                f"context_parallel_size={2 if layout in CONTEXT_PARALLEL else 1}",
+                f"context_parallel_size={2 if layout in CONTEXT_PARALLEL | IN_RING else 1}",
+                f"context_parallel_mode={'ring' if layout in IN_RING else 'auto'}",
                 f"zero_stage={layout[len('stage')] if layout in SHARDED else 1}",
                 f"sharding_parallel_size={2 if layout.endswith('by 2') else 'null'}",
                 f"output_dir={root / name}",
@@ -157,6 +160,23 @@ def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind
     ids=str,
 )
 def test_parts_of_sequences_leave_no_trace(run, saved: str, resumed: str, kind: str) -> None:
+    check(run, saved, resumed, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "saved, resumed",
+    [
+        ("cp2 in a ring", "cp2"),
+        ("cp2", "cp2 in a ring"),
+        ("cp2xpp2 in a ring", "pp1xdp2"),
+        ("pp2", "cp2xpp2 in a ring"),
+        ("tp2", "cp2 in a ring"),
+    ],
+    ids=str,
+)
+def test_rings_leave_no_trace(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
