@@ -36,6 +36,10 @@ class Remedy(NamedTuple):
         return f"{self.overrides} ({self.plan.fullest.memory.peak / GIB:.1f} GiB)"
 
 
+def describe_remedies(remedies: Sequence[Remedy]) -> str:
+    return " or ".join(remedy.describe() for remedy in remedies)
+
+
 def find_remedies(plan: Plan, config: RunConfig, build: Callable[[RunConfig], Plan]) -> list[Remedy]:
     """Those that make it fit, each alone; where none does, several together, if they do. build: plans a config."""
     alone = [_try(config, changes, build) for changes in (*EXACT, *ROUNDED)]

@@ -11,7 +11,7 @@ from training.objectives.registry import get_objective
 from training.planner.disk import CheckpointSize, count_disk_bytes
 from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
-from training.planner.remedies import Remedy
+from training.planner.remedies import Remedy, describe_remedies
 
 COLUMNS = (
     "stage", "layers", "params", "GFLOP/token", "weights", "gradients", "optimizer", "activations", "recompute", "loss",
@@ -190,7 +190,7 @@ def render_verdict(plan: Plan, config: RunConfig, remedies: Sequence[Remedy] = (
         lines.append(f"FITS: {used}, {-plan.missing_memory / GIB:.1f} GiB to spare")
         lines.append(_speed_advice(plan, config))
     elif remedies:
-        lines.append(f"would fit with {' or '.join(remedy.describe() for remedy in remedies)}")
+        lines.append(f"would fit with {describe_remedies(remedies)}")
     else:
         lines.append(f"change: {'; '.join(_memory_advice(plan, config))}; or let plan=search look")
     return lines

@@ -66,12 +66,14 @@ def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     hardware = complete_hardware(config.hardware, config.precision, world_size)
     if wrapper is not None:
         yield f"text only: the plan of the '{architecture.model_type}' in {wrapper.name}; the rest is on no card"
+    again = partial(build_plan, architecture=architecture, layers=layers, hardware=hardware)
     if config.plan == "search":
-        yield render_search(search_plans(config, architecture, layers, hardware), config, hardware, width)
+        found = search_plans(config, architecture, layers, hardware)
+        remedies = [] if found[0].plan.fits else find_remedies(found[0].plan, replace(found[0].keys, plan=True), again)
+        yield render_search(found, config, hardware, width, remedies)
         return
     plan = build_plan(config, architecture, layers, hardware)
     steps = count_steps(config, plan.layout.global_batch_size)
-    again = partial(build_plan, architecture=architecture, layers=layers, hardware=hardware)
     remedies = [] if plan.fits else find_remedies(plan, config, again)
     yield render_plan(plan, config, hardware, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"

@@ -34,6 +34,7 @@ from training.planner.cost import LayerCost
 from training.planner.hardware import GIB, Machine
 from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
+from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind, render_rows, render_seconds
 
 # (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of
@@ -79,9 +80,10 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was tried. checkpointing: mode and interval. levers: those of `SAVING` and `ALWAYS`, by key.
-    tries_sequences: others share sequences otherwise."""
+    """What was tried. keys: the config of such a run. checkpointing: mode and interval. levers: those of `SAVING` and
+    `ALWAYS`, by key. tries_sequences: others share sequences otherwise."""
 
+    keys: RunConfig
     checkpointing: tuple[CheckpointMode, int]
     levers: Mapping[str, Any]
     plan: Plan
@@ -241,7 +243,7 @@ class _Search:
         plan = compute_plan(costs, bounds, run)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
             plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
-        return Candidate((mode, interval), levers, plan, sharing, tries_sequences=len(self.sharings) > 1)
+        return Candidate(keys, (mode, interval), levers, plan, sharing, tries_sequences=len(self.sharings) > 1)
 
     def _split(self, layout: Layout) -> list[int]:
         kind = layout.num_stages, layout.schedule
@@ -344,15 +346,20 @@ def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> I
 
 
 def render_search(
-    candidates: Sequence[Candidate], config: RunConfig, hardware: Machine, width: int | None = None
+    candidates: Sequence[Candidate],
+    config: RunConfig,
+    hardware: Machine,
+    width: int | None = None,
+    remedies: Sequence[Remedy] = (),
 ) -> str:
-    """The best layouts and the overrides of the first. width: as of `render_rows`.
+    """The best layouts and the overrides of the first. width: as of `render_rows`. remedies: of the first where none
+    fits.
 
     Raises UserError when none fits, with what the nearest one misses.
     """
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:
-        raise UserError(_nothing_fits(candidates[0], config, hardware))
+        raise UserError(_nothing_fits(candidates[0], config, hardware, remedies))
     shares = any(candidate.sharing.size > 1 for candidate in fitting[:SHOWN])
     header = (
         "pp",
@@ -397,7 +404,7 @@ def _row(candidate: Candidate, shares: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine) -> str:
+def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine, remedies: Sequence[Remedy]) -> str:
     plan = nearest.plan
     missing = []
     if plan.missing_memory > 0:
@@ -410,5 +417,6 @@ def _nothing_fits(nearest: Candidate, config: RunConfig, hardware: Machine) -> s
     return (
         f"no layout fits world_size={config.world_size} x hardware={hardware.name}; "
         f"the nearest ({' '.join(nearest.overrides)}) misses {' and '.join(missing)}; "
+        f"{f'it would fit with {describe_remedies(remedies)}; else ' if remedies else ''}"
         "raise world_size, take larger cards, or lower max_seq_length"
     )

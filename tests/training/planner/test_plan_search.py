@@ -19,6 +19,9 @@ from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sh
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
+NEARLY = (
+    "model=llama_3_1_8b", "world_size=1", "hardware=h200", "hardware.host_memory=10", "max_seq_length=4096",
+)  # fmt: skip
 
 
 def build(*overrides: str) -> RunConfig:
@@ -149,6 +152,13 @@ def test_nothing_fits_and_by_how_much() -> None:
     assert str(caught.value).startswith(
         "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
     )
+
+
+def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
+    """Rounded averages of the optimizer, which change a run's numbers."""
+    config = build(*NEARLY)
+    with pytest.raises(UserError, match=r"misses .*; it would fit with (.* or )?optimizer\.state_dtype=bf16 \("):
+        "\n".join(plan_run(config))
 
 
 def test_a_host_that_is_too_small_is_named() -> None:
