@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRANSFERS, WEIGHTS
-from training.observability.stage_timer import Span
+from training.observability.stage_timer import EXCHANGE, Span
 from training.pipeline.schedule import Schedule, Unit
 from training.planner.timeline import Timeline, TimelineSpan, Work
 
@@ -63,5 +63,7 @@ def _draw_spans(
             yield TimelineSpan(stage_id, Work(unit.kind.value), start, stop, unit.micro_batch)
         elif span.name in REDUCTIONS:
             yield TimelineSpan(stage_id, Work.communication, start, stop)
+        elif span.name == EXCHANGE:
+            yield TimelineSpan(stage_id, Work.exchange, start, stop)
         elif span.name == OPTIMIZER:
             yield TimelineSpan(stage_id, Work.optimizer, start, stop)

@@ -24,11 +24,12 @@ from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, REDUCTIONS, TRA
 
 _IN_PIPELINE = (FORWARD, BACKWARD, WEIGHTS, *TRANSFERS)
 _ALIGNED = "Aligned"
+EXCHANGE = "Exchange"  # inside a pass, with the ranks that share its sequences
 
 
 @dataclass(frozen=True)
 class Span:
-    """One unit of a step; seconds from the step's start."""
+    """One unit of a step, or an exchange inside one; seconds from the step's start."""
 
     name: str
     start: float
@@ -60,7 +61,7 @@ class RankTimes:
     recv_grad: float = 0
     peak_memory: float = 0
 
-    def add(self, spans: Sequence[Span], step_seconds: float, exchange_seconds: float = 0) -> None:
+    def add(self, spans: Sequence[Span], step_seconds: float) -> None:
         """Counts one step."""
         of: dict[str, list[float]] = {}
         for span in spans:
@@ -70,7 +71,7 @@ class RankTimes:
         self.forward += sum(of.get(FORWARD, ()))
         self.backward += sum(of.get(BACKWARD, ()))
         self.weights += sum(of.get(WEIGHTS, ()))
-        self.exchange += exchange_seconds
+        self.exchange += sum(of.get(EXCHANGE, ()))
         self.optimizer += sum(of.get(OPTIMIZER, ()))
         self.reduce += sum(sum(of.get(name, ())) for name in REDUCTIONS)
         self.pipeline += max(span.stop for span in spans if span.name in _IN_PIPELINE)
@@ -134,14 +135,14 @@ class StageTimer:
         self._exchange_marks.start()
 
     def finish_step(self) -> list[Span]:
-        """Counts the step that has just ended, and returns what it was."""
+        """Counts the step that has just ended, and returns what it was: its units in their order, then exchanges."""
         self._is_running = False
         stops = self._marks.read()
         spans = [Span(name, start, stop) for name, start, stop in zip(self._names, [0.0, *stops], stops)]
         if spans:
             ends = self._exchange_marks.read()
-            exchanges = sum(ends[1::2]) - sum(ends[::2])  # a start and a stop of each
-            self._times.add(spans, time.perf_counter() - self._since, exchanges)
+            spans += [Span(EXCHANGE, start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+            self._times.add(spans, time.perf_counter() - self._since)
         return spans
 
     def gather(self) -> list[RankTimes]:

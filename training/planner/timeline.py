@@ -10,13 +10,15 @@ from training.planner.simulation import list_transfers
 
 
 class Work(Enum):
-    """The passes have the names of `training.pipeline.schedule.UnitKind`."""
+    """The passes have the names of `training.pipeline.schedule.UnitKind`. exchange: with the ranks that share a
+    sequence; of a measured step."""
 
     forward = "forward"
     backward = "backward"
     input_backward = "input_backward"
     weight_backward = "weight_backward"
     communication = "communication"
+    exchange = "exchange inside a pass"
     optimizer = "optimizer step"
 
 

@@ -24,8 +24,10 @@ COLORS = {
     Work.weight_backward: "#c65d57",
     Work.communication: "#4f9d69",
     Work.optimizer: "#8d83b8",
+    Work.exchange: "#2f6b45",
 }
 LABELS = {Work.input_backward: "backward, of inputs", Work.weight_backward: "backward, of weights"}
+PLACE, STRIP = (-0.45, 0.9), (0.27, 0.18)  # of a bar in its row, and of what is drawn upon it: top and height
 MICRO_BATCHES_SHOWN = 2  # times the stages, at each end
 DIGIT = 0.008  # of the shown time: a narrower pass has no room for a digit of its number
 
@@ -75,7 +77,11 @@ def _draw_window(axes: Axes, timeline: Timeline, start: float, stop: float) -> N
                 for span in visible
                 if span.stage_id == stage_id and span.work is work
             ]
-            axes.broken_barh(bars, (stage_id - 0.45, 0.9), facecolors=color, edgecolor="white", linewidth=0.5)
+            is_inside = work is Work.exchange
+            top, height = STRIP if is_inside else PLACE
+            axes.broken_barh(
+                bars, (stage_id + top, height), facecolors=color, edgecolor="white", linewidth=0 if is_inside else 0.5
+            )
     for span in visible:
         number = "" if span.micro_batch is None else str(span.micro_batch)
         if span.stop - span.start > DIGIT * len(number) * (stop - start) and start <= span.start and span.stop <= stop:

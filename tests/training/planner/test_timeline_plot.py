@@ -34,10 +34,12 @@ def test_a_picture_with_all_colors(tmp_path: Path) -> None:
     file = tmp_path / "step.png"
     spans = [*timeline(6).spans, *(TimelineSpan(stage, Work.communication, 27.0, 28.0) for stage in range(STAGES))]
     spans += [TimelineSpan(stage, Work.optimizer, 28.0, 30.0) for stage in range(STAGES)]
+    spans.append(TimelineSpan(0, Work.exchange, 0.0, 2.0))  # inside a pass: a strip upon it
     draw_timelines([Timeline("predicted", spans)], "pp4", file)
     pixels = {work: count_pixels(file, work) for work in Work}
     assert 1.5 < pixels[Work.backward] / pixels[Work.forward] < 2.5  # backward takes twice as long as forward
     assert 0 < pixels[Work.communication] < pixels[Work.optimizer] < pixels[Work.forward]
+    assert 0 < pixels[Work.exchange] < pixels[Work.communication]
 
 
 def test_two_steps_in_one_picture_have_one_scale(tmp_path: Path) -> None:
@@ -72,8 +74,11 @@ def test_of_a_transfer_what_was_waited_for_is_idle() -> None:
         Span("SendGrad", 6.5, 7),
         Span("Aligned", 7, 9),
         Span("OptimizerStep", 9, 10),
+        Span("Exchange", 3, 4),
     ]
     measured = measured_timeline([first, last], OneForwardOneBackward(2, 1))
     crossing = [(span.stage_id, span.start, span.stop) for span in measured.spans if span.work is Work.communication]
     assert crossing == [(0, 1, 1.5), (0, 6.5, 7), (1, 1.0, 1.5), (1, 6.5, 7)]
+    exchanged = [span for span in measured.spans if span.work is Work.exchange]
+    assert exchanged == [TimelineSpan(1, Work.exchange, 3, 4)]
     assert measured.end == 10 and measured.bubble == pytest.approx(1 - 8 / 18)
