@@ -76,11 +76,10 @@ def logits_on_rank(case: Case, input_ids: torch.Tensor) -> torch.Tensor | None:
     segment_ids = torch.ones_like(input_ids, dtype=torch.int32)
     batch = ((input_ids, position_ids, segment_ids), (input_ids, torch.tensor(1.0)))
     needs_data = engine.module.has_first_layer or engine.module.has_loss
-    outputs = engine.forward_only(iter([batch]) if needs_data else None, 1, loss=lambda outputs, targets: outputs)
-    if not engine.module.has_loss:
+    found = engine.forward_only(iter([batch]) if needs_data else None, 1, loss=lambda outputs, _: F.linear(*outputs))
+    if not found:
         return None
-    hidden_states, weight = outputs[0]
-    logits = F.linear(hidden_states, weight)
+    logits = found[0]
     cap = getattr(engine.module._source.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
