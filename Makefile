@@ -18,7 +18,7 @@ test: venv
 
 # Everything, in two halves of about an hour each on 2 cores, which can be run apart: what is held against one process, and
 # the rest (checkpoints, plans, launchers, all pairs of keys)
-AGAINST_ONE_PROCESS := tests/models tests/training/engine tests/training/objectives tests/training/parity
+AGAINST_ONE_PROCESS := tests/models $(addprefix tests/training/,engine objectives optim parity)
 TEST_FULL = python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 test-full: test-full-parity test-full-rest

@@ -4,7 +4,7 @@
     python convert2ckpt.py --to_hf --model_name_or_path CKPT_DIR --output_dir HF_DIR
 
 It streams: a model of any size converts on a machine that holds one of its layers. The work is in
-`models/weights/conversion.py`.
+`models/conversion/convert.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from console import progress
 from errors import UserError, explain_refusal
-from models.weights.conversion import DTYPES, convert_to_pipeline, export_hugging_face
-from models.weights.folders import check_output_dir, has_tokenizer
+from models.conversion.convert import DTYPES, convert_to_pipeline, export_hugging_face
+from models.storage.folders import check_output_dir, has_tokenizer
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from models.weights.sources import open_weights
 from models.weights.vocabulary import SpecialTokens

@@ -22,7 +22,7 @@ from training.cli.command_line import asks_for_sweep, check_command_line, clean_
 from training.cli.sweep import build_launch, plan_sweep, run_sweep
 from training.config.schema import register_schema
 from training.distributed.host_share import set_allocator_defaults
-from training.distributed.ranks import ALONE, exit_on_user_error, read_ranks
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error, read_ranks
 from training.engine.deepspeed_internals import check_internals
 from training.pipeline.schedules import find_schedule
 
@@ -69,7 +69,7 @@ def main() -> None:
     sys.argv = clean_arguments(sys.argv)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     set_allocator_defaults()
-    with exit_on_user_error(ALONE, reports=os.environ.get("RANK", "0") == "0"):
+    with exit_on_user_error(SINGLE_PROCESS, reports=os.environ.get("RANK", "0") == "0"):
         check_internals(package="hydra-core")
     if "RANK" not in os.environ and asks_for_sweep(sys.argv[1:]):
         sys.exit(sweep())
@@ -91,7 +91,7 @@ def check_names(composed: DictConfig) -> None:
 
 def sweep() -> int:
     register_schema()
-    with exit_on_user_error(ALONE):
+    with exit_on_user_error(SINGLE_PROCESS):
         jobs, num_gpus = plan_sweep(sys.argv[1:], CONFIG_DIR, DEFAULT_CONFIG, check_names)
     return run_sweep(jobs, num_gpus, build_launch(Path(__file__).resolve(), num_gpus, jobs[0].output_dir.parent.name))
 

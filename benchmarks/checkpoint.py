@@ -36,7 +36,7 @@ from transformers import LlamaConfig  # noqa: E402
 
 from benchmarks import convert, load  # noqa: E402
 from data.collator import shift_labels  # noqa: E402
-from models.layer import Layer  # noqa: E402
+from models.layers.layer import Layer  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from training.checkpoint.resume import find_damage  # noqa: E402
 from training.checkpoint.state import TrainerState, load_checkpoint  # noqa: E402
@@ -183,10 +183,10 @@ def compose_config() -> Any:
 
 def build_engine(source: Any, run_config: Any) -> Any:
     from training import build
-    from training.distributed.ranks import ALONE
+    from training.distributed.ranks import SINGLE_PROCESS
     from training.setup import build_setup
 
-    return build.build_engine(run_config, build_setup(run_config, source, ALONE), ALONE)
+    return build.build_engine(run_config, build_setup(run_config, source, SINGLE_PROCESS), SINGLE_PROCESS)
 
 
 def make_batches() -> Iterator[Any]:

@@ -28,11 +28,11 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models.llama  # noqa: E402, F401  (imports are not measured)
+import models.families.llama  # noqa: E402, F401  (imports are not measured)
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
-from models.architecture import build_layers  # noqa: E402
-from models.weights.conversion import convert_to_pipeline, export_hugging_face  # noqa: E402
-from models.weights.safetensors_writer import (  # noqa: E402
+from models.architecture.lookup import build_layers  # noqa: E402
+from models.conversion.convert import convert_to_pipeline, export_hugging_face  # noqa: E402
+from models.storage.safetensors_writer import (  # noqa: E402
     INDEX_NAME,
     TensorInfo,
     build_index,

@@ -125,7 +125,7 @@ def repeat_cache(config_of: Callable[[], Any], config_to: Callable[[], Any], tim
 
 
 def find_cache(config: Any) -> Path:
-    from data.encoders.encoding import Encoding
+    from data.storage.encoding import Encoding
     from training.inputs.datasets import build_encoder
 
     encoding = Encoding(build_encoder(config.data), load_tokenizer(config), config.max_seq_length)
@@ -155,7 +155,7 @@ def measure_tokenizing(build: Callable[[], Any]) -> Tokenized:
 
 
 def measure_loader(build: Callable[[], Any], reads_inputs: bool, reads_labels: bool) -> Loaded:
-    from data.loader import LoaderOptions, build_train_loader
+    from data.loading.loader import LoaderOptions, build_train_loader
     from data.order import GlobalOrder
     from data.storage.rows import count_rows
     from training.inputs.datasets import build_row_plan

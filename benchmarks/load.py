@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.anonymous import AnonymousPeak  # noqa: E402
 from benchmarks.convert import save_model  # noqa: E402
-from models.weights.conversion import convert_to_pipeline  # noqa: E402
-from models.weights.folders import drop_from_memory  # noqa: E402
+from models.conversion.convert import convert_to_pipeline  # noqa: E402
+from models.storage.folders import drop_from_memory  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 
 ALLOWED_MEMORY, ALLOWED_READ = 1.2, 1.1
@@ -95,7 +95,7 @@ def load_stage(folder: str) -> dict[str, int]:
     import torch
 
     from benchmarks.workload import compose_run
-    from models.architecture import build_layers
+    from models.architecture.lookup import build_layers
     from training.build import build_stage
     from training.distributed.process import join_process_group
     from training.distributed.ranks import read_ranks

@@ -160,8 +160,8 @@ def compare(run: Run, rounds: int, steps: int) -> Row:
 
 
 def plan(run: Run) -> Any:
-    from models.architecture import build_layers
-    from training.planner.hardware import complete_hardware
+    from models.architecture.lookup import build_layers
+    from training.costs.hardware import complete_hardware
     from training.planner.run import build_plan
 
     config, architecture = run.config(), run.architecture()

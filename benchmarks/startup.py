@@ -52,7 +52,7 @@ def main() -> None:
 
 def save_layers(folder: Path, arguments: argparse.Namespace) -> int:
     """A pipeline checkpoint of random weights. Returns its parameters."""
-    from models.architecture import build_layers
+    from models.architecture.lookup import build_layers
     from models.weights.pipeline_checkpoint import layer_file
 
     hidden = arguments.hidden_size
@@ -109,7 +109,7 @@ def build_bare(folder: Path) -> Any:
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    from models.architecture import build_layers
+    from models.architecture.lookup import build_layers
     from models.losses.cross_entropy import causal_lm_loss
     from models.weights.config_file import load_config
     from training.pipeline.module import build_layer_specs

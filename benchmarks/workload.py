@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
 from data.collator import shift_labels  # noqa: E402
-from models.layer import Layer  # noqa: E402
+from models.layers.layer import Layer  # noqa: E402
 
 
 class RandomWeights:

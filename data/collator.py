@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from data.encoders.sample import IGNORE_INDEX
+from data.sample import IGNORE_INDEX
 from errors import UserError
 
 NumpyRows = Sequence[np.ndarray]  # int, one array per row, of its own length

@@ -36,8 +36,8 @@ from transformers import (  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from errors import UserError  # noqa: E402
-from models.architecture import build_layers  # noqa: E402
-from models.reward import is_reward_model  # noqa: E402
+from models.architecture.lookup import build_layers  # noqa: E402
+from models.layers.score_head import is_reward_model  # noqa: E402
 from models.weights.source import WeightSource  # noqa: E402
 from models.weights.sources import open_weights  # noqa: E402
 from models.weights.vocabulary import add_end  # noqa: E402

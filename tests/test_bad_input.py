@@ -17,7 +17,7 @@ from support.launching import Ended, run_alone, run_deepspeed, run_torchrun
 from support.tiny import save_llama, save_records, save_tokenizer
 
 from errors import UserError
-from models.weights.conversion import convert_to_pipeline
+from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
 from training.cli.command_line import check_command_line, clean_arguments
 from training.config.schema import register_schema, to_typed

@@ -94,7 +94,7 @@ def test_a_group_is_a_key_of_the_schema(group: str) -> None:
 @pytest.mark.parametrize("name", [option.partition("=")[2] for option in OPTIONS if option.startswith("model=")])
 def test_a_size_is_a_config_of_transformers(name: str) -> None:
     """What `conf/model/` says, `transformers` takes: a model that the layers can be built of."""
-    from models.architecture import build_layers
+    from models.architecture.lookup import build_layers
     from models.weights.config_file import parse_config
 
     stated = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))

@@ -13,7 +13,7 @@ from support.adapters import make_adapter
 from support.tiny import save_llama, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.weights.conversion import convert_to_pipeline
+from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
 from scripts import generate
 

@@ -31,7 +31,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.weights.conversion import convert_to_pipeline
+from models.conversion.convert import convert_to_pipeline
 from models.weights.sources import open_weights
 from scripts.capture_screen import capture
 

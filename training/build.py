@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from models.fused_kernels import describe_fused, find_obstacle
+from models.layers.fused_kernels import describe_fused, find_obstacle
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels, Offload, RunConfig
 from training.distributed.process import current_device, has_accelerator
@@ -21,11 +21,11 @@ from training.engine.engine import Engine
 from training.engine.start import start_engine
 from training.inputs import loaders
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.objectives.reference_logprobs import prepare_reference
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.module import StageModule, join_context_parallel, join_tensor_parallel
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
+from training.scoring.reference_logprobs import prepare_reference
 from training.setup import RunSetup
 
 Datasets = Mapping[str, Path]  # key of the files -> tokenized folder

@@ -10,9 +10,9 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 from training.engine.steps import evaluate
 from training.inputs.step_budget import EvalSize
-from training.objectives.first_pass import RunFirstPass
 from training.objectives.objective import Metrics
 from training.observability.metrics import Record
+from training.scoring.first_pass import RunFirstPass
 
 
 def check_metric(metric: str, found: Record, is_main: bool) -> None:

@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
-from models.reward import is_reward_model
-from models.weights.carried import write_carried
-from models.weights.conversion import export_hugging_face
-from models.weights.folders import check_disk_space, copy_processor_files
+from models.conversion.convert import export_hugging_face
+from models.layers.score_head import is_reward_model
+from models.layers.wrapped import TEXT_CONFIG
+from models.storage.folders import check_disk_space, copy_processor_files
+from models.storage.tensor_files import load_json
+from models.weights.passthrough import write_carried
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
-from models.weights.tensor_files import load_json
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
-from models.wrapped import TEXT_CONFIG
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.config.schema import RunConfig

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import console
-from data.step_totals import StepTotals
+from data.loading.step_totals import StepTotals
 from errors import UserError
 from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import describe_patience, has_lost_patience, update_best
@@ -26,20 +26,20 @@ from training.distributed.interrupts import Interrupt, Interrupts
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
-from training.engine.optimizer import count_state_bytes
 from training.engine.steps import is_nonfinite, train_step
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
-from training.objectives.first_pass import build_first_pass
 from training.objectives.registry import get_objective
 from training.observability.interval import Interval
 from training.observability.metrics import Record, Reporter
 from training.observability.nonfinite_probe import NonfiniteProbe, describe_nonfinite
 from training.observability.step_trace import StepTrace
 from training.observability.telemetry import Telemetry
+from training.optim.optimizer import count_state_bytes
+from training.scoring.first_pass import build_first_pass
 
 
 class TrainingLoop:
@@ -147,7 +147,7 @@ class TrainingLoop:
         profiled, traced = number == self.config.profile_step, number == self.config.profile_trace
         totals = self._totals.of_step(self.state.step)
         if traced:
-            self._off_the_clock(self._trace.start)
+            self._untimed(self._trace.start)
         if self._first_pass is not None:
             accumulated = self.engine.layout.gradient_accumulation_steps
             self._first_pass(self._first_batches, accumulated, totals.num_samples)
@@ -156,10 +156,10 @@ class TrainingLoop:
         request = self._interrupts.agree(is_nonfinite(self.engine, loss))
         spans = self._telemetry.finish_step()
         if traced:
-            self._off_the_clock(self._trace.finish)
+            self._untimed(self._trace.finish)
         self._account(loss, totals, request.nonfinite)
         if profiled:
-            self._off_the_clock(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
+            self._untimed(lambda: self._telemetry.draw(spans, self.state.step, self.folder.path))
         return request
 
     def _finish_step(self, request: Interrupt) -> None:
@@ -171,18 +171,18 @@ class TrainingLoop:
         asks_to_save = False
         if self._callbacks:
             self._callbacks.see(step=step, num_tokens=self.state.num_tokens)
-            self._off_the_clock(partial(self._callbacks.look_at_save, self._writer.is_writing))
-            self._off_the_clock(partial(self._callbacks.call, "on_step"))
-            asks_to_save = self._heed_callbacks()
+            self._untimed(partial(self._callbacks.look_at_save, self._writer.is_writing))
+            self._untimed(partial(self._callbacks.call, "on_step"))
+            asks_to_save = self._handle_requests()
         if self._evaluations and (is_due(step, self._eval_every) or self.ended_by) and not request.signum:
-            self._off_the_clock(self._evaluate)
-            asks_to_save |= self._heed_callbacks()
+            self._untimed(self._evaluate)
+            asks_to_save |= self._handle_requests()
         if self.ended_by:
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
         is_final = bool(self.ended_by) and (self.config.save_final or bool(request.signum))
         if is_due(step, self._save_every) or is_final or is_asked or step in self.config.export_steps:
-            self._off_the_clock(self._save)
+            self._untimed(self._save)
             self._interrupts.saved()
 
     def _find_end(self, request: Interrupt) -> str:
@@ -193,7 +193,7 @@ class TrainingLoop:
             return ""
         return "the last step" if self.budget.last_step == self.budget.total_steps else "stop_after_steps"
 
-    def _heed_callbacks(self) -> bool:
+    def _handle_requests(self) -> bool:
         """Whether one of them has asked for a save; the run ends with this step where one has asked for that."""
         asks_to_stop, asks_to_save = self._callbacks.take_requests()
         if asks_to_stop:
@@ -318,7 +318,7 @@ class TrainingLoop:
         for reporter in self.reporters:
             reporter.report(record)
 
-    def _off_the_clock(self, work: Callable[[], None]) -> None:
+    def _untimed(self, work: Callable[[], None]) -> None:
         """Runs `work` without counting its time as training."""
         self._interval.pause()
         work()

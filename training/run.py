@@ -27,12 +27,12 @@ from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
 from training.loop import TrainingLoop
-from training.objectives.first_pass import build_first_pass
 from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
 from training.observability.stage_timer import MemoryPeak, StageTimer
 from training.observability.telemetry import Telemetry
+from training.scoring.first_pass import build_first_pass
 from training.setup import RunSetup, check_run, find_run_machine, load_resumed, open_source, predict_run
 from training.summary import RunTotals, show_end, show_evaluation, show_start
 
@@ -166,7 +166,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
 def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
     """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
     with exit_on_user_error(ranks, reports=ranks.local_rank == 0):  # all ranks of a host find it, and other hosts none
-        process.find_card(ranks)
+        process.find_device(ranks)
     with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
     if ranks.local_rank == 0:  # the other ranks of the host wait for the process group meanwhile

@@ -14,39 +14,41 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from data.loading.row_lengths import measure_rows
 from data.order import GlobalOrder
-from data.row_lengths import measure_rows
 from errors import UserError
-from models.adapters import Adapter
-from models.architecture import build_layers, check_length, choose_experts, give_rope_parameters
+from models.adapters.adapter import Adapter
+from models.architecture.lookup import apply_rope_overrides, build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
-from models.layer import Layer
-from models.parallel.shard import WHOLE, ContextParallel
-from models.parallel.tensor_parallel import shard_layers
-from models.reward import is_reward_model
+from models.layers.layer import Layer
+from models.layers.score_head import is_reward_model
+from models.parallel.shard import NO_CP, ContextParallel
+from models.sharding.tensor_parallel import shard_layers
 from models.weights.config_file import parse_config
-from models.weights.grown import GrownWeights
 from models.weights.random_weights import RandomWeights
+from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
-from models.weights.vocabulary import grow_config
+from models.weights.vocabulary import resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
 from training.config.precision import DTYPES
 from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
+from training.costs.cost import LayerCost
+from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout, build_layout
 from training.engine.deepspeed_internals import check_internals
-from training.engine.optimizer import check_optimizer
-from training.engine.parameter_groups import check_parameter_groups
 from training.inputs.custom import build_callbacks, build_collator
 from training.inputs.datasets import build_chat_template, build_row_plan, count_added_rows, list_new_tokens
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
+from training.optim.optimizer import check_optimizer
+from training.optim.parameter_groups import check_parameter_groups
 from training.pipeline.attention import choose_run_attention
 from training.pipeline.packing import check_run_packing
 from training.pipeline.partition import compute_bounds
@@ -62,8 +64,6 @@ from training.pipeline.trainable import (
     check_same_adapter,
     read_trained_adapter,
 )
-from training.planner.cost import LayerCost
-from training.planner.hardware import Machine
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import (
     Prediction,
@@ -98,7 +98,7 @@ class RunSetup:
     resume_from: Path | None = None
     resumable: Resumable | None = None
     reference: WeightSource | None = None
-    parts: ContextParallel = WHOLE
+    parts: ContextParallel = NO_CP
     routers: RouterOptions | None = None
     callbacks: Sequence[tuple[str, Any]] = ()
 
@@ -208,7 +208,7 @@ def open_source(config: RunConfig, resume_from: Path | None) -> WeightSource:
         rows = count_added_rows(config, parse_config(config.model, Path("conf/model")), "")
         fields = config.model | ({"vocab_size": rows} if rows else {})
         drawn = parse_config(fields, Path("conf/model"))
-        give_rope_parameters(drawn, config.rope_parameters.list_given())
+        apply_rope_overrides(drawn, config.rope_parameters.list_given())
         return RandomWeights(drawn, config.seed)
     return _open_grown(config, _source_path(config, resume_from))
 
@@ -221,8 +221,8 @@ def _open_grown(config: RunConfig, path: str) -> WeightSource:
             f"rope_parameters: {source.path} has its text model in '{source.wrapper.name}', where positions of images "
             "count too; omit it"
         )
-    give_rope_parameters(source.config, config.rope_parameters.list_given())
-    return GrownWeights(source, grow_config(source, rows)) if rows else source
+    apply_rope_overrides(source.config, config.rope_parameters.list_given())
+    return ResizedVocabWeights(source, resize_config(source, rows)) if rows else source
 
 
 def fit_head(config: RunConfig, source: WeightSource) -> WeightSource:

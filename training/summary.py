@@ -10,21 +10,21 @@ from pathlib import Path
 
 from console import show_panel
 from data.storage.tokenized import load_summary
-from models.adapter_targets import describe_targets
-from models.architecture import warn_of_length
+from models.adapters.targets import describe_targets
+from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
-from models.reward import is_reward_model
+from models.layers.score_head import is_reward_model
 from models.weights.source import WeightSource
 from training.checkpoint.best import Best
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.config.schema import CheckpointMode, RunConfig
 from training.config.sources import list_evaluations
+from training.costs.hardware import GIB
 from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
-from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
 from training.planner.report import render_count, render_disk, render_seconds
 from training.setup import RunSetup

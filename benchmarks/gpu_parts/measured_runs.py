@@ -133,9 +133,9 @@ def find_hardware(machine: Machine) -> str | None:
 
 def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
     from benchmarks.workload import compose_run
-    from models.architecture import build_layers
-    from models.parallel.tensor_parallel import shard_layers
-    from training.planner.hardware import complete_hardware
+    from models.architecture.lookup import build_layers
+    from models.sharding.tensor_parallel import shard_layers
+    from training.costs.hardware import complete_hardware
     from training.planner.run import build_plan, load_architecture
 
     config = compose_run(*overrides, f"hardware={hardware}")

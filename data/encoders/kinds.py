@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from data.encoders.chat import ChatEncoder
 from data.encoders.preference import PreferenceEncoder
 from data.encoders.pretrain import PretrainEncoder
-from data.encoders.sample import Encoder
 from data.encoders.sft import SFTEncoder
 from data.encoders.unpaired import UnpairedEncoder
 from data.options import Packing
+from data.sample import Encoder
 from errors import UserError
 
 

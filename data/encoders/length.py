@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.encoders.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
 from data.options import LengthPolicy
+from data.sample import IGNORE_INDEX, OVERLAP, Pair, Sample, count_targets
 from errors import UserError
 
 

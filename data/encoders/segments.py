@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from data.encoders.sample import IGNORE_INDEX, Pair, Sample
+from data.sample import IGNORE_INDEX, Pair, Sample
 from errors import UserError
 
 Piece = tuple[str | list[int], bool]  # text or token ids, is a target

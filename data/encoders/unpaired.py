@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.encoders.media import refuse_media
 from data.encoders.preference import MESSAGES, check_answer, split_answers
-from data.encoders.sample import Sample
 from data.encoders.segments import check_text, get_eos, get_fields, no_token_error, tokenize_pieces
 from data.encoders.sft import check_template, refuse_texts
+from data.sample import Sample
 from errors import UserError
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.components import TARGET, describe_code, find_component
-from data.encoders.sample import Encoder
+from data.sample import Encoder
 from data.sources.hub import PREFIX as HUB_PREFIX
 from data.sources.hub import describe_hub
 from data.sources.indexed import PREFIX as INDEXED_PREFIX

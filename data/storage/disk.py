@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from data.encoders.encoding import Encoding, encode_batch
 from data.options import OnBadRecord
 from data.sources.records import estimate_num_records, read_records
+from data.storage.encoding import Encoding, encode_batch
 from data.storage.tokenized import BYTES_PER_SAMPLE, BYTES_PER_TOKEN
 from errors import UserError
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from console import progress
-from data.encoders.encoding import Encoding
 from data.encoders.length import LengthCounts
 from data.encoders.pretrain import PretrainEncoder
 from data.sources.indexed import PREFIX, TOKENS_AT_A_TIME, IndexedCorpus
+from data.storage.encoding import Encoding
 from data.storage.summary import Summary, check_any_left
 from data.storage.tokenized import CORPORA_FILE, TokenizedWriter
 from errors import UserError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.encoders.sample import IGNORE_INDEX
+from data.sample import IGNORE_INDEX
 from data.storage.cache import lock_folder
 from data.storage.rows import RowPlan, copy_rows
 from data.storage.tokenized import TokenizedDataset, TokenizedWriter, find_damage, load_summary

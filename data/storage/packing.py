@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.encoders.sample import OVERLAP
+from data.sample import OVERLAP
 
 
 @dataclass(frozen=True)

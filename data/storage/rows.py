@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.encoders.sample import IGNORE_INDEX
 from data.options import Packing
+from data.sample import IGNORE_INDEX
 from data.sources.mixture import Mixture
 from data.storage.cache import lock_folder
 from data.storage.packing import Pieces, concatenate, lay_singly, pack_best_fit

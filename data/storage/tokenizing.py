@@ -17,11 +17,11 @@ from itertools import chain
 from pathlib import Path
 
 from console import progress
-from data.encoders.encoding import EncodedBatch, Encoding, encode_batch
 from data.sources.formats import RawRecord
 from data.sources.records import read_records, resolve_sources
 from data.storage.cache import lock_folder
 from data.storage.disk import check_room, describe_bytes, estimate_size
+from data.storage.encoding import EncodedBatch, Encoding, encode_batch
 from data.storage.indexed import holds_indexed, write_indexed
 from data.storage.summary import BatchCounts, Summary, check_any_left
 from data.storage.tokenized import TokenizedWriter, find_damage, load_summary

@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.context import MicroBatchContext
-from models.decoder import PipelineDecoderLayer
-from models.documents import TokenDocuments
-from models.layer import Layer
-from models.parallel.shard import WHOLE, ContextParallel, sum_parts
+from models.layers.context import MicroBatchContext
+from models.layers.decoder import PipelineDecoderLayer
+from models.layers.documents import TokenDocuments
+from models.layers.layer import Layer
+from models.parallel.shard import NO_CP, ContextParallel, sum_parts
 
 
 class Scores(Enum):
@@ -198,7 +198,7 @@ def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
 
 
 def compute_balance_loss(
-    probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments, sequence_part: ContextParallel = WHOLE
+    probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments, sequence_part: ContextParallel = NO_CP
 ) -> torch.Tensor:
     """The sum over the documents of sum_i f_i P_i (2412.19437, equations 17 to 20): 1 for a document whose tokens
     spread evenly. f_i: E / K times the share of the document's tokens that go to expert i, P_i: their mean probability

@@ -1,4 +1,5 @@
-"""The layers of a family without a file: its embedding, decoder layers, head, and what its trunk does around them."""
+"""The layers of a family without a file: its embedding, decoder layers, head, and what its backbone does around
+them."""
 
 from __future__ import annotations
 
@@ -12,29 +13,30 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.decoder import hand_to_loss
+from models.generic.backbone import Backbone, find_name, has_weights
 from models.generic.parts import (
+    BackboneContext,
+    BackboneDecoderLayer,
     FinalNorm,
     Finish,
     Preparation,
     TrunkBiasedHead,
-    TrunkContext,
-    TrunkDecoderLayer,
     TrunkEmbedding,
     TrunkHead,
     hand_scaled_to_loss,
 )
 from models.generic.shrink import build_small, restore_dropout, shrink
-from models.generic.trunk import Trunk, find_name, has_weights
-from models.layer import Layer
+from models.layers.decoder import hand_to_loss
+from models.layers.layer import Layer
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """The parts of a trunk that hold weights, by name and in the order of the forward pass.
+class BackboneSpec:
+    """The parts of a backbone that hold weights, by name and in the order of the forward pass.
 
     embedding: of the tokens. before: what comes in front of the layers. after: what comes behind them.
-    prepares: whether the trunk changes embeddings. finishes: whether it does more behind the layers than call `after`.
+    prepares: whether the backbone changes embeddings. finishes: whether it does more behind the layers than call
+    `after`.
     """
 
     embedding: str
@@ -44,43 +46,43 @@ class Anatomy:
     finishes: bool
 
 
-_known: dict[str, Anatomy] = {}  # by config
+_known: dict[str, BackboneSpec] = {}  # by config
 
 
 def assemble(config: PretrainedConfig) -> list[Layer]:
     """The layers. Raises UserError for a model that they cannot stand for."""
-    anatomy = read_anatomy(config)
-    trunk = Trunk(config)
-    prefix = f"{trunk.name}."
-    _refuse_what_depends_on_weights(trunk)
+    spec = read_backbone_spec(config)
+    backbone = Backbone(config)
+    prefix = f"{backbone.name}."
+    _refuse_what_depends_on_weights(backbone)
     tied_key = "embedding" if getattr(config, "tie_word_embeddings", False) else None
-    embedding = trunk.parts[anatomy.embedding]
-    prepares_alone = anatomy.prepares and not anatomy.before
+    embedding = backbone.parts[spec.embedding]
+    prepares_alone = spec.prepares and not spec.before
     layers = [
         Layer(
-            f"{prefix}{anatomy.embedding}.",
+            f"{prefix}{spec.embedding}.",
             _derive(TrunkEmbedding, embedding),
-            (embedding, trunk if prepares_alone else None),
+            (embedding, backbone if prepares_alone else None),
             tied_key,
         )
     ]
-    if anatomy.before:
-        layers.append(Layer(prefix, Preparation, ({name: trunk.parts[name] for name in anatomy.before}, trunk)))
-    context = TrunkContext(config, trunk)
-    classes = {type(layer): _derive(TrunkDecoderLayer, layer, "DecoderLayer") for layer in trunk.layers}
+    if spec.before:
+        layers.append(Layer(prefix, Preparation, ({name: backbone.parts[name] for name in spec.before}, backbone)))
+    context = BackboneContext(config, backbone)
+    classes = {type(layer): _derive(BackboneDecoderLayer, layer, "DecoderLayer") for layer in backbone.layers}
     layers += [
-        Layer(f"{prefix}{trunk.list_name}.{index}.", classes[type(layer)], (config, index, context))
-        for index, layer in enumerate(trunk.layers)
+        Layer(f"{prefix}{backbone.list_name}.{index}.", classes[type(layer)], (config, index, context))
+        for index, layer in enumerate(backbone.layers)
     ]
-    if len(anatomy.after) == 1 and not anatomy.finishes:
-        norm = trunk.parts[anatomy.after[0]]
-        layers.append(Layer(f"{prefix}{anatomy.after[0]}.", _derive(FinalNorm, norm, type(norm).__name__), (norm,)))
-    elif anatomy.after or anatomy.finishes:
-        layers.append(Layer(prefix, Finish, ({name: trunk.parts[name] for name in anatomy.after}, trunk)))
-    return [*layers, _make_head(trunk, layers[0])]
+    if len(spec.after) == 1 and not spec.finishes:
+        norm = backbone.parts[spec.after[0]]
+        layers.append(Layer(f"{prefix}{spec.after[0]}.", _derive(FinalNorm, norm, type(norm).__name__), (norm,)))
+    elif spec.after or spec.finishes:
+        layers.append(Layer(prefix, Finish, ({name: backbone.parts[name] for name in spec.after}, backbone)))
+    return [*layers, _make_head(backbone, layers[0])]
 
 
-def read_anatomy(config: PretrainedConfig) -> Anatomy:
+def read_backbone_spec(config: PretrainedConfig) -> BackboneSpec:
     """What a small model of the same config does with its parts. Raises UserError where layers are not all there is."""
     key = config.to_json_string(use_diff=False)
     if key not in _known:
@@ -88,14 +90,16 @@ def read_anatomy(config: PretrainedConfig) -> Anatomy:
     return _known[key]
 
 
-def _watch(config: PretrainedConfig) -> Anatomy:
-    trunk = Trunk(config)
+def _watch(config: PretrainedConfig) -> BackboneSpec:
+    backbone = Backbone(config)
     model, input_ids = build_small(config)
-    embedding, found = find_name(model, model.get_input_embeddings()), model.get_submodule(trunk.name)
+    embedding, found = find_name(model, model.get_input_embeddings()), model.get_submodule(backbone.name)
     owner, _, embedding = embedding.rpartition(".")
-    if owner != trunk.name:
-        raise UserError(f"its embedding is '{owner}.{embedding}' and its layers are in '{trunk.name}', not beside it")
-    layers = list(getattr(found, trunk.list_name))
+    if owner != backbone.name:
+        raise UserError(
+            f"its embedding is '{owner}.{embedding}' and its layers are in '{backbone.name}', not beside it"
+        )
+    layers = list(getattr(found, backbone.list_name))
     calls: list[tuple[str, Any, Any]] = []  # name, first input, output
 
     def note(name: str) -> Callable[..., None]:
@@ -106,11 +110,11 @@ def _watch(config: PretrainedConfig) -> Anatomy:
         return hook
 
     for name, part in found.named_children():
-        if has_weights(part) and name != trunk.list_name:
+        if has_weights(part) and name != backbone.list_name:
             part.register_forward_hook(note(name), with_kwargs=True)
     for layer in layers:
         layer.register_forward_hook(note(""), with_kwargs=True)
-    found.register_forward_hook(note("the trunk"), with_kwargs=True)
+    found.register_forward_hook(note("the backbone"), with_kwargs=True)
     with torch.no_grad():
         model(input_ids, use_cache=False)
     names = [name for name, _, _ in calls]
@@ -118,13 +122,13 @@ def _watch(config: PretrainedConfig) -> Anatomy:
         raise UserError(f"it runs {names.count('')} layers where it has {len(layers)}")
     first, last = names.index(""), len(names) - 1 - names[::-1].index("")
     before, between, after = names[:first], set(names[first : last + 1]), names[last + 1 : -1]
-    parts = {name for name, part in trunk.parts.items() if has_weights(part)}
+    parts = {name for name, part in backbone.parts.items() if has_weights(part)}
     if strange := (between - {""}) | (parts - set(names)) | (set(before) & set(after)):
         raise UserError(f"its part '{min(strange)}' is not used once, in front of the layers or behind them")
     if not before or before[0] != embedding:
         raise UserError(f"'{embedding}' is not the first of its parts that is used")
     finished = calls[-2][2] if after else calls[last][2]
-    return Anatomy(
+    return BackboneSpec(
         embedding,
         tuple(before[1:]),
         tuple(after),
@@ -133,10 +137,10 @@ def _watch(config: PretrainedConfig) -> Anatomy:
     )
 
 
-def _refuse_what_depends_on_weights(trunk: Trunk) -> None:
+def _refuse_what_depends_on_weights(backbone: Backbone) -> None:
     """A stage has the weights of its own layers, so positions are all that layers can be given beside hidden states."""
     position_ids = torch.arange(4).unsqueeze(0)
-    for index, given in enumerate(trunk.read_arguments(torch.zeros(1, 4, 1), position_ids, lambda *kind: None)):
+    for index, given in enumerate(backbone.read_arguments(torch.zeros(1, 4, 1), position_ids, lambda *kind: None)):
         for name, value in given.items():
             if any(tensor.isnan().any() for tensor in _list_tensors(value)):
                 raise UserError(
@@ -157,11 +161,11 @@ def _derive(mixin: type[nn.Module], template: nn.Module, name: str | None = None
     return type(name or mixin.__name__, (mixin, type(template)), {})
 
 
-def _make_head(trunk: Trunk, embedding: Layer) -> Layer:
-    head: Any = trunk.model.get_output_embeddings()
+def _make_head(backbone: Backbone, embedding: Layer) -> Layer:
+    head: Any = backbone.model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UserError(f"its head is a {type(head).__name__}, not a matrix")
-    before, behind = trunk.read_head()
+    before, behind = backbone.read_head()
     factor = before * behind
     if embedding.tied_key is not None:
         if head.bias is not None:
@@ -170,7 +174,7 @@ def _make_head(trunk: Trunk, embedding: Layer) -> Layer:
         return Layer(
             embedding.hf_prefix, embedding.module_class, embedding.args, embedding.tied_key, forward_fn=forward
         )
-    name = f"{find_name(trunk.model, head)}."
+    name = f"{find_name(backbone.model, head)}."
     if head.bias is None:
         return Layer(name, TrunkHead, (head, factor))
     if factor != 1:

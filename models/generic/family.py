@@ -1,8 +1,8 @@
 """Families without a file in models/, which are most of `transformers`.
 
 Their decoder layers are those of `transformers`, and what a model does around them is read from its own forward pass
-(`models/generic/trunk.py`). That may miss something: what happens between two layers, or in the wrapper of a trunk. So
-before such a model is used it is proven: a small one of the same config, random weights, run here and by
+(`models/generic/backbone.py`). That may miss something: what happens between two layers, or in the wrapper of a
+backbone. So before such a model is used it is proven: a small one of the same config, random weights, run here and by
 `transformers`, must give the same loss and the same gradients. What differs is refused, with the difference. Tensor
 parallelism follows the plan that `transformers` publishes (`base_model_tp_plan`).
 """
@@ -17,15 +17,15 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from errors import UserError
-from models.generic.assembly import assemble, read_anatomy
+from models.generic.assembly import assemble, read_backbone_spec
+from models.generic.backbone import Backbone
 from models.generic.packing import compare_with_documents_alone
 from models.generic.padding import compare_with_rows_alone
 from models.generic.proof import BOUND, compare_with_transformers, run_layers
 from models.generic.shrink import build_small, shrink
-from models.generic.trunk import Trunk
-from models.layer import Layer
-from models.packed_attention import FLASH, VARLEN
-from models.parallel.plan import read_published_plan
+from models.layers.layer import Layer
+from models.layers.packed_attention import FLASH, VARLEN
+from models.layers.sharding_styles import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 _proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers is not the model
@@ -55,11 +55,13 @@ def count_positions(config: PretrainedConfig) -> int | None:
     or `build_layers` refuses the model."""
     if _recall_fault(config) is not None:
         return None
-    trunk = Trunk(config)
-    tables = [part for name in read_anatomy(config).before if isinstance(part := trunk.parts[name], nn.Embedding)]
+    backbone = Backbone(config)
+    tables = [
+        part for name in read_backbone_spec(config).before if isinstance(part := backbone.parts[name], nn.Embedding)
+    ]
     counts = [table.num_embeddings - getattr(table, "offset", 0) for table in tables]  # an OPT's begins with two others
     length: int = getattr(config, "max_position_embeddings", 0)
-    counts += [length for _, buffer in trunk.layers[0].named_buffers() if length in buffer.shape]
+    counts += [length for _, buffer in backbone.layers[0].named_buffers() if length in buffer.shape]
     return min(counts, default=None)
 
 
@@ -85,7 +87,10 @@ def passes_documents(config: PretrainedConfig) -> bool:
         model, input_ids = build_small(small)
         try:
             losses.append(run_layers(assemble(small), model.state_dict(), input_ids, small, position_ids)[0])
-        except (TypeError, ValueError):  # `models.packed_attention.attend` lacks its keyword, or got one it refuses
+        except (
+            TypeError,
+            ValueError,
+        ):  # `models.layers.packed_attention.attend` lacks its keyword, or got one it refuses
             return False
     return abs(losses[1].item() / losses[0].item() - 1) < BOUND
 

@@ -1,4 +1,4 @@
-"""The layers of a pipeline that are made of the parts of a `Trunk`. B micro-batch, T sequence, D hidden."""
+"""The layers of a pipeline that are made of the parts of a `Backbone`. B micro-batch, T sequence, D hidden."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from models.context import Activations, MicroBatchContext
-from models.decoder import BiasedLMHead, Embedding, LMHead, PipelineDecoderLayer, hand_to_loss
-from models.documents import build_packed_mask
-from models.generic.trunk import Trunk
-from models.packed_attention import FLASH, VARLEN
+from models.generic.backbone import Backbone
+from models.layers.context import Activations, MicroBatchContext
+from models.layers.decoder import BiasedLMHead, Embedding, LMHead, PipelineDecoderLayer, hand_to_loss
+from models.layers.documents import build_packed_mask
+from models.layers.packed_attention import FLASH, VARLEN
 
 
-class TrunkContext(MicroBatchContext):
+class BackboneContext(MicroBatchContext):
     """Gives each layer what its model would call it with."""
 
-    def __init__(self, config: PretrainedConfig, trunk: Trunk) -> None:
+    def __init__(self, config: PretrainedConfig, backbone: Backbone) -> None:
         super().__init__(config)
-        self.trunk = trunk
+        self.backbone = backbone
         self._arguments: list[dict[str, Any]] = []
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class TrunkContext(MicroBatchContext):
                 masks[kind, always] = self._make_mask(inputs, kind, always)
             return masks[kind, always]
 
-        self._arguments = self.trunk.read_arguments(inputs[0], inputs[1], make_mask)
+        self._arguments = self.backbone.read_arguments(inputs[0], inputs[1], make_mask)
         return {}
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
@@ -61,16 +61,16 @@ class _NoMask:
         self.instead = instead
 
 
-class TrunkDecoderLayer(PipelineDecoderLayer):
+class BackboneDecoderLayer(PipelineDecoderLayer):
     """Mixin before a decoder layer of `transformers`, which may return hidden states first of several things."""
 
-    def __init__(self, config: PretrainedConfig, layer_idx: int, context: TrunkContext) -> None:
-        """Like the trunk's, which its model may have built with further arguments (bamba), and given buffers
+    def __init__(self, config: PretrainedConfig, layer_idx: int, context: BackboneContext) -> None:
+        """Like the backbone's, which its model may have built with further arguments (bamba), and given buffers
         (falcon_h1)."""
         nn.Module.__init__(self)
-        trunk = context.trunk
-        vars(self).update(vars(copy.deepcopy(trunk.layers[layer_idx], {id(trunk.model.config): config})))
-        give_storage(self)
+        backbone = context.backbone
+        vars(self).update(vars(copy.deepcopy(backbone.layers[layer_idx], {id(backbone.model.config): config})))
+        materialize(self)
         self.join(config, layer_idx, context)
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -84,10 +84,10 @@ class _Copy(nn.Module):
     def __init__(self, template: nn.Module) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(copy.deepcopy(template)))
-        give_storage(self)
+        materialize(self)
 
 
-def give_storage(module: nn.Module) -> None:
+def materialize(module: nn.Module) -> None:
     """Parameters and buffers on the default device for those on the meta device: parameters of the default dtype, as
     torch's own modules start, and NaN where a model of `transformers` says how they start (init=random).
     """
@@ -104,44 +104,45 @@ def give_storage(module: nn.Module) -> None:
 
 
 class TrunkEmbedding(_Copy, Embedding):
-    """Mixin before the class of a model's embedding. trunk: where it does something to embeddings, without weights."""
+    """Mixin before the class of a model's embedding. backbone: where it does something to embeddings, without
+    weights."""
 
-    def __init__(self, template: nn.Module, trunk: Trunk | None) -> None:
+    def __init__(self, template: nn.Module, backbone: Backbone | None) -> None:
         super().__init__(template)
-        self.trunk = trunk
+        self.backbone = backbone
 
     def forward(self, inputs: Activations) -> Activations:
         embeddings, position_ids, segment_ids = super().forward(inputs)
-        if self.trunk is not None:
-            embeddings = self.trunk.prepare(embeddings, position_ids, {}, self.training)
+        if self.backbone is not None:
+            embeddings = self.backbone.prepare(embeddings, position_ids, {}, self.training)
         return embeddings, position_ids, segment_ids
 
 
 class TrunkParts(nn.Module):
-    """Parts of a trunk that have weights, under their own names."""
+    """Parts of a backbone that have weights, under their own names."""
 
     sees_positions = True  # of whole rows
 
-    def __init__(self, templates: Mapping[str, nn.Module], trunk: Trunk) -> None:
+    def __init__(self, templates: Mapping[str, nn.Module], backbone: Backbone) -> None:
         super().__init__()
         for name, template in templates.items():
             self.add_module(name, copy.deepcopy(template))
-        give_storage(self)
-        self.trunk = trunk
+        materialize(self)
+        self.backbone = backbone
 
 
 class Preparation(TrunkParts):
-    """What a trunk does to embeddings in front of its layers: position tables, norms, projections."""
+    """What a backbone does to embeddings in front of its layers: position tables, norms, projections."""
 
     def forward(self, inputs: Activations) -> Activations:
-        return self.trunk.prepare(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
+        return self.backbone.prepare(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
 class Finish(TrunkParts):
-    """What a trunk does to hidden states behind its layers, where it is more than a norm."""
+    """What a backbone does to hidden states behind its layers, where it is more than a norm."""
 
     def forward(self, inputs: Activations) -> Activations:
-        return self.trunk.finish(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
+        return self.backbone.finish(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
 class FinalNorm(_Copy):

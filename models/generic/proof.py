@@ -15,7 +15,7 @@ from errors import UserError
 from models.experts.grouped import GROUPED
 from models.generic.assembly import assemble
 from models.generic.shrink import build_small
-from models.layer import Layer
+from models.layers.layer import Layer
 from models.losses.cross_entropy import IGNORE_INDEX, build_loss
 
 BOUND = 1e-5  # of a relative difference, in fp32

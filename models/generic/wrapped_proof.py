@@ -14,8 +14,8 @@ from errors import UserError
 from models.experts.grouped import GROUPED
 from models.generic.proof import BOUND, compare
 from models.generic.shrink import build_small, shrink
-from models.layer import Layer
-from models.wrapped import Wrapper
+from models.layers.layer import Layer
+from models.layers.wrapped import Wrapper
 
 BuildLayers = Callable[[PretrainedConfig], list[Layer]]
 

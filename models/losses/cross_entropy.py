@@ -9,7 +9,7 @@ N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N
 are made for a few targets at a time and turned into their own gradient at once, while they are there: no product is
 computed twice, and what stays is one [N, V] in bf16, or none in fp32.
 
-`sharing` below: the ranks that share the vocabulary, see `models/losses/logit_pieces.py`.
+`sharing` below: the ranks that share the vocabulary, see `models/losses/logit_chunks.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from models.losses.logit_pieces import (
+from models.losses.logit_chunks import (
     LogitGradients,
     VocabularyShard,
     average_vocabulary,
@@ -35,14 +35,14 @@ from models.losses.logit_pieces import (
     predict,
     shard_vocabulary,
 )
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel, sum_parts
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_parts
 
 IGNORE_INDEX = -100
 
 Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], torch.Tensor]
 
 
-def build_loss(config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Loss:
+def build_loss(config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> Loss:
     """The loss of the model that `config` describes: some families cap their logits. parallel: who shares its head."""
     return partial(causal_lm_loss, logit_softcap=get_softcap(config), sharing=shard_vocabulary(config, parallel))
 
@@ -87,7 +87,7 @@ def causal_lm_loss(
         loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
         return loss / loss_denominator.float()
     assert num_correct is None or not needs_gradient
-    way = _Way(logit_softcap, label_smoothing, sharing, num_correct)
+    way = LossOptions(logit_softcap, label_smoothing, sharing, num_correct)
     return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, way, needs_gradient)
 
 
@@ -106,7 +106,7 @@ def _choose_rows(of_places: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Way:
+class LossOptions:
     """How the loss is computed; see `causal_lm_loss`."""
 
     logit_softcap: float | None
@@ -125,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         target_ids: torch.Tensor,
         denominator: torch.Tensor,
-        way: _Way,
+        way: LossOptions,
         needs_gradient: bool,
     ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -139,9 +139,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, of_weight = context.gradients.finish(of_loss / context.denominator)
+        grad_hidden, grad_weight = context.gradients.finish(of_loss / context.denominator)
         context.gradients = None  # the graph outlives its backward pass, since the engine keeps the loss
-        return of_hidden, of_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _sum_piece(
@@ -150,21 +150,21 @@ def _sum_piece(
     weight: torch.Tensor,
     target_ids: torch.Tensor,
     *,
-    way: _Way,
+    way: LossOptions,
     gradients: LogitGradients | None,
 ) -> torch.Tensor:
     """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is
     made here goes.
     """
     wanted, sharing, smoothing = target_ids[piece], way.sharing, way.label_smoothing
-    log_probabilities, squashed = compute_log_probabilities(hidden[piece], weight, way.logit_softcap, sharing)
+    log_probabilities, tanh_logits = compute_log_probabilities(hidden[piece], weight, way.logit_softcap, sharing)
     loss = -choose_targets(log_probabilities, wanted, sharing).sum()
     if smoothing:
         loss = (1 - smoothing) * loss - smoothing * average_vocabulary(log_probabilities, sharing).sum()
     if way.num_correct is not None:
         way.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
     if gradients is not None:
-        gradients.add(piece, differentiate(log_probabilities, squashed, wanted, sharing, smoothing))
+        gradients.add(piece, differentiate(log_probabilities, tanh_logits, wanted, sharing, smoothing))
     return loss
 
 
@@ -174,7 +174,7 @@ def sequence_log_probabilities(
     target_indices: torch.Tensor,
     logit_softcap: float | None = None,
     sharing: VocabularyShard | None = None,
-    sequence_part: ContextParallel = WHOLE,
+    sequence_part: ContextParallel = NO_CP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in
     `causal_lm_loss`; target_indices: see `find_targets`. sequence_part: what this rank has of each row; the sums are
@@ -230,10 +230,10 @@ class _TargetLogProbabilities(torch.autograd.Function):
         sharing = context.sharing
         gradients = LogitGradients(hidden, weight, context.needs_input_grad[1], sharing)
         for piece in list_pieces(hidden, weight, sharing):
-            log_probabilities, squashed = compute_log_probabilities(
+            log_probabilities, tanh_logits = compute_log_probabilities(
                 hidden[piece], weight, context.logit_softcap, sharing
             )
-            of_logits = differentiate(log_probabilities, squashed, target_ids[piece], sharing)
+            of_logits = differentiate(log_probabilities, tanh_logits, target_ids[piece], sharing)
             gradients.add(piece, of_logits.mul_(-of_outputs[piece].unsqueeze(1)))
-        of_hidden, of_weight = gradients.finish()
-        return of_hidden, of_weight, None, None, None
+        grad_hidden, grad_weight = gradients.finish()
+        return grad_hidden, grad_weight, None, None, None

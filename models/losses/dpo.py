@@ -28,10 +28,10 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
-from models.losses.logit_pieces import shard_vocabulary
+from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import Pairs, PairTerms
-from models.parallel.shard import ALONE, TensorParallel
+from models.parallel.shard import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RowScore:
     not needed.
     """
 
-    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> None:
+    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:

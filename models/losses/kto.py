@@ -18,8 +18,8 @@ import torch
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
-from models.losses.logit_pieces import shard_vocabulary
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
+from models.losses.logit_chunks import shard_vocabulary
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 
 
 class KTOLoss:
@@ -36,8 +36,8 @@ class KTOLoss:
         *,
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
-        parallel: TensorParallel = ALONE,
-        sequence_part: ContextParallel = WHOLE,
+        parallel: TensorParallel = NO_TP,
+        sequence_part: ContextParallel = NO_CP,
     ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._beta, self._weights = beta, (desirable_weight, undesirable_weight)

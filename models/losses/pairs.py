@@ -16,8 +16,8 @@ import torch
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
-from models.losses.logit_pieces import shard_vocabulary
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
+from models.losses.logit_chunks import shard_vocabulary
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
@@ -100,8 +100,8 @@ class PairLoss:
         config: PretrainedConfig,
         formula: PairFormula,
         *,
-        parallel: TensorParallel = ALONE,
-        sequence_part: ContextParallel = WHOLE,
+        parallel: TensorParallel = NO_TP,
+        sequence_part: ContextParallel = NO_CP,
     ) -> None:
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._formula, self._sequence_part = formula, sequence_part

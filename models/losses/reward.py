@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from models.parallel.shard import WHOLE, ContextParallel
+from models.parallel.shard import NO_CP, ContextParallel
 
 
 class RewardLoss:
@@ -22,7 +22,7 @@ class RewardLoss:
 
     metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
-    def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = WHOLE) -> None:
+    def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = NO_CP) -> None:
         self._centering_coef, self._sequence_part = centering_coef, sequence_part
         self._totals: torch.Tensor | None = None
 

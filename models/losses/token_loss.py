@@ -8,8 +8,8 @@ import torch
 from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import causal_lm_loss, get_softcap
-from models.losses.logit_pieces import shard_vocabulary
-from models.parallel.shard import ALONE, TensorParallel
+from models.losses.logit_chunks import shard_vocabulary
+from models.parallel.shard import NO_TP, TensorParallel
 
 
 class TokenLoss:
@@ -21,7 +21,7 @@ class TokenLoss:
         label_smoothing: float = 0.0,
         *,
         counts_correct: bool = False,
-        parallel: TensorParallel = ALONE,
+        parallel: TensorParallel = NO_TP,
     ) -> None:
         """label_smoothing: see `causal_lm_loss`; of training alone, so that losses of evaluations stay comparable."""
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)

@@ -1,6 +1,6 @@
 """What a sharded layer has beside transformers' own modules: projections, a norm, and hooks that communicate.
 
-`models/parallel/tensor_parallel.py` puts them there and says why the project has its own.
+`models/sharding/tensor_parallel.py` puts them there and says why the project has its own.
 """
 
 from __future__ import annotations

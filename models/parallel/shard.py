@@ -27,7 +27,7 @@ class TensorParallel:
     splits_sequence: bool = False
 
 
-ALONE = TensorParallel()
+NO_TP = TensorParallel()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ContextParallel:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
 
-WHOLE = ContextParallel()
+NO_CP = ContextParallel()
 
 
 def split_evenly(length: int, size: int) -> list[tuple[int, int]]:

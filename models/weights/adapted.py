@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.adapter_folder import ReadAdapter
-from models.adapter_targets import is_saved, list_targets
-from models.adapters import adapter_names, check_all_taken, fill_adapter, fill_parameters, inject_adapter, merge_adapter
-from models.layer import Layer
-from models.weights.safetensors_writer import TensorInfo
+from models.adapters.adapter import (
+    adapter_names,
+    check_all_taken,
+    fill_adapter,
+    fill_parameters,
+    inject_adapter,
+    merge_adapter,
+)
+from models.adapters.folder import ReadAdapter
+from models.adapters.targets import is_saved, list_targets
+from models.layers.layer import Layer
+from models.storage.safetensors_writer import TensorInfo
 from models.weights.source import StoredWeights
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from errors import UserError
-from models.architecture import is_supported, unsupported
+from models.architecture.lookup import is_supported, unsupported
+from models.layers.wrapped import Wrapper, unwrap
+from models.storage.tensor_files import load_json
 from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
-from models.weights.tensor_files import load_json
-from models.wrapped import Wrapper, unwrap
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Wrapper | None]:

@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError
 
 from errors import UserError
-from models.architecture import is_ignored
-from models.layer import Layer, Piece
-from models.weights.carried import describe_tensor
+from models.architecture.lookup import is_ignored
+from models.layers.layer import Layer, Piece
+from models.storage.safetensors_writer import TensorInfo
+from models.storage.tensor_files import load_json, open_tensors
 from models.weights.config_file import load_config
+from models.weights.passthrough import describe_tensor
 from models.weights.quantized import Read, parse_quantization
-from models.weights.safetensors_writer import TensorInfo
 from models.weights.shapes import check_shape, check_tensors
-from models.weights.tensor_files import load_json, open_tensors
 
 
 class HuggingFaceFolder:

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from models.adapter_folder import ADAPTER_CONFIG
-from models.layer import Layer
-from models.weights.carried import list_carried, read_carried
+from models.adapters.folder import ADAPTER_CONFIG
+from models.layers.layer import Layer
+from models.storage.safetensors_writer import TensorInfo
+from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
-from models.weights.safetensors_writer import TensorInfo
+from models.weights.passthrough import list_carried, read_carried
 from models.weights.shapes import check_tensors
-from models.weights.tensor_files import load_torch_file
 
 
 def layer_file(step_dir: Path, index: int) -> Path:

@@ -12,10 +12,10 @@ import torch
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.layer import Layer
-from models.weights.disk_names import wrap_module
-from models.weights.safetensors_writer import TensorInfo
-from models.wrapped import Wrapper
+from models.architecture.disk_names import wrap_module
+from models.layers.layer import Layer
+from models.layers.wrapped import Wrapper
+from models.storage.safetensors_writer import TensorInfo
 
 
 class RandomWeights:

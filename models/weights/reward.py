@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from models.architecture import build_layers
-from models.layer import Layer
-from models.reward import ScoreHead, describe_reward_model, is_reward_model
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+from models.layers.score_head import ScoreHead, describe_reward_model, is_reward_model
+from models.layers.wrapped import Wrapper
+from models.storage.safetensors_writer import TensorInfo
 from models.weights.random_weights import RandomWeights
-from models.weights.safetensors_writer import TensorInfo
 from models.weights.source import WeightSource
-from models.wrapped import Wrapper
 
 
 class WithScoreHead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from errors import UserError
-from models.layer import Layer
+from models.layers.layer import Layer
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -> None:

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
-from models.layer import Layer
-from models.weights.safetensors_writer import TensorInfo
-from models.wrapped import Wrapper
+from models.layers.layer import Layer
+from models.layers.wrapped import Wrapper
+from models.storage.safetensors_writer import TensorInfo
 
 
 class WeightSource(Protocol):

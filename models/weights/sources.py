@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 from errors import UserError
-from models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
-from models.rope_scaling import copy_positions
+from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter_tensors, load_lora_config, read_tensors
+from models.layers.rope_scaling import copy_positions
 from models.weights.adapted import AdaptedWeights
 from models.weights.config_file import load_config
-from models.weights.grown import GrownWeights
 from models.weights.hugging_face_folder import HuggingFaceFolder
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
+from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.source import StoredWeights
 
 
@@ -64,7 +64,7 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
         config_beside, _ = load_config(path, trust_remote_code)
         copy_positions(config_beside, base.config)
         if config_beside.vocab_size > base.config.vocab_size:
-            base = GrownWeights(base, config_beside)
+            base = ResizedVocabWeights(base, config_beside)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())

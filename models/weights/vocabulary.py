@@ -12,11 +12,11 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from errors import UserError
+from models.layers.wrapped import TEXT_CONFIG
+from models.storage.folders import has_tokenizer
+from models.storage.tensor_files import load_json
 from models.weights.config_file import parse_model
-from models.weights.folders import has_tokenizer
 from models.weights.source import WeightSource
-from models.weights.tensor_files import load_json
-from models.wrapped import TEXT_CONFIG
 
 UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocabulary uses
 
@@ -103,10 +103,10 @@ def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | N
     """
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
-    return grow_config(source, count_rows(tokenizer) if tokenizer else 0, multiple)
+    return resize_config(source, count_rows(tokenizer) if tokenizer else 0, multiple)
 
 
-def grow_config(source: WeightSource, needed: int, multiple: int = 1) -> PretrainedConfig:
+def resize_config(source: WeightSource, needed: int, multiple: int = 1) -> PretrainedConfig:
     """The source's config with at least `needed` rows, and a multiple of rows."""
     used = max(source.config.vocab_size, needed)
     rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)

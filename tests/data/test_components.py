@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from data.components import build_component
-from data.encoders.encoding import Encoding
 from data.sources.records import name_component_source, read_records
+from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

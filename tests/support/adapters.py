@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from models.adapter_folder import name_for_peft, to_peft_name
-from models.adapter_targets import ALL_LINEAR, build_lora_config
-from models.architecture import build_layers
+from models.adapters.folder import name_for_peft, to_peft_name
+from models.adapters.targets import ALL_LINEAR, build_lora_config
+from models.architecture.lookup import build_layers
 
 
 def make_adapter(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.order import GlobalOrder
 from data.storage.rows import count_rows
 from data.storage.tokenized import TokenizedDataset
-from models.parallel.tensor_parallel import list_shard_specs
+from models.sharding.tensor_parallel import list_shard_specs
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from data.order import GlobalOrder
 from data.storage.rows import Rows
 from data.storage.tokenized import TokenizedDataset
-from models.adapter_targets import ALL_LINEAR
+from models.adapters.targets import ALL_LINEAR
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig, StateDtype
 from training.inputs.datasets import build_row_plan

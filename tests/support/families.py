@@ -11,7 +11,7 @@ from support.tiny import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from errors import UserError
-from models.architecture import get_tensor_parallel_plan
+from models.architecture.lookup import get_tensor_parallel_plan
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -26,7 +26,7 @@ from support.tiny import save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup, redirect_output
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models.wrapped import TEXT_CONFIG
+from models.layers.wrapped import TEXT_CONFIG
 
 BOUND = 1e-5
 SECONDS = 60.0
@@ -49,7 +49,7 @@ class Trial:
 
 def try_family(model_type: str) -> Trial:
     """Loss and gradients."""
-    from models.architecture import ARCHITECTURES, build_layers
+    from models.architecture.lookup import ARCHITECTURES, build_layers
     from models.generic.family import find_fault, list_attention
     from models.generic.proof import compare_with_transformers
     from models.generic.shrink import shrink
@@ -76,10 +76,10 @@ def try_family(model_type: str) -> Trial:
 
 def _try_wrapped(config: PretrainedConfig) -> Trial:
     """Given text alone, the class of `transformers` around a text model against the layers of that."""
-    from models.architecture import build_layers
+    from models.architecture.lookup import build_layers
     from models.generic.shrink import shrink
     from models.generic.wrapped_proof import compare_with_wrapped
-    from models.wrapped import unwrap
+    from models.layers.wrapped import unwrap
 
     try:
         text, wrapper = unwrap(config)

@@ -1,4 +1,4 @@
-"""liger-kernel's kernels, played in plain torch: what `models.liger` computes, without triton."""
+"""liger-kernel's kernels, played in plain torch: what `models.layers.liger` computes, without triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rotate(
 
 
 class Played:
-    """In place of `models.liger`: the same functions in plain torch, counted by the name of the kernel."""
+    """In place of `models.layers.liger`: the same functions in plain torch, counted by the name of the kernel."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -46,7 +46,7 @@ class Played:
 
 def train_fused(case: Case) -> tuple[dict[str, Any], dict[str, int]]:
     """`train_case`, as on a GPU with liger-kernel, and how often each kernel ran."""
-    from models import fused_kernels
+    from models.layers import fused_kernels
     from training import build
 
     kernels = Played()

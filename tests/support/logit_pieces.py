@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.losses import logit_pieces
+from models.losses import logit_chunks as logit_pieces
 
 
 def cut_pieces(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:

@@ -10,8 +10,8 @@ import torch
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
-from models.weights.conversion import convert_to_pipeline, export_hugging_face
-from models.weights.safetensors_writer import INDEX_NAME
+from models.conversion.convert import convert_to_pipeline, export_hugging_face
+from models.storage.safetensors_writer import INDEX_NAME
 from models.weights.sources import open_weights
 
 Tensors = dict[str, torch.Tensor]

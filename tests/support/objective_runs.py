@@ -53,8 +53,8 @@ def build_case(
 def train_answers(case: Case) -> dict[str, Any]:
     """Losses, gradient norms, metrics and final weights of a run on this rank."""
     from training.engine.steps import train_step
-    from training.objectives.first_pass import build_first_pass
     from training.objectives.registry import get_objective
+    from training.scoring.first_pass import build_first_pass
 
     engine, loader, config, layout, _ = build_engine(case)
     micro_batches, first_pass = loader.iterate(0, case.steps), build_first_pass(engine, config)

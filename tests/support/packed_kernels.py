@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import varlen
 from transformers import modeling_flash_attention_utils
 
-from models import packed_attention
+from models.layers import packed_attention
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -20,7 +20,7 @@ from support.workers import WorkerGroup
 from transformers import AutoConfig
 
 from errors import UserError
-from models.architecture import choose_attention, find_sequence_obstacle
+from models.architecture.lookup import choose_attention, find_sequence_obstacle
 from training.config.incompatible import INCOMPATIBLE, list_conflicts
 
 BATCH = ("micro_batch_size=2", "global_batch_size=8")

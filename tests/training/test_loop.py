@@ -14,9 +14,9 @@ import pytest
 import torch
 from support.configs import build_config
 
-from data.step_totals import StepTotals
+from data.loading.step_totals import StepTotals
 from errors import UserError
-from models.documents import DocumentBounds
+from models.layers.documents import DocumentBounds
 from training import evaluations, loop
 from training.callbacks import Callbacks, RunView
 from training.checkpoint.best import Best

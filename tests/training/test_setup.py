@@ -9,9 +9,9 @@ import pytest
 from support.configs import build_config
 from support.tiny import save_llama
 
-from data.row_lengths import RowLengths
+from data.loading.row_lengths import RowLengths
 from training import setup as setups
-from training.distributed.ranks import ALONE
+from training.distributed.ranks import SINGLE_PROCESS
 from training.planner import prediction
 
 
@@ -24,13 +24,13 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     config = build_config(
         f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
     )  # fmt: skip
-    setup = setups.check_run(config, ALONE)
-    machine = setups.find_run_machine(config, ALONE)
+    setup = setups.check_run(config, SINGLE_PROCESS)
+    machine = setups.find_run_machine(config, SINGLE_PROCESS)
     rows = RowLengths(longest=config.max_seq_length, padded=config.max_seq_length, filled=config.max_seq_length)
     monkeypatch.setattr(setups, "broadcast_from_main", lambda compute, ranks: compute())
     monkeypatch.setattr(setups, "measure_rows", Mock(return_value=rows))
     predicted = setups.predict_run(
-        config, setup, machine, train_path=tmp_path, num_samples=2, steps=range(1), ranks=ALONE
+        config, setup, machine, train_path=tmp_path, num_samples=2, steps=range(1), ranks=SINGLE_PROCESS
     )
     assert predicted is not None
     assert count.call_count == 1 and predicted.costs is setup.costs
@@ -43,4 +43,4 @@ def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path) -> None:
         f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
         "eval_file=eval.jsonl", "evaluate_only=true",
     )  # fmt: skip
-    assert setups.check_run(config, ALONE).costs is None
+    assert setups.check_run(config, SINGLE_PROCESS).costs is None

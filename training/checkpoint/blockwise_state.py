@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from training.engine.pieces import split_flat
-from training.engine.state_kinds import BLOCK_SIZE, count_blocks
+from training.optim.pieces import split_flat
+from training.optim.state_kinds import BLOCK_SIZE, count_blocks
 
 SCALE_MARK = "+"  # in the kind of scales, in front of the phase
 

@@ -13,7 +13,7 @@ in each `stride` elements of the whole those from `first` on (columns 40 to 79 o
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
-What an optimizer keeps is declared (`training/engine/state_kinds.py`, `optimizer.py`);
+What an optimizer keeps is declared (`training/optim/state_kinds.py`, `optimizer.py`);
 training/checkpoint/coverage.py checks that all of it is saved. Master weights are left out where the weights
 themselves are in fp32: they are made again from the layer's file. Parameter groups need not match: they follow from the
 parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's
@@ -40,7 +40,7 @@ from models.parallel.shard import ShardLayout
 from training.checkpoint.blockwise_state import SCALE_MARK, BlockRestore, BlockRun, name_scales
 from training.distributed.topology import PIPE, Topology
 from training.engine.engine import Engine, Partition, PartitionSlice
-from training.engine.state_kinds import DeclaredState, StateKind, StateTensor, check_state, count_blocks
+from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state, count_blocks
 from training.pipeline.placement import parse_shard, render_shard
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights

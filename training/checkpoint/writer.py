@@ -28,11 +28,11 @@ import torch.distributed as dist
 from console import progress
 from errors import UserError
 from filesystem import exchange, sync_to_disk, write_atomically
-from models.weights.conversion import ENGINE_STATE, ENGINE_STATE_NAME
-from models.weights.folders import check_disk_space
+from models.conversion.convert import ENGINE_STATE, ENGINE_STATE_NAME
+from models.storage.folders import check_disk_space
+from models.storage.safetensors_writer import TensorInfo, write_safetensors_to
+from models.storage.torch_writer import save_torch
 from models.weights.pipeline_checkpoint import layer_file
-from models.weights.safetensors_writer import TensorInfo, write_safetensors_to
-from models.weights.torch_writer import save_torch
 from training.checkpoint import optimizer_state
 from training.checkpoint.coverage import check_coverage
 from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest

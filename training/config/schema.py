@@ -156,7 +156,7 @@ class DataConfig:
 
 @dataclass
 class RopeConfig:
-    rope_type: str | None = MISSING  # checked by models/rope_scaling.py
+    rope_type: str | None = MISSING  # checked by models/layers/rope_scaling.py
     factor: float | None = MISSING
     rope_theta: float | None = MISSING
     original_max_position_embeddings: int | None = MISSING

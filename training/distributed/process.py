@@ -55,7 +55,7 @@ def describe_device() -> str:
     return torch.get_device_module(get_accelerator().device_name()).get_device_name()
 
 
-def find_card(ranks: Ranks) -> int | None:
+def find_device(ranks: Ranks) -> int | None:
     """The number of this rank's card, or None without an accelerator. Raises UserError when there are too few."""
     if not has_accelerator():
         return None
@@ -71,7 +71,7 @@ def take_device(ranks: Ranks) -> None:
     one a rank), on a card too, where the optimizer runs on the host with offload_optimizer=cpu. Raises UserError when
     there are fewer cards than ranks.
     """
-    card = find_card(ranks)
+    card = find_device(ranks)
     if card is not None:
         get_accelerator().set_device(card)
         os.environ["LOCAL_RANK"] = str(card)  # what DeepSpeed's engine, module and process group take the device from

@@ -43,7 +43,7 @@ class Ranks:
             console.say(text)
 
 
-ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+SINGLE_PROCESS = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 
 
 def read_ranks() -> Ranks:

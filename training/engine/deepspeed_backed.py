@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from training.distributed.topology import Layout
 from training.engine.engine import Engine, Partition, PartitionSlice
-from training.engine.parameter_groups import LR_RATIO
-from training.engine.partitions import hold_partitions
-from training.engine.state_kinds import DeclaredState
+from training.engine.partitions import build_partition_view
+from training.optim.parameter_groups import LR_RATIO
+from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 
 # What changes in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
@@ -25,7 +25,7 @@ class DeepSpeedBacked(Engine):
     def __init__(self, wrapped: Any, module: StageModule, layout: Layout, kept: DeclaredState) -> None:
         self.wrapped, self.module, self.layout = wrapped, module, layout
         self.device, self.rank = wrapped.device, dist.get_rank()
-        self._held = hold_partitions(wrapped.optimizer, kept)
+        self._held = build_partition_view(wrapped.optimizer, kept)
 
     def start_step(self, learning_rate: float, seed: int) -> None:
         for group in self.wrapped.optimizer.param_groups:

@@ -46,7 +46,7 @@ def build_deepspeed_config(
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
         "checkpoint": {"parallel_write": {"pipeline_stage": True}},
-        # each gradient enters its sum as it arrives (training/engine/gradient_sums.py)
+        # each gradient enters its sum as it arrives (training/optim/gradient_sums.py)
         "bf16": {"enabled": config.precision is Precision.bf16, "immediate_grad_update": True},
         "communication_data_type": choose_reduce_dtype(config, layout),
         "fp16": {"enabled": config.precision is Precision.fp16},

@@ -15,7 +15,7 @@ import torch
 
 from models.losses.cross_entropy import Loss
 from training.distributed.topology import Layout
-from training.engine.state_kinds import DeclaredState
+from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 
 # The units of a step that are timed, by the names that an observer gets.

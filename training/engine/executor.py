@@ -253,7 +253,7 @@ class ScheduleEngine(PipelineEngine):
         return InstructionSchedule(schedule, self.stage_id, forward_only=True)
 
     def _expose(self, chunk: int) -> None:
-        self.module.expose(self._schedule.list_chunks(self.stage_id).index(chunk))
+        self.module.set_active_chunk(self._schedule.list_chunks(self.stage_id).index(chunk))
 
     def _exec_load_micro_batch(self, buffer_id: int, chunk: int, labels_id: int | None) -> None:
         inputs, labels = self._next_batch()

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from training.engine.engine import Partition, PartitionSlice
-from training.engine.state_kinds import DeclaredState
+from training.optim.state_kinds import DeclaredState
 
 
 class HeldPartitions(ABC):
@@ -30,7 +30,7 @@ class HeldPartitions(ABC):
         """Where this rank holds elements of a trained parameter; None where it holds none."""
 
 
-def hold_partitions(optimizer: Any, kept: DeclaredState) -> HeldPartitions:
+def build_partition_view(optimizer: Any, kept: DeclaredState) -> HeldPartitions:
     """optimizer: DeepSpeed's, around torch's; without one nothing is held. kept: what torch's keeps."""
     kind = Stage3Partitions if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else FlatPartitions
     return kind(optimizer, kept)

@@ -20,18 +20,18 @@ from training.engine.deepspeed_config import build_deepspeed_config, choose_redu
 from training.engine.engine import Engine, StepObserver
 from training.engine.executor import ScheduleEngine
 from training.engine.host_waits import avoid_host_waits
-from training.engine.optimizer import build_optimizer, declare_state, keeps_blocks
-from training.engine.parameter_groups import group_trained, separate_copies
 from training.engine.shard_groups import ShardGroups, average_parts, join_shard_groups
 from training.engine.sharded_sums import ShardedSums
-from training.engine.stage_2 import announce_passes, shard_sums
-from training.engine.state_kinds import DeclaredState
+from training.engine.zero2 import announce_passes, shard_sums
 from training.engine.zero_patches import (
     free_gradients_by_bucket,
     skip_averaging,
     sum_by_one_function,
     sweep_after_backward,
 )
+from training.optim.optimizer import build_optimizer, declare_state, keeps_blocks
+from training.optim.parameter_groups import group_trained, separate_copies
+from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 from training.pipeline.schedules import build_schedule
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
-from training.engine.gradient_sums import add_gradient
 from training.engine.shard_groups import average
+from training.optim.gradient_sums import add_gradient
 
 Parameter = torch.nn.Parameter
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Shipment:
+class ReduceSlice:
     """What one rank gets of a bucket: pieces, end to end, and where they lie in its parts: (group, start, length)."""
 
     owner: int
@@ -63,7 +63,7 @@ class Shipment:
 @dataclass(frozen=True)
 class Bucket:
     parameters: tuple[Parameter, ...]
-    shipments: tuple[Shipment, ...]
+    shipments: tuple[ReduceSlice, ...]
 
 
 def plan_buckets(
@@ -86,21 +86,21 @@ def plan_buckets(
 
 def _list_shipments(
     bucket: Sequence[Parameter], places: Mapping[int, Place], part_sizes: Sequence[int]
-) -> Iterable[Shipment]:
-    shipments: dict[int, Shipment] = {}
+) -> Iterable[ReduceSlice]:
+    shipments: dict[int, ReduceSlice] = {}
     for parameter in sorted(bucket, key=lambda each: places[id(each)]):
         group, start = places[id(parameter)]
         first = 0
         while first < parameter.numel():
             owner, offset = divmod(start + first, part_sizes[group])
             length = min(parameter.numel() - first, part_sizes[group] - offset)
-            shipment = shipments.setdefault(owner, Shipment(owner))
+            shipment = shipments.setdefault(owner, ReduceSlice(owner))
             shipment.append(Piece(parameter, first, length), group, offset)
             first += length
     return shipments.values()
 
 
-Sent = tuple[Shipment, torch.Tensor, dist.Work | None]  # its elements; what to wait for
+Sent = tuple[ReduceSlice, torch.Tensor, dist.Work | None]  # its elements; what to wait for
 
 
 class ShardedSums:
@@ -202,7 +202,7 @@ class ShardedSums:
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def _send(self, shipment: Shipment) -> Sent:
+    def _send(self, shipment: ReduceSlice) -> Sent:
         gradients = self._collect(shipment.pieces)
         work = None
         if self._size > 1:
@@ -234,7 +234,7 @@ class ShardedSums:
                 self._add(shipment, gradients)
         self._sent = []
 
-    def _add(self, shipment: Shipment, gradients: torch.Tensor) -> None:
+    def _add(self, shipment: ReduceSlice, gradients: torch.Tensor) -> None:
         lengths = [length for _, _, length in shipment.runs]
         for (group, start, length), arrived in zip(shipment.runs, gradients.split(lengths), strict=True):
             self.parts[group].narrow(0, start, length).add_(arrived, alpha=1 / self._size)

@@ -6,7 +6,7 @@ from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.engine.engine import Engine
 from training.engine.pipeline_engine import start_pipeline
-from training.engine.plain_engine import start_plain
+from training.engine.zero3_engine import start_plain
 from training.pipeline.module import StageModule
 
 

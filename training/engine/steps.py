@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from console import progress
-from data.step_totals import StepTotals
-from models.documents import DocumentBounds
+from data.loading.step_totals import StepTotals
+from models.layers.documents import DocumentBounds
 from training.config.schema import RunConfig
 from training.distributed.topology import TENSOR
 from training.engine.engine import Engine
-from training.engine.lr_schedule import learning_rate_at
+from training.optim.lr_schedule import learning_rate_at
 
 
 def train_step(

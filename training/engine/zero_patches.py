@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from training.engine.deepspeed_internals import explain_missing
-from training.engine.gradient_sums import add_gradient
+from training.optim.gradient_sums import add_gradient
 
 Instruction = Callable[..., None]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.collator import Checked, Collator, PadRight
 from data.components import TARGET, build_checked_component
-from data.encoders.sample import Encoder
+from data.sample import Encoder
 from training.config.schema import DataConfig, RunConfig
 
 CALLBACK_METHODS = ("on_step", "on_evaluate", "on_save", "on_end")

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from data.encoders.chat_templates import ChatTemplate, load_chat_template
-from data.encoders.encoding import Encoding
 from data.encoders.kinds import find_kind
-from data.encoders.sample import Encoder
 from data.options import Packing
 from data.order import VERSION as ORDER_VERSION
+from data.sample import Encoder
+from data.storage.encoding import Encoding
 from data.storage.mismatched import check_labels, prepare_mismatched
 from data.storage.rows import RowPlan, prepare_rows
 from data.storage.tokenized import load_summary

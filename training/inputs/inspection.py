@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.findings import Inspected, describe_findings
-from data.inspection import choose_rows, describe_dataset, render_row, save_histogram
+from data.inspection.findings import Inspected, describe_findings
+from data.inspection.report import choose_rows, describe_dataset, render_row, save_histogram
 from data.storage.rows import RowPlan, Rows, list_rows
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_row_plan, list_entries

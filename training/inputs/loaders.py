@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data import loader as loaders
+from data.loading import loader as loaders
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
 from training.config.schema import RunConfig

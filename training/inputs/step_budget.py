@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 import console
+from data.loading.step_totals import bound_documents
 from data.options import MeanOver
 from data.order import GlobalOrder
-from data.step_totals import bound_documents
 from data.storage.rows import Rows, count_rows
 from data.storage.tokenized import load_summary
 from errors import UserError
-from models.documents import DocumentBounds
+from models.layers.documents import DocumentBounds
 from training.checkpoint.best import Best, has_lost_patience
 from training.checkpoint.manifest import find_wrong_size
 from training.checkpoint.resume import check_resumable
@@ -26,9 +26,9 @@ from training.config.criterion import Criterion
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.topology import Layout
-from training.engine.optimizer import describe_optimizer, describe_updates
 from training.inputs.datasets import build_row_plan, describe_data
 from training.objectives.registry import describe_objective, get_objective
+from training.optim.optimizer import describe_optimizer, describe_updates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.step_totals import StepTotals
+from data.loading.step_totals import StepTotals
 
 STEPS_AT_ONCE = 16  # the order is a function of the step, so a broadcast is needed only once in so many steps
 

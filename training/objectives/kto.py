@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
 from models.losses.kto import KTOLoss
-from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import FirstPass, Metrics, Objective
 from training.objectives.preference import check_more_than_zero
@@ -38,7 +38,7 @@ class KTO(Objective):
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
         kto = config.kto
         return KTOLoss(

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from models.losses.cross_entropy import Loss
 from models.losses.token_loss import TokenLoss
-from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 
@@ -26,7 +26,7 @@ class NextToken(Objective):
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss | None:
         if config.loss is not None:
             return None

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.options import MeanOver
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.incompatible import write_value
 from training.config.schema import RunConfig
 
@@ -61,7 +61,7 @@ class Objective:
     needs_first_pass: the loss needs a mean over all samples of a step, or of an evaluation, before the first of them: a
         forward pass without gradients, over mismatched answers (`data/storage/mismatched.py`), comes first
         (`first_pass.py`, `plan_first_pass`). Whether an answer is desirable travels with the targets.
-    scores_rows: the head makes one number of each row (`models/reward.py`), and no logits.
+    scores_rows: the head makes one number of each row (`models/layers/score_head.py`), and no logits.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Objective:
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss | None:
         """The loss of the last stage; None for next-token cross entropy, in place of which a run may bring its own.
 

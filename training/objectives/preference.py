@@ -11,7 +11,7 @@ from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
-from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.reported_means import ReportedMeans
@@ -37,7 +37,7 @@ class PreferenceObjective(Objective):
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
         formula = self.build_formula(config)
         return PairLoss(model_config, formula, parallel=parallel, sequence_part=sequence_part)

@@ -9,7 +9,7 @@ from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.losses.reward import RewardLoss
-from models.parallel.shard import WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.preference import check_coefficient
@@ -47,7 +47,7 @@ class Reward(Objective):
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
         return RewardLoss(config.reward.centering_coef, sequence_part=sequence_part)
 

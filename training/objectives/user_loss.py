@@ -11,7 +11,7 @@ from data.collator import unshift_targets
 from data.components import build_checked_component
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.registry import get_objective
 
@@ -19,8 +19,8 @@ from training.objectives.registry import get_objective
 def build_run_loss(
     config: RunConfig,
     model_config: PretrainedConfig,
-    parallel: TensorParallel = ALONE,
-    sequence_part: ContextParallel = WHOLE,
+    parallel: TensorParallel = NO_TP,
+    sequence_part: ContextParallel = NO_CP,
 ) -> Loss | None:
     """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the
     head; sequence_part: those that share each sequence.

@@ -64,7 +64,7 @@ class NonfiniteProbe:
 
     def _see(self, module: StageModule, inputs: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         if module.training and torch.is_grad_enabled():
-            sums = self._sums[module.exposed]
+            sums = self._sums[module.active_chunk]
             sums[0] += outputs[0].detach().sum(dtype=torch.float32)
             outputs[0].register_hook(partial(self._see_gradient, sums))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from console import measure_width, stream
+from training.costs.hardware import GIB
 from training.distributed.topology import PIPE, Layout
 from training.observability.measured_timeline import measured_timeline
 from training.observability.metrics import Record
 from training.observability.stage_timer import RankTimes, Span, StageTimer
 from training.pipeline.schedules import build_schedule
-from training.planner.hardware import GIB
 from training.planner.prediction import Prediction
 from training.planner.report import render_rows, render_seconds
 from training.planner.timeline import predicted_timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from models.architecture import choose_attention
+from models.architecture.lookup import choose_attention
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.distributed.process import has_accelerator

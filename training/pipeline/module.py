@@ -16,17 +16,17 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from console import progress
 from errors import UserError
-from models.adapters import Adapter
-from models.decoder import Embedding, PipelineDecoderLayer
-from models.documents import DocumentBounds
+from models.adapters.adapter import Adapter
 from models.experts.router import RouterOptions
-from models.fused_kernels import fuse_kernels
-from models.layer import Layer
+from models.layers.decoder import Embedding, PipelineDecoderLayer
+from models.layers.documents import DocumentBounds
+from models.layers.fused_kernels import fuse_kernels
+from models.layers.layer import Layer
+from models.layers.neftune import EmbeddingNoise
 from models.losses.cross_entropy import Loss, build_loss
-from models.neftune import EmbeddingNoise
-from models.parallel.context_parallel import share_sequence
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel, sum_over_ranks
-from models.parallel.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_over_ranks
+from models.sharding.context_parallel import share_sequence
+from models.sharding.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
 from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
@@ -65,15 +65,15 @@ def join_tensor_parallel(topology: Topology, rank: int, splits_sequence: bool = 
     """This rank among those that share its layers, with a process group of them. All ranks call it."""
     size = topology.size(TENSOR)
     if size == 1:
-        return ALONE
+        return NO_TP
     return TensorParallel(topology.index(rank, TENSOR), size, join_group(topology, TENSOR), splits_sequence)
 
 
 def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel) -> ContextParallel:
     """This rank among those that share its sequences, with a process group of them. All ranks call it. parts: as
-    `models.parallel.context_parallel.choose_parts` has chosen."""
+    `models.sharding.context_parallel.choose_parts` has chosen."""
     if parts.size == 1:
-        return WHOLE
+        return NO_CP
     return replace(parts, rank=topology.index(rank, CONTEXT), group=join_group(topology, CONTEXT))
 
 
@@ -84,10 +84,10 @@ class StageModule(PipelineModule):
     meta device and takes over the tensors that are read for it, in the training dtype and on this rank's device:
     nothing is initialised that will be loaded, and no rank touches a layer that is not its own.
 
-    A stage may hold several chunks of layers; `forward` runs the one that `expose` has chosen.
+    A stage may hold several chunks of layers; `forward` runs the one that `set_active_chunk` has chosen.
     """
 
-    exposed: int  # the chunk that `forward` runs
+    active_chunk: int  # the chunk that `forward` runs
     forward_funcs: list[Any]
 
     def __init__(
@@ -106,8 +106,8 @@ class StageModule(PipelineModule):
         activation_offload: bool = False,
         compiles: bool = False,
         fuses: bool = False,
-        parallel: TensorParallel = ALONE,
-        sequence_part: ContextParallel = WHOLE,
+        parallel: TensorParallel = NO_TP,
+        sequence_part: ContextParallel = NO_CP,
         routers: RouterOptions | None = None,
         neftune_noise_alpha: float = 0.0,
         schedule: Schedule,
@@ -117,12 +117,11 @@ class StageModule(PipelineModule):
         adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
         trained. activation_offload: what recomputation keeps goes to the host. topology: of all ranks. loss: of the
         last stage; next-token cross entropy by default. compiles: the decoder layers, each by itself. fuses: parts of
-        layers, by `models.fused_kernels`. parallel: the ranks that share the layers, which
-        `models.parallel.tensor_parallel.shard_layers` has described. sequence_part: the ranks that share each sequence.
-        routers: None for a dense model. neftune_noise_alpha: see `models.neftune`; 0: no noise. schedule: says which
-        chunks are this rank's, and whether gradients of weights are put off. weight_sharding: over the replicas, each
-        layer as soon as it is loaded (`training.pipeline.weight_sharding`).
-        Needs an initialised process group.
+        layers, by `models.layers.fused_kernels`. parallel: the ranks that share the layers, which
+        `models.sharding.tensor_parallel.shard_layers` has described. sequence_part: the ranks that share each sequence.
+        routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise. schedule: says
+        which chunks are this rank's, and whether gradients of weights are put off. weight_sharding: over the replicas,
+        each layer as soon as it is loaded (`training.pipeline.weight_sharding`). Needs an initialised process group.
 
         Raises UserError when a tensor is missing or has another shape than config.json makes it.
         """
@@ -177,25 +176,25 @@ class StageModule(PipelineModule):
         """The stage that holds a layer."""
         return self._schedule.find_stage(bisect_right(self.parts, layer_idx) - 1)
 
-    def expose(self, chunk: int) -> None:
+    def set_active_chunk(self, chunk: int) -> None:
         """Makes `forward` run this chunk of the stage, counted from 0; also for what its backward pass recomputes."""
-        if chunk == self.exposed:
+        if chunk == self.active_chunk:
             return
-        self.exposed = chunk
+        self.active_chunk = chunk
         self._set_bounds(self.chunks[chunk].start, self.chunks[chunk].stop)
         self.forward_funcs = [self._functions[index] for index in self.chunks[chunk]]
         self._precompute_checkpointable_values()
 
     def _build(self) -> None:
         self._functions: dict[int, Any] = {}
-        self.exposed = -1
+        self.active_chunk = -1
         for chunk in self.chunks:
             self._set_bounds(chunk.start, chunk.stop)
             self.forward_funcs = []
             with torch.device("meta"):
                 super()._build()
             self._functions |= zip(chunk, self.forward_funcs, strict=True)
-        self.expose(0)
+        self.set_active_chunk(0)
         mistake = None
         try:
             self._load_layers()
@@ -372,8 +371,8 @@ class StageModule(PipelineModule):
         raise_together(mistake)
 
     def forward(self, forward_input: Any) -> Any:
-        """The exposed layers. Where all of the first stage is frozen nothing asks for gradients, but the engine runs
-        its backward pass.
+        """The active_chunk layers. Where all of the first stage is frozen nothing asks for gradients, but the engine
+        runs its backward pass.
         """
         outputs = super().forward(forward_input)
         if self.parallel.size > 1 and self.training and torch.is_grad_enabled():

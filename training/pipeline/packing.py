@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from data.encoders.kinds import find_kind
 from data.options import Packing
-from models.architecture import check_packing
+from models.architecture.lookup import check_packing
 from training.config.schema import RunConfig
 
 

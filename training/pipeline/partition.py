@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.experts.sizes import active_share, list_matrices
-from models.layer import Layer
+from models.layers.layer import Layer
 from training.pipeline.schedule import Schedule
 
 Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start to stop

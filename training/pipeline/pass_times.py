@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from models.layer import Layer
+from models.layers.layer import Layer
 from training.config.schema import AdapterName, RunConfig
 from training.distributed.topology import Layout
 from training.pipeline.partition import compute_work

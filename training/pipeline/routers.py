@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from data.step_totals import StepTotals
-from models.decoder import PipelineDecoderLayer
+from data.loading.step_totals import StepTotals
 from models.experts.router import RoutedBlock, RouterMonitor, RouterOptions, find_block, fit_options
-from models.layer import Layer
+from models.layers.decoder import PipelineDecoderLayer
+from models.layers.layer import Layer
 from models.parallel.shard import TensorParallel
 from training.config.schema import RunConfig
 from training.distributed.topology import PIPE, Topology, join_group

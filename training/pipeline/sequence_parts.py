@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
-from models.layer import Layer
-from models.parallel.context_parallel import check_sequences, choose_parts
-from models.parallel.sequence_obstacles import check_sequence_parts
+from models.layers.layer import Layer
 from models.parallel.shard import ContextParallel
+from models.sharding.context_parallel import check_sequences, choose_parts
+from models.sharding.sequence_obstacles import check_sequence_parts
 from training.config.schema import RunConfig
 
 

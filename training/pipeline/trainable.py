@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.adapter_folder import (
+from models.adapters.adapter import Adapter, check_all_taken
+from models.adapters.folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     TIED_HEAD,
@@ -26,7 +27,7 @@ from models.adapter_folder import (
     name_for_peft,
     to_peft_name,
 )
-from models.adapter_targets import (
+from models.adapters.targets import (
     build_lora_config,
     is_named,
     list_adaptable,
@@ -34,10 +35,9 @@ from models.adapter_targets import (
     list_projections,
     list_targets,
 )
-from models.adapters import Adapter, check_all_taken
-from models.layer import Layer
-from models.parallel.shard import ALONE, TensorParallel
-from models.weights.folders import copy_processor_files, copy_tokenizer_files, staged_folder
+from models.layers.layer import Layer
+from models.parallel.shard import NO_TP, TensorParallel
+from models.storage.folders import copy_processor_files, copy_tokenizer_files, staged_folder
 from models.weights.pipeline_checkpoint import PipelineCheckpoint
 from training.config.schema import AdapterName, RunConfig
 
@@ -191,7 +191,7 @@ def choose_trained(
     layer: Layer,
     adapter: Adapter | None,
     freeze: Sequence[str],
-    parallel: TensorParallel = ALONE,
+    parallel: TensorParallel = NO_TP,
 ) -> None:
     """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all
     but what `freeze` names."""

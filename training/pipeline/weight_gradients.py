@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from models.parallel.layers import RowParallelConv1D, RowParallelLinear
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
-from models.parallel.tensor_parallel import list_partial_gradients
+from models.sharding.tensor_parallel import list_partial_gradients
 
 _ROW_PARALLEL = (RowParallelLinear, RowParallelConv1D)
 _PROJECTIONS = (nn.Linear, Conv1D, ColumnParallelLinear, ColumnParallelConv1D, *_ROW_PARALLEL)

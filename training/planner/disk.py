@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from training.config.schema import AdapterName, Precision, RunConfig
-from training.engine.optimizer import count_state_bytes
-from training.planner.memory import bytes_of
+from training.costs.memory import bytes_of
+from training.optim.optimizer import count_state_bytes
 
 
 class CheckpointSize(NamedTuple):

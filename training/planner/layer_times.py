@@ -21,19 +21,19 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from data.collator import shift_labels
-from models.adapters import Adapter
-from models.architecture import build_layers
-from models.layer import Layer
+from models.adapters.adapter import Adapter
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+from models.layers.score_head import is_reward_model
 from models.losses.cross_entropy import build_loss
-from models.reward import is_reward_model
 from training.config.precision import DTYPES
 from training.config.schema import Precision, RunConfig
+from training.cost_terms.optimizer_step import count_update_bytes
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout
-from training.engine.gradient_sums import add_gradient
+from training.optim.gradient_sums import add_gradient
 from training.pipeline.trainable import build_adapter, choose_trained
-from training.planner.cost import LayerCost
-from training.planner.hardware import GB, Machine
-from training.planner.levers.optimizer_step import count_update_bytes
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5

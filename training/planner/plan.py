@@ -1,7 +1,7 @@
 """The plan of a run: what each stage holds and how long a step takes. Pure functions of layer costs, a layout and a
 machine.
 
-What a stage holds and takes is the sum over the table of levers (`training/planner/levers/`); here stages become a
+What a stage holds and takes is the sum over the table of levers (`training/cost_terms/`); here stages become a
 step. Sources and assumptions: docs/plan.md. P stages, V chunks of layers a stage, M micro-batches of one replica in a
 step.
 """
@@ -14,25 +14,25 @@ from functools import cache, lru_cache
 
 from transformers import PretrainedConfig
 
-from models.layer import Layer
-from models.parallel.context_parallel import choose_parts
+from models.layers.layer import Layer
+from models.sharding.context_parallel import choose_parts
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
+from training.cost_terms import table
+from training.cost_terms.context_parallel import ModeCost, compare_modes
+from training.cost_terms.cost_term import Chunk, PlannedRun, Stage
+from training.costs.cost import LayerCost, count_layers
+from training.costs.hardware import GB, GIB
+from training.costs.memory import Memory
+from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule, find_schedule
 from training.pipeline.trainable import build_adapter
-from training.planner.cost import LayerCost, count_layers
 from training.planner.disk import CheckpointSize, estimate_size
-from training.planner.hardware import GB, GIB
-from training.planner.levers import table
-from training.planner.levers.context_parallel import ModeCost, compare_modes
-from training.planner.levers.lever import Chunk, PlannedRun, Stage
-from training.planner.memory import Memory
 from training.planner.simulation import Pass, simulate
-from training.planner.time import Sent, compute_sending_seconds, find_bandwidth
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from data.row_lengths import RowLengths
-from models.architecture import build_layers
-from models.parallel.tensor_parallel import shard_layers
+from data.loading.row_lengths import RowLengths
+from models.architecture.lookup import build_layers
+from models.sharding.tensor_parallel import shard_layers
 from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.cost import LayerCost
+from training.costs.hardware import Machine, complete_hardware, list_stated
+from training.costs.memory import HOST_BYTES_A_RANK
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
-from training.planner.cost import LayerCost
-from training.planner.hardware import Machine, complete_hardware, list_stated
 from training.planner.layer_times import LayerTimes, apply_times, build_task, list_kinds, measure
-from training.planner.levers.lever import PlannedRun
-from training.planner.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs, list_owners
 
 # Of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together

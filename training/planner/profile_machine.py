@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from training.planner.cost import LayerCost
-from training.planner.hardware import Machine, list_stated
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.cost import LayerCost
+from training.costs.hardware import Machine, list_stated
 from training.planner.layer_times import LayerTimes, Task, apply_times, build_task, list_kinds, measure
-from training.planner.levers.lever import PlannedRun
 
 
 def profile_layers(

@@ -12,7 +12,7 @@ from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, Offload, OptimizerName, RunConfig, StateDtype
 from training.config.validate import check_config
-from training.planner.hardware import GIB
+from training.costs.hardware import GIB
 from training.planner.plan import Plan
 
 # Each gives memory for time, and changes no gradient; from the cheapest on.

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from training.config.schema import CheckpointMode, Offload, RunConfig
+from training.costs.hardware import GIB, Machine
 from training.objectives.registry import get_objective
 from training.planner.disk import CheckpointSize, count_disk_bytes
-from training.planner.hardware import GIB, Machine
 from training.planner.plan import Plan, StagePlan
 from training.planner.remedies import Remedy, describe_remedies
 

@@ -15,16 +15,18 @@ from transformers import PretrainedConfig
 
 from console import fit, measure_width
 from errors import UserError
-from models.architecture import build_layers, check_length, choose_attention, give_rope_parameters
-from models.layer import Layer
-from models.parallel.tensor_parallel import shard_layers
-from models.reward import describe_reward_model, is_reward_model
+from models.architecture.lookup import apply_rope_overrides, build_layers, check_length, choose_attention
+from models.layers.layer import Layer
+from models.layers.score_head import describe_reward_model, is_reward_model
+from models.layers.wrapped import Wrapper
+from models.sharding.tensor_parallel import shard_layers
 from models.weights.config_file import load_config, parse_config
-from models.wrapped import Wrapper
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
 from training.config.validate import check_config, check_model_fields
-from training.distributed.ranks import ALONE, exit_on_user_error
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.hardware import Machine, complete_hardware
+from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
 from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
 from training.objectives.registry import check_objective, get_objective
 from training.pipeline.packing import check_run_packing
@@ -34,8 +36,6 @@ from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.pipeline.sequence_parts import check_run_sequences
 from training.pipeline.trainable import check_freeze
-from training.planner.hardware import Machine, complete_hardware
-from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
@@ -47,7 +47,7 @@ from training.planner.timeline import predicted_timeline
 def run_plan(composed: Any) -> None:
     """Prints the plan of a composed config. A UserError ends the process with one line."""
     width = measure_width(sys.stdout)
-    with exit_on_user_error(ALONE):
+    with exit_on_user_error(SINGLE_PROCESS):
         for text in plan_run(to_typed(composed, unread=("model_name_or_path", "train_file", "output_dir")), width):
             print(fit(text, width), flush=True)
 
@@ -133,7 +133,7 @@ def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | No
             f"{where}model=from_checkpoint states no architecture to plan; "
             "choose one of conf/model, such as model=llama_7b"
         )
-    give_rope_parameters(architecture, config.rope_parameters.list_given())
+    apply_rope_overrides(architecture, config.rope_parameters.list_given())
     if get_objective(config).scores_rows and not is_reward_model(architecture):
         architecture = describe_reward_model(architecture)
     architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)

@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 from errors import UserError
-from models.layer import Layer
+from models.layers.layer import Layer
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.cost import LayerCost
+from training.costs.hardware import GIB, Machine
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
 from training.objectives.registry import get_objective
 from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
 from training.pipeline.sequence_parts import check_run_sequences
-from training.planner.cost import LayerCost
-from training.planner.hardware import GIB, Machine
-from training.planner.levers.lever import PlannedRun
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind, render_rows, render_seconds

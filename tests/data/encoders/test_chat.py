@@ -3,9 +3,9 @@
 import pytest
 
 from data.encoders.chat import ChatEncoder, split_messages
-from data.encoders.sample import IGNORE_INDEX, Sample
 from data.encoders.sft import SFTEncoder
 from data.options import TrainOn
+from data.sample import IGNORE_INDEX, Sample
 from errors import UserError
 
 MESSAGES = [

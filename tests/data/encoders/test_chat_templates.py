@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from data.encoders.chat import ChatEncoder
 from data.encoders.chat_templates import NAMED, load_chat_template
-from data.encoders.encoding import Encoding, encode_batch
-from data.encoders.sample import IGNORE_INDEX
 from data.encoders.segments import leading_bos
 from data.encoders.sft import SFTEncoder
 from data.options import OnBadRecord
+from data.sample import IGNORE_INDEX
 from data.sources.formats import RawRecord
+from data.storage.encoding import Encoding, encode_batch
 from errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

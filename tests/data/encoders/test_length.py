@@ -3,8 +3,8 @@
 import pytest
 
 from data.encoders.length import LengthCounts, fit_sample
-from data.encoders.sample import Sample
 from data.options import LengthPolicy
+from data.sample import Sample
 from errors import UserError
 
 TRUNCATE, DROP, SPLIT = LengthPolicy

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from data.collator import unshift_targets
 from data.encoders.chat import ChatEncoder
-from data.encoders.encoding import Encoding
 from data.encoders.pretrain import PretrainEncoder
-from data.encoders.sample import Encoder
 from data.encoders.sft import SFTEncoder
-from data.loader import LoaderOptions, build_eval_loader
+from data.loading.loader import LoaderOptions, build_eval_loader
 from data.options import Packing
+from data.sample import Encoder
+from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

@@ -10,12 +10,12 @@ import pytest
 from test_sft import read_runs
 
 from data.collator import unshift_targets
-from data.encoders.encoding import Encoding
 from data.encoders.preference import PreferenceEncoder
-from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
 from data.options import LengthPolicy, MeanOver, OnBadRecord
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture
+from data.storage.encoding import Encoding
 from data.storage.reference import is_whole, reference_path, save_reference
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset

@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.encoders.sample import IGNORE_INDEX, Sample, count_targets
 from data.encoders.sft import SFTEncoder
+from data.sample import IGNORE_INDEX, Sample, count_targets
 from errors import UserError
 
 # A template that writes no end token of its own.

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.corpora import CODES, write_corpus
 
-from data.encoders.encoding import Encoding
 from data.encoders.pretrain import PretrainEncoder
 from data.encoders.sft import SFTEncoder
 from data.options import Packing
 from data.sources.mixture import Mixture
+from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset, load_summary
 from data.storage.tokenizing import prepare_dataset

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.options import MixtureUnit, Packing
 from data.sources.mixture import Mixture, ShareKind
+from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

@@ -8,10 +8,10 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from data.encoders.encoding import Encoding
 from data.encoders.pretrain import PretrainEncoder
 from data.sources.hub import load_hub
 from data.sources.records import parse_record, read_records, resolve_sources
+from data.storage.encoding import Encoding
 from data.storage.tokenized import load_summary
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

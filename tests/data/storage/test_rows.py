@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from data.collator import unshift_targets
-from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
-from data.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.loading.loader import LoaderOptions, build_eval_loader, build_train_loader
+from data.loading.step_totals import bound_documents
 from data.options import Packing
 from data.order import GlobalOrder
 from data.sources.mixture import Mixture, ShareKind
-from data.step_totals import bound_documents
+from data.storage.encoding import Encoding
 from data.storage.rows import RowPlan, Rows, compute_fill, count_rows, prepare_rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset

@@ -21,10 +21,10 @@ import pytest
 from pyarrow import parquet
 from support.tiny import save_tokenizer
 
-from data.encoders.encoding import Encoding
 from data.encoders.sft import SFTEncoder
 from data.options import LengthPolicy, OnBadRecord
 from data.storage.disk import estimate_size
+from data.storage.encoding import Encoding
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from convert2ckpt import main as convert2ckpt
-from models.adapter_folder import ADAPTER_WEIGHTS, name_for_peft, to_peft_name
-from models.adapter_targets import build_lora_config, list_adaptable
-from models.adapters import Adapter, adapter_names, adapter_off, merge_adapter
-from models.architecture import build_layers
+from models.adapters.adapter import Adapter, adapter_names, adapter_off, merge_adapter
+from models.adapters.folder import ADAPTER_WEIGHTS, name_for_peft, to_peft_name
+from models.adapters.targets import build_lora_config, list_adaptable
+from models.architecture.lookup import build_layers
 from models.experts.grouped import GROUPED
 from models.experts.lora import GroupedLora, use_grouped_products
-from models.layer import Layer
+from models.layers.layer import Layer
 from models.weights.sources import open_weights
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import ActivationCheckpointing

@@ -20,8 +20,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from models.experts.grouped import GROUPED, dispatch
 from training.config.schema import CheckpointMode
+from training.costs.saved_activations import count_saved_bytes
 from training.pipeline.activation_checkpoint import ActivationCheckpointing
-from training.planner.saved_activations import count_saved_bytes
 
 N, K, E, D, I = 40, 2, 8, 32, 24
 EXPERTS: dict[str, Any] = {

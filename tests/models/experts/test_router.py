@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
-from models.architecture import build_layers
-from models.documents import DocumentBounds, locate_tokens
+from models.architecture.lookup import build_layers
 from models.experts.router import (
     SCORES,
     RouterMonitor,
@@ -23,7 +22,8 @@ from models.experts.router import (
     find_block,
     fit_options,
 )
-from models.parallel.shard import WHOLE
+from models.layers.documents import DocumentBounds, locate_tokens
+from models.parallel.shard import NO_CP
 
 BIASED = {
     "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2",
@@ -68,7 +68,7 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
     router, hidden_states = block.router, torch.randn(3 * 6, 48, requires_grad=True)
     segments = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]], dtype=torch.int32)
     tokens = locate_tokens(segments, DocumentBounds(5, 6) if knows_bounds else None)
-    context = SimpleNamespace(tokens=tokens, sequence_part=WHOLE)
+    context = SimpleNamespace(tokens=tokens, sequence_part=NO_CP)
     counts, sums = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
     monitor = RouterMonitor(
         context, RouterOptions(1.0, 1.0, scores=Scores.softmax), counts=counts, sums=sums,

@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses import logit_pieces
+from models.losses import logit_chunks as logit_pieces
 from models.losses.cross_entropy import causal_lm_loss, find_targets
-from models.losses.logit_pieces import PIECE, list_pieces
+from models.losses.logit_chunks import PIECE, list_pieces
 from models.losses.token_loss import TokenLoss
 from tests.support.logit_pieces import cut_pieces
 

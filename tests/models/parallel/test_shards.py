@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.experts.grouped import is_stack
 from models.generic.shrink import shrink
-from models.layer import Fused, Layer, Style
+from models.layers.layer import Fused, Layer, Style
 from models.parallel.layers import PerRankRNG
 from models.parallel.shard import ShardSpec, TensorParallel
-from models.parallel.tensor_parallel import shard_layers
+from models.sharding.tensor_parallel import shard_layers
 
 WHOLE = torch.arange(7 * 12).reshape(7, 12)
 SPECS = [ShardSpec(0, (7,)), ShardSpec(1, (12,)), ShardSpec(1, (6, 3, 3)), ShardSpec(0, (5, 2))]

@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights import quantized
 from models.weights.quantized import dequantize_fp8, dequantize_mxfp4
 from models.weights.sources import open_weights

@@ -7,7 +7,7 @@ import torch
 from support.families import FAMILIES, build_family_config
 from transformers import AutoModelForCausalLM
 
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights.random_weights import RandomWeights
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny import save_llama
 
 from errors import UserError
-from models.architecture import build_layers
-from models.weights.conversion import convert_to_pipeline, export_hugging_face
+from models.architecture.lookup import build_layers
+from models.conversion.convert import convert_to_pipeline, export_hugging_face
 from models.weights.sources import open_weights
 
 MODEL = "model.safetensors"

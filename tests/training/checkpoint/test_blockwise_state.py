@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.checkpoint.blockwise_state import BlockRestore, BlockRun
-from training.engine.state_kinds import BLOCK_SIZE, count_blocks
+from training.optim.state_kinds import BLOCK_SIZE, count_blocks
 
 functional = pytest.importorskip("bitsandbytes.functional")
 NUM = 2000

@@ -159,7 +159,7 @@ def fill_up_and_save(checkpoints: Path, first: int, seeds: range) -> None:
 
     import torch.distributed as dist
 
-    from models.weights import folders
+    from models.storage import folders
 
     filler, refused = checkpoints.parent / "filler", 0
     with saving(checkpoints) as save:

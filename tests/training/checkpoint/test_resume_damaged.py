@@ -17,7 +17,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 from training.checkpoint.manifest import FileRecord, HashedFile, read_manifest, write_manifest
 

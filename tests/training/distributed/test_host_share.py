@@ -139,7 +139,7 @@ def test_too_few_cards_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyP
     accelerator = Accelerator(1)
     for rank in range(2):
         with pytest.raises(UserError, match="2 ranks .* 1 GPUs"):
-            process.find_card(Ranks(rank, 2, rank, 2))
+            process.find_device(Ranks(rank, 2, rank, 2))
     assert accelerator.taken == []
 
 

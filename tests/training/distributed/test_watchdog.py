@@ -123,7 +123,7 @@ def test_the_place_is_the_nearest_line_of_the_project() -> None:
 def test_on_a_gpu_any_line_may_wait_for_it_but_those_that_read_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
-    for file, waits in {"data/loader.py": False, "models/losses/cross_entropy.py": True}.items():
+    for file, waits in {"data/loading/loader.py": False, "models/losses/cross_entropy.py": True}.items():
         seen: list[tuple[str, bool]] = []
         exec(
             compile("seen.append(find_place(sys._getframe()))", str(ROOT / file), "exec"),

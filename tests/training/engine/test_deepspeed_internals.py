@@ -29,7 +29,7 @@ import training.pipeline.module
 import training.setup
 from errors import UserError
 from training.config.schema import RunConfig
-from training.distributed.ranks import ALONE
+from training.distributed.ranks import SINGLE_PROCESS
 from training.engine import deepspeed_internals
 from training.engine.deepspeed_internals import PACKAGES, TABLE, Internal, check_internals, find_missing
 
@@ -63,7 +63,7 @@ def test_a_run_does_not_start_without_one_of_them(
     take_away(entry, name, monkeypatch)
     works = f"{entry.package}{PACKAGES[entry.package].works}"
     with pytest.raises(UserError) as raised:
-        training.setup.check_run(config, ALONE)
+        training.setup.check_run(config, SINGLE_PROCESS)
     assert str(raised.value) == (
         f"{entry.package} {version(entry.package)} has no {entry.place.replace(':', '.')}.{name}, which is needed for "
         f"{entry.use}; known to work are {works} (pip install -r requirements.txt)"

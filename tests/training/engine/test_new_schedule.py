@@ -12,11 +12,11 @@ from support.cases import BOUND, CLIPPED, Case, merge, train_case, train_oracle,
 from support.instructions import play
 from support.tiny import save_llama, save_records, save_tokenizer
 
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from training.config.schema import RunConfig
+from training.costs.hardware import complete_hardware
 from training.pipeline.schedule import OneForwardOneBackward, Schedule, Unit, UnitKind
 from training.pipeline.schedules import SCHEDULES
-from training.planner.hardware import complete_hardware
 from training.planner.plan import Plan
 from training.planner.run import build_plan, load_architecture, plan_run
 from training.planner.search import search_plans

@@ -11,7 +11,7 @@ from support.tiny import VOCAB_SIZE, save_llama, save_tokenizer
 
 from data.options import TrainOn
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 from training.config.schema import RunConfig
 from training.inputs.datasets import build_encoder, load_tokenizer

@@ -50,7 +50,7 @@ def train_and_listen(case: Case) -> tuple[int, Received]:
     """A whole run on this rank: its data-parallel rank, and what its engine took from its loader."""
     import torch.distributed as dist
 
-    from data.loader import TrainLoader
+    from data.loading.loader import TrainLoader
 
     taken: Received = []
     iterate = TrainLoader.iterate

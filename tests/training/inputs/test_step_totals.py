@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from support.workers import WorkerGroup
 
-from data.loader import PlaceholderLoader
-from data.step_totals import StepTotals
+from data.loading.loader import PlaceholderLoader
+from data.loading.step_totals import StepTotals
 
 LAST_STEP = 40
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.losses.cpo import CPOFormula
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.dpo import DPOFormula
@@ -28,8 +28,9 @@ from models.losses.options import DPOLossType
 from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import PairFormula, WithNLL
 from models.losses.simpo import SimPOFormula
-from models.parallel.shard import ALONE, WHOLE, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
+from training.costs.hardware import complete_hardware
 from training.objectives.objective import Objective
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
@@ -40,7 +41,6 @@ from training.objectives.registry import (
     is_trained_on,
 )
 from training.objectives.user_loss import build_run_loss
-from training.planner.hardware import complete_hardware
 from training.planner.plan import Plan
 from training.planner.run import build_plan, load_architecture, plan_run
 
@@ -80,7 +80,7 @@ class ScaledCrossEntropy(Objective):
         config: RunConfig,
         model_config: PretrainedConfig,
         parallel: TensorParallel,
-        sequence_part: ContextParallel = WHOLE,
+        sequence_part: ContextParallel = NO_CP,
     ) -> Loss:
         loss = build_loss(model_config, parallel)
         return lambda outputs, targets: SCALE * loss(outputs, targets)
@@ -163,7 +163,7 @@ def test_messages_know_a_new_objective(new_objective: None) -> None:
         check_objective(build_config("task=scaled", "data=preference"))
     with pytest.raises(UserError, match="loss and task=scaled: each is a loss; give one of them"):
         model_config = PretrainedConfig(vocab_size=8)
-        build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), model_config, ALONE)
+        build_run_loss(build_config("task=scaled", "loss={_target_: my_losses.MyLoss}"), model_config, NO_TP)
 
 
 def build_small_plan(*overrides: str) -> Plan:

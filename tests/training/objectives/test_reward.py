@@ -45,7 +45,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from scripts.generate import load_model

@@ -16,7 +16,7 @@ from support.cases import Case, train_run
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
-from data import loader
+from data.loading import loader
 from data.order import GlobalOrder
 from training.checkpoint import writer as checkpoint_writer
 from training.checkpoint.writer import ShareFile

@@ -11,15 +11,15 @@ from support.configs import build_config
 from support.runs import read_metrics
 from transformers import LlamaConfig
 
-from data.row_lengths import RowLengths
+from data.loading.row_lengths import RowLengths
 from errors import UserError
 from training.config.schema import Device, RunConfig, load_hardware
 from training.config.validate import check_config
+from training.costs.hardware import Machine, complete_hardware
 from training.distributed.topology import Layout, Topology
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
-from training.planner.hardware import Machine, complete_hardware
 from training.planner.prediction import Prediction, count_run_costs, find_machine, predict
 
 LAYOUT = Layout(Topology.of(2, pipe=2), 1, 4)

@@ -30,7 +30,7 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.architecture import ARCHITECTURES, find_sequence_obstacle, has_ring_attention
+from models.architecture.lookup import ARCHITECTURES, find_sequence_obstacle, has_ring_attention
 
 CONFIGS = {name: AutoConfig.for_model(name) for name in ARCHITECTURES}
 SHARED = "context_parallel_size=2"

@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM
 
 from convert2ckpt import main as convert2ckpt
 from errors import UserError
-from models.adapter_folder import to_peft_name
-from models.adapter_targets import build_lora_config
-from models.adapters import Adapter, adapter_names
-from models.architecture import build_layers
+from models.adapters.adapter import Adapter, adapter_names
+from models.adapters.folder import to_peft_name
+from models.adapters.targets import build_lora_config
+from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 
 FAST = [("llama", "pp2", "use_dora"), ("gpt2", "pp2", "")]

@@ -29,7 +29,7 @@ from support.runs import eval_dataset, read_metrics
 from support.workers import WorkerGroup
 from transformers import AutoModelForCausalLM
 
-from models.neftune import compute_uniform, identify_tokens
+from models.layers.neftune import compute_uniform, identify_tokens
 from training.objectives.registry import describe_objective
 
 ALPHA = 15.0

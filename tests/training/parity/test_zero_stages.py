@@ -169,11 +169,11 @@ def test_offloaded_weights_equal_hugging_face(workers, material, kind: str, tied
 
 def train_offloaded(case: Case) -> dict[str, Any]:
     """Sees to it that the weights go to the host: when they are cut, and in the optimizer."""
-    from training.engine import plain_engine
+    from training.engine import zero3_engine as plain_engine
     from training.pipeline import weight_sharding
 
     asked: list[Any] = []
-    init, start = weight_sharding.Init, plain_engine.DeepSpeedPlain
+    init, start = weight_sharding.Init, plain_engine.Zero3Engine
 
     def cut(**arguments: Any) -> Any:
         asked.append(arguments.get("remote_device"))
@@ -183,7 +183,7 @@ def train_offloaded(case: Case) -> dict[str, Any]:
         assert wrapped.optimizer.offload_param
         return start(wrapped, *others)
 
-    with patch.object(weight_sharding, "Init", cut), patch.object(plain_engine, "DeepSpeedPlain", begin):
+    with patch.object(weight_sharding, "Init", cut), patch.object(plain_engine, "Zero3Engine", begin):
         result = train_case(case)
     assert asked and {*asked} == {"cpu"}
     return result

@@ -12,7 +12,7 @@ from support.packed_kernels import play_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from training.config.schema import CheckpointMode
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, Group, is_kept
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from errors import UserError
-from models.architecture import build_layers
-from models.layer import Layer
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
 from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
 from training.pipeline.schedule import Interleaved
 

@@ -12,8 +12,8 @@ from support.configs import build_config
 from support.families import build_family, build_family_config
 
 from errors import UserError
-from models.adapter_targets import build_lora_config, describe_targets
-from models.architecture import build_layers
+from models.adapters.targets import build_lora_config, describe_targets
+from models.architecture.lookup import build_layers
 from models.weights.sources import open_weights
 from training.pipeline.trainable import (
     build_adapter,

@@ -9,7 +9,7 @@ from support.configs import build_config
 from transformers import LlamaConfig
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from training.distributed.topology import Layout, Topology
 from training.pipeline.partition import balance_chunks, compute_bounds
 from training.pipeline.pass_times import time_passes

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.configs import build_config
 
-from models.architecture import build_layers
-from models.parallel.tensor_parallel import shard_layers
-from training.planner.hardware import GIB, complete_hardware
-from training.planner.memory import HOST_BYTES_A_RANK
+from models.architecture.lookup import build_layers
+from models.sharding.tensor_parallel import shard_layers
+from training.costs.hardware import GIB, complete_hardware
+from training.costs.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan
 from training.planner.run import build_plan, read_architecture
 

@@ -8,14 +8,14 @@ import pytest
 from support.configs import build_config as build_run_config
 
 from training.config.schema import Device, RunConfig
+from training.cost_terms.cost_term import PlannedRun, Stage
+from training.cost_terms.optimizer_step import compute_update
+from training.cost_terms.replicas import compute_reduction
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, GIB, Machine
+from training.costs.time import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
-from training.planner.cost import LayerCost
-from training.planner.hardware import GB, GIB, Machine
-from training.planner.levers.lever import PlannedRun, Stage
-from training.planner.levers.optimizer_step import compute_update
-from training.planner.levers.replicas import compute_reduction
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
-from training.planner.time import compute_sending_seconds
 
 HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5,

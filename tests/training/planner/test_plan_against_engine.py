@@ -19,19 +19,19 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from benchmarks.allocation import AllocationPeak
-from models.architecture import build_layers, choose_attention
-from models.parallel.tensor_parallel import shard_layers
+from models.architecture.lookup import build_layers, choose_attention
+from models.sharding.tensor_parallel import shard_layers
 from models.weights.sources import open_weights
 from training.config.schema import Device
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.hardware import Machine
+from training.costs.memory import HOST_BYTES_A_RANK
 from training.distributed.topology import build_layout
-from training.engine import pieces
 from training.objectives.registry import get_objective
+from training.optim import pieces
 from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import build_schedule, schedule_layout
-from training.planner.hardware import Machine
-from training.planner.levers.lever import PlannedRun
-from training.planner.memory import HOST_BYTES_A_RANK
 from training.planner.plan import compute_plan, count_costs
 
 SEQ_LENGTH = 128
@@ -71,7 +71,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
     import deepspeed.runtime.pipe.engine
 
     from training.engine import pipeline_engine as engines
-    from training.engine import plain_engine
+    from training.engine import zero3_engine as plain_engine
 
     written = engines.build_deepspeed_config
 
@@ -250,10 +250,10 @@ def compare_peaks(
     monkeypatch: pytest.MonkeyPatch, bucket: int,
 ) -> None:  # fmt: skip
     for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
-        monkeypatch.setattr(f"training.planner.levers.model_states.{name}", bucket)
+        monkeypatch.setattr(f"training.cost_terms.model_states.{name}", bucket)
     monkeypatch.setattr(pieces, "PIECE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
-    monkeypatch.setattr("training.planner.levers.model_states.pinned_bytes", lambda nbytes: nbytes)
+    monkeypatch.setattr("training.cost_terms.model_states.pinned_bytes", lambda nbytes: nbytes)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
     replicas = 2 if "zero_stage=2" in overrides else 2 // num_stages  # which have a part each of the gradients
     world_size = width * num_stages * replicas

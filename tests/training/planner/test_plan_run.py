@@ -16,12 +16,12 @@ from support.quantized import FP8, write_config
 from support.tiny import save_llama
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
+from training.costs.hardware import complete_hardware
 from training.distributed.topology import build_layout
 from training.pipeline.partition import compute_bounds
-from training.planner.hardware import complete_hardware
 from training.planner.plan import Plan
 from training.planner.prediction import count_run_costs, find_fits
 from training.planner.report import render_rows, render_seconds

@@ -11,9 +11,9 @@ import pytest
 from support.configs import compose_config
 
 from errors import UserError
-from models.architecture import build_layers
+from models.architecture.lookup import build_layers
 from training.config.schema import RunConfig, to_typed
-from training.planner.hardware import complete_hardware
+from training.costs.hardware import complete_hardware
 from training.planner.run import build_plan, load_architecture, plan_run
 from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharings, render_search, search_plans
 

@@ -10,13 +10,13 @@ from support.configs import build_config
 from support.workers import WorkerGroup
 from transformers import LlamaConfig
 
-from data.row_lengths import RowLengths
-from models.architecture import build_layers
+from data.loading.row_lengths import RowLengths
+from models.architecture.lookup import build_layers
+from training.cost_terms.cost_term import PlannedRun
+from training.costs.hardware import complete_hardware
 from training.distributed.ranks import read_ranks
 from training.distributed.topology import Layout, Topology
-from training.planner.hardware import complete_hardware
 from training.planner.layer_times import LayerTimes
-from training.planner.levers.lever import PlannedRun
 from training.planner.plan import count_costs
 from training.planner.prediction import time_layers
 from training.planner.profile_machine import profile_layers

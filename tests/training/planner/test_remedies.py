@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 from support.configs import build_config
 
-from models.architecture import build_layers
-from training.planner.hardware import complete_hardware
+from models.architecture.lookup import build_layers
+from training.costs.hardware import complete_hardware
 from training.planner.remedies import find_remedies
 from training.planner.report import render_verdict
 from training.planner.run import build_plan, read_architecture

@@ -1,0 +1,1 @@
+"""What a run will see of its data, shown before it starts."""

@@ -1,0 +1,105 @@
+"""What the model will see, shown before training: counts, lengths, how full the rows are, and a few rows in words.
+
+Nothing here needs an engine; `describe_dataset` and `render_row` return text, `save_histogram` writes a PNG.
+"""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.options import Packing
+from data.sample import IGNORE_INDEX
+from data.storage.packing import pack_best_fit
+from data.storage.rows import RowPlan, Rows, compute_fill
+from data.storage.tokenized import TokenizedDataset, load_summary
+
+MAX_TOKENS_SHOWN = 600
+HISTOGRAM_BINS = 60
+TRAINED, MASKED, END = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, faint
+
+
+def describe_dataset(path: Path, plan: RowPlan) -> str:
+    """Counts of a tokenized folder, several lines."""
+    dataset, rows, summary = TokenizedDataset(path, False, False), Rows(path, plan, False, False), load_summary(path)
+    lengths = dataset.lengths
+    low, median, high, top = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
+    lines = [
+        summary.describe(),
+        f"records: {summary.num_records:,}, of them {summary.num_skipped:,} skipped as bad,"
+        f" {summary.lengths.num_dropped:,} dropped,"
+        f" {summary.lengths.num_truncated:,} truncated, {summary.lengths.num_split:,} split;"
+        f" {summary.lengths.num_lost_tokens:,} tokens lost by it",
+        f"tokens a sample: {low:,} to {top:,}, mean {lengths.mean():,.1f}, median {median:,},"
+        f" 95% have {high:,} or fewer",
+        f"target tokens: {summary.num_targets / summary.num_tokens:.1%} of all",
+        f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
+        f"{'' if dataset.has_desirable else _compare(rows, lengths, plan)}",
+    ]
+    if dataset.has_desirable:  # and so they are not packed
+        lines.append(f"labels: {dataset.desirable.sum():,} of {len(dataset):,} samples are desirable")
+    return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
+
+
+def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
+    """How full the rows would be if they were packed."""
+    if plan.group_size > 1:
+        return f", in {len(rows) // plan.group_size:,} pairs"
+    if plan.packing is not Packing.NONE:
+        return " (packing efficiency)"
+    packed = pack_best_fit(rows.sample_ids, lengths, plan.max_seq_length)
+    fill = rows.lengths.sum(dtype=np.int64) / (packed.num_rows * plan.max_seq_length)
+    return f"; data.packing=true would make {packed.num_rows:,} rows, {fill:.1%} filled"
+
+
+def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
+    """How many samples have which length, and how many rows are how full, as a PNG."""
+    matplotlib.use("Agg")  # no display is needed, nor asked for
+    from matplotlib import pyplot  # not above: it picks its backend when it is imported
+
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    bins = np.linspace(0, plan.max_seq_length, HISTOGRAM_BINS + 1).tolist()
+    # A document that is to be cut can be longer than a row; the last bar holds all of them.
+    lengths = np.minimum(TokenizedDataset(path, False, False).lengths, plan.max_seq_length)
+    axes.hist(lengths, bins, alpha=0.8, label="samples")
+    if plan.packing is not Packing.NONE:
+        axes.hist(Rows(path, plan, False, False).lengths, bins, histtype="step", label="rows")
+    axes.set(title=title, xlabel="tokens", ylabel="count", yscale="log")
+    axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def choose_rows(num_rows: int, count: int) -> list[int]:
+    """`count` rows from the first to the last, evenly spread."""
+    return sorted(set(np.linspace(0, num_rows - 1, count).astype(int).tolist()))
+
+
+def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> str:
+    """A row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]."""
+    input_ids, position_ids, labels = rows.input_ids(row), rows.position_ids(row), rows.labels(row)
+    shown = slice(0, MAX_TOKENS_SHOWN)
+    begins = np.flatnonzero((position_ids[shown] == 0) | _changes(labels[shown])).tolist()
+    text = ""
+    for begin, end in zip(begins, [*begins[1:], len(input_ids[shown])]):
+        if position_ids[begin] == 0 and begin:
+            text += "\n--- next document of the row ---\n"
+        # Data can hold what a terminal obeys.
+        part = tokenizer.decode(input_ids[begin:end]).replace("\x1b", "\\x1b")
+        text += _mark(part, labels[begin] != IGNORE_INDEX, in_colour)
+    left = len(input_ids) - MAX_TOKENS_SHOWN
+    return f"{text}\n... and {left:,} tokens more" if left > 0 else text
+
+
+def _changes(labels: np.ndarray) -> np.ndarray:
+    """Where loss begins or ends, bool [T]."""
+    has_loss = labels != IGNORE_INDEX
+    return np.concatenate([[True], has_loss[1:] != has_loss[:-1]])
+
+
+def _mark(text: str, is_trained: bool, in_colour: bool) -> str:
+    if in_colour:
+        return f"{TRAINED if is_trained else MASKED}{text}{END}"
+    return f"[[{text}]]" if is_trained else text

@@ -1,0 +1,1 @@
+"""From rows on disk to the micro-batches of a stage."""

@@ -1,0 +1,355 @@
+"""Stage-aware loaders: inputs where the first layer is, targets where the loss is, placeholders between.
+
+A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets,
+loss_denominator, target_indices))`; the half that a rank does not read is None. input_ids, position_ids and targets are
+int64 [B, T], padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each place
+the token to predict from it, -100 where there is none. position_ids restart at each document of a packed row; padding
+continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1.
+loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator. target_indices are
+int64 [N]: where the N targets are in the flattened micro-batch; a GPU that was asked for a size would be waited for.
+
+In training it is targets of the global batch / (dp_size * num_parts * gradient_accumulation_steps), so the mean that
+the engine takes over micro-batches, data-parallel ranks and those that share a sequence is the exact loss of the global
+batch. In evaluation it is 1, so the loss is a sum. A rank that has a part of each sequence, one or several of equal
+chunks, gets its tokens and its targets, which are shifted before they are cut; positions and segments it gets whole.
+
+A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
+B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
+
+Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs,
+tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of
+each row, float64 [2 B], travels behind the targets: `(targets, reference_log_probabilities, loss_denominator, ...)`.
+Single answers that were liked or not have a further column behind it, 1 or 0, float64 [B].
+"""
+
+import math
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.collator import Collator, PadRight, index_targets, pad_segments, shift_labels
+from data.loading.row_lengths import compute_seq_length
+from data.loading.step_totals import BatchShape, StepTotals, compute_step_totals
+from data.options import MeanOver, PadTo
+from data.order import GlobalOrder, Ids, micro_batch_ids
+from data.storage.rows import RowPlan, Rows, list_rows
+
+Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """What this rank reads, and the shape of its micro-batches. A one-stage rank reads both halves."""
+
+    reads_inputs: bool  # the rank holds the first layer
+    reads_labels: bool  # the rank holds the loss
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    row_plan: RowPlan
+    pad_token_id: int
+    chunks: tuple[int, ...] = (0,)  # of each sequence, that the rank reads, in this order
+    num_chunks: int = 1  # equal ones
+    length_multiple: int = 1  # of rows; of num_chunks too
+    pad_to: PadTo = PadTo.longest
+    mean_over: MeanOver = MeanOver.targets
+    num_workers: int = 0
+    pin_memory: bool = False
+    collator: Collator = field(default_factory=PadRight)
+    reads_desirable: bool = False  # whether each answer is: a column behind that of the reference
+    reference_file: Path | None = None  # of the data set's preferences; see data/storage/reference.py
+
+    @property
+    def reads_nothing(self) -> bool:
+        return not (self.reads_inputs or self.reads_labels)
+
+    @property
+    def max_seq_length(self) -> int:
+        return self.row_plan.max_seq_length
+
+    @property
+    def group_size(self) -> int:
+        return self.row_plan.group_size
+
+    def take_micro_batch(self, ids: Ids, number: int) -> Ids:
+        """Those that this rank reads as its micro-batch number `number`. ids: of a global batch, or of all."""
+        return micro_batch_ids(
+            ids, number, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that share each sequence."""
+        return self.num_chunks // len(self.chunks)
+
+    def take_part(self, of_tokens: Tensor) -> Tensor:
+        """This rank's of the equal parts of rows [B, T]."""
+        width = of_tokens.shape[1] // self.num_chunks
+        return torch.cat([of_tokens[:, chunk * width : (chunk + 1) * width] for chunk in self.chunks], dim=1)
+
+    def compute_seq_length(self, lengths: np.ndarray) -> int:
+        """T of a step whose rows have these lengths."""
+        return compute_seq_length(
+            lengths, self.pad_to, self.max_seq_length, math.lcm(self.num_chunks, self.length_multiple)
+        )
+
+
+class TrainLoader:
+    """The micro-batches of any range of steps. first: those of the forward pass before each step, where one is."""
+
+    first: "TrainLoader | PlaceholderLoader | None" = None
+
+    def __init__(
+        self, path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
+    ) -> None:
+        self._options = options
+        self._order = order
+        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._rows = _open_rows(path, options, order.num_samples)
+        self._described: tuple[int, tuple[np.ndarray, int, float]] | None = None  # the last step that was asked for
+        per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
+        if per_step != order.global_batch_size:
+            raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
+
+    def __len__(self) -> int:
+        return self._order.steps_per_epoch
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        """Of the step's global batch, int64 [global_batch_size]: places in the data set, from 0."""
+        return self._order.sample_ids(step)
+
+    def step_totals(self, step: int) -> StepTotals:
+        options, row_ids = self._options, self._row_ids(step)
+        shape = None
+        if isinstance(options.collator, PadRight):
+            seq_length = options.compute_seq_length(self._rows.lengths[row_ids])
+            shape = BatchShape(options.micro_batch_size * options.group_size, seq_length)
+        return compute_step_totals(self._rows, row_ids, options.group_size, shape)
+
+    def _row_ids(self, step: int) -> np.ndarray:
+        return list_rows(self._order.sample_ids(step), self._options.group_size)
+
+    def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """gradient_accumulation_steps micro-batches for each step from `start_step` up to but not `end_step`."""
+        per_step = self._gradient_accumulation_steps
+        return _iterate(self._build_batch, range(start_step * per_step, end_step * per_step), self._options)
+
+    def _build_batch(self, index: int) -> Batch:
+        step, micro_batch = divmod(index, self._gradient_accumulation_steps)
+        sample_ids, seq_length, denominator = self._describe(step)
+        ids = self._options.take_micro_batch(sample_ids, micro_batch)
+        return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=self._options)
+
+    def _describe(self, step: int) -> tuple[np.ndarray, int, float]:
+        """What the micro-batches of a step have in common: sample_ids, seq_length and loss_denominator."""
+        if self._described is None or self._described[0] != step:
+            options = self._options
+            seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
+            num_terms = self.step_totals(step).count_terms(options.mean_over)
+            denominator = num_terms / (options.dp_size * options.num_parts * self._gradient_accumulation_steps)
+            self._described = step, (self._order.sample_ids(step), seq_length, denominator)
+        return self._described[1]
+
+
+class EvalLoader:
+    """Every sample exactly once over all data-parallel ranks, in as many micro-batches on each of them.
+
+    A batch that runs short is filled with rows whose labels are all -100: they add 0 to the sum of losses. first: the
+    loader of the forward pass before the evaluation, where there is one.
+    """
+
+    first: "EvalLoader | PlaceholderLoader | None" = None
+
+    def __init__(self, path: str | Path, options: LoaderOptions, num_samples: int) -> None:
+        self._options = options
+        self._num_samples = num_samples
+        self._rows = _open_rows(path, options, num_samples)
+        self._seq_length = options.compute_seq_length(self._rows.lengths)
+        self.num_targets = int(self._rows.num_targets.sum(dtype=np.int64))
+        self.num_micro_batches = _count_eval_micro_batches(num_samples, options)
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def iterate(self) -> Iterator[Batch]:
+        """`num_micro_batches` batches whose loss is a sum; over all ranks they hold `num_targets` targets."""
+        return _iterate(self._build_batch, range(self.num_micro_batches), self._options)
+
+    def _build_batch(self, index: int) -> Batch:
+        options = self._options
+        ids = options.take_micro_batch(range(self._num_samples), index)
+        return _collate(self._rows, ids, self._seq_length, loss_denominator=1.0, options=options)
+
+
+class ScoringLoader:
+    """Every row exactly once over all data-parallel ranks, the longest first, in chunks of micro-batches of one shape.
+
+    For what is computed of each row by itself: rows go without those of their group. A chunk that runs short ends with
+    rows whose labels are all -100.
+    """
+
+    def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
+        """micro_batches: in a chunk, of one data-parallel rank; fewer in the last."""
+        self._options = options
+        self._rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
+        self._ids = np.argsort(-self._rows.lengths, kind="stable")
+        self._per_chunk = micro_batches * options.micro_batch_size * options.dp_size
+
+    def __len__(self) -> int:
+        return -(-len(self._ids) // self._per_chunk)
+
+    def chunk(self, number: int) -> tuple[Iterator[Batch], list[np.ndarray]]:
+        """The micro-batches of this rank, and the rows in each."""
+        options = self._options
+        ids = self._ids[number * self._per_chunk : (number + 1) * self._per_chunk]
+        seq_length = options.compute_seq_length(self._rows.lengths[ids])
+        rows = [options.take_micro_batch(ids, index) for index in range(_count_eval_micro_batches(len(ids), options))]
+        batches = (
+            _collate(self._rows, of_batch, seq_length, loss_denominator=1.0, options=options) for of_batch in rows
+        )
+        return batches, rows
+
+
+class PlaceholderLoader:
+    """The loader of a rank between the first layer and the loss: a length for logs, and no data.
+
+    `iterate` returns the placeholder itself, which the engine of such a rank takes and never asks for a batch.
+    """
+
+    first: "TrainLoader | EvalLoader | PlaceholderLoader | None" = None
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def iterate(self, start_step: int = 0, end_step: int = 0) -> "PlaceholderLoader":
+        return self
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __next__(self) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, index: int) -> NoReturn:
+        self._refuse()
+
+    def step_totals(self, step: int) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "this rank holds neither the first layer nor the loss, so it has no data: nothing may read a batch here"
+        )
+
+
+def build_train_loader(
+    path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
+) -> TrainLoader | PlaceholderLoader:
+    """The training loader of this rank; `len` is the steps of an epoch."""
+    if options.reads_nothing:
+        return PlaceholderLoader(order.steps_per_epoch)
+    return TrainLoader(path, options, order, gradient_accumulation_steps)
+
+
+def build_eval_loader(path: str | Path, options: LoaderOptions, num_samples: int) -> EvalLoader | PlaceholderLoader:
+    """The evaluation loader of this rank; `len` is the number of micro-batches, the same on every rank."""
+    if options.reads_nothing:
+        return PlaceholderLoader(_count_eval_micro_batches(num_samples, options))
+    return EvalLoader(path, options, num_samples)
+
+
+def _count_eval_micro_batches(num_samples: int, options: LoaderOptions) -> int:
+    return -(-num_samples // (options.micro_batch_size * options.dp_size))
+
+
+def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
+    rows = Rows(
+        path,
+        options.row_plan,
+        options.reads_inputs,
+        options.reads_labels,
+        reference_file=options.reference_file if options.reads_labels else None,
+    )
+    # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
+    if len(rows) != num_rows * options.group_size:
+        raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
+    if rows.lengths.max() > options.max_seq_length:
+        raise RuntimeError(f"{path} holds samples longer than max_seq_length={options.max_seq_length}")
+    return rows
+
+
+def _collate(
+    rows: Rows, groups: np.ndarray | range, seq_length: int, *, loss_denominator: float, options: LoaderOptions
+) -> Batch:
+    ids = list_rows(groups, options.group_size)
+    shape = (options.micro_batch_size * options.group_size, seq_length)
+    inputs = targets = None
+    if options.reads_inputs:
+        read = [rows.input_ids(i) for i in ids], [rows.position_ids(i) for i in ids]
+        ids_and_positions = options.collator.collate_inputs(*read, shape, options.pad_token_id)
+        input_ids, position_ids = ids_and_positions
+        inputs = (options.take_part(input_ids), position_ids, pad_segments([rows.segment_ids(i) for i in ids], shape))
+    if options.reads_labels:
+        labels = options.collator.collate_labels([rows.labels(i) for i in ids], shape)
+        denominator = torch.tensor(loss_denominator, dtype=torch.float64)
+        shifted = options.take_part(shift_labels(labels))
+        reference = () if options.reference_file is None else (_pad_reference(rows, ids, shape[0]),)
+        desirable = (_pad_desirable(rows, ids, shape[0]),) if options.reads_desirable else ()
+        targets = (shifted, *reference, *desirable, denominator, index_targets(shifted))
+    return inputs, targets
+
+
+def _pad_reference(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
+    padded = np.zeros(num_rows)
+    padded[: len(ids)] = [rows.reference(i) for i in ids]
+    return torch.from_numpy(padded)  # [2 B]
+
+
+def _pad_desirable(rows: Rows, ids: np.ndarray, num_rows: int) -> Tensor:
+    padded = np.zeros(num_rows)
+    padded[: len(ids)] = [rows.desirable(i) for i in ids]
+    return torch.from_numpy(padded)  # [B]
+
+
+class _MicroBatches(Dataset):
+    def __init__(self, build_batch: Callable[[int], Batch]) -> None:
+        self._build_batch = build_batch
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._build_batch(index)
+
+
+def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:
+    if not (options.num_workers or options.pin_memory):
+        return map(build_batch, indices)
+    loader = DataLoader(
+        _MicroBatches(build_batch),
+        batch_size=None,
+        sampler=indices,
+        collate_fn=_keep,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        # An iterator draws a seed; drawn from the global generator it would shift the dropout of a resumed run.
+        generator=torch.Generator(),
+        worker_init_fn=_ignore_interrupt if options.num_workers else None,
+    )
+    return iter(loader)
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """A terminal's Ctrl-C goes to workers too; the rank still needs them for the step that it ends and saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _keep(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,132 @@
+"""From a batch of records to the columns of a tokenized folder."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.encoders.length import fit_pair, fit_sample
+from data.encoders.segments import PieceEncoder, no_token_error, tokenize_pieces
+from data.options import LengthPolicy, OnBadRecord
+from data.sample import Encoder, Pair, Sample, count_targets
+from data.sources.formats import RawRecord
+from data.sources.records import parse_record
+from data.storage.cache import compute_cache_key
+from data.storage.summary import BatchCounts
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+
+    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one
+    first.
+    """
+
+    encoder: Encoder
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int | None
+    length_policy: LengthPolicy = LengthPolicy.truncate
+    on_bad_record: OnBadRecord = OnBadRecord.stop
+    samples_per_record: int = 1
+
+    def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
+        options = {
+            "max_seq_length": self.max_seq_length,
+            "length_policy": self.length_policy.value,
+            "on_bad_record": self.on_bad_record.value,
+            "samples_per_record": self.samples_per_record,
+        }
+        return compute_cache_key(sources, self.encoder, self.tokenizer, options)
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """columns: input_ids and labels, the samples end to end, and length and num_targets of each; int32. Where the
+    kind of data has it, `desirable`, 1 or 0."""
+
+    columns: dict[str, np.ndarray]
+    counts: BatchCounts
+
+
+def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
+    """Raises UserError for a bad record, unless such are skipped."""
+    counts = BatchCounts(num_records=len(records))
+    input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
+    for location, encoded in _encode_records(records, encoding, counts):
+        limits = location, encoding.length_policy, encoding.max_seq_length
+        try:
+            fitted, of_lengths = (
+                fit_pair(encoded, *limits) if isinstance(encoded, tuple) else fit_sample(encoded, *limits)
+            )
+        except UserError as error:
+            _handle_bad_record(error, encoding, counts)
+            continue
+        counts.lengths.add(of_lengths)
+        for piece in fitted:
+            input_ids.fromlist(piece["input_ids"])
+            labels.fromlist(piece["labels"])
+            lengths.append(len(piece["input_ids"]))
+            num_targets.append(count_targets(piece["labels"]))
+            if isinstance(encoded, dict) and "desirable" in encoded:
+                desirable.append(encoded["desirable"])
+    columns = {"input_ids": input_ids, "labels": labels, "length": lengths, "num_targets": num_targets}
+    if desirable:
+        columns["desirable"] = desirable
+    return EncodedBatch({name: np.array(values, np.int32) for name, values in columns.items()}, counts)
+
+
+def _encode_records(
+    records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts
+) -> Iterator[tuple[str, Sample | Pair]]:
+    """(location, sample or pair) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+    encoder, tokenizer = encoding.encoder, encoding.tokenizer
+    encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
+    encoded: list[Any] = []  # samples, or what is to be tokenized
+    locations = []
+    for record in records:
+        try:
+            if record.problem is not None:
+                raise UserError(record.problem)
+            made = encode(parse_record(record.location, record.text), record.location, tokenizer)
+            if isinstance(made, tuple) != (encoding.samples_per_record == 2):
+                raise UserError(
+                    f"{record.location}: the encoder must make a (chosen, rejected) of a record with data=preference, "
+                    "and one sample otherwise"
+                )
+            encoded.append(made)
+        except UserError as error:
+            _handle_bad_record(error, encoding, counts)
+            continue
+        locations.append(record.location)
+    unknown: dict[int, str] = {}
+    samples: Sequence[Sample | Pair] = (
+        _tokenize_encoded(encoded, tokenizer, unknown) if isinstance(encoder, PieceEncoder) else encoded
+    )
+    for number, sample in enumerate(samples):
+        if number in unknown:
+            _handle_bad_record(no_token_error(unknown[number], locations[number]), encoding, counts)
+            continue
+        yield locations[number], sample
+
+
+def _tokenize_encoded(
+    encoded: list, tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
+) -> Sequence[Sample | Pair]:
+    """Samples of pieces, and pairs of pairs of pieces. unknown: as in `tokenize_pieces`, of what is encoded."""
+    if not encoded or not isinstance(encoded[0], tuple):
+        return tokenize_pieces(encoded, tokenizer, unknown)
+    found: dict[int, str] = {}
+    samples = tokenize_pieces([pieces for pair in encoded for pieces in pair], tokenizer, found)
+    unknown.update({number // 2: text for number, text in found.items()})
+    return list(zip(samples[::2], samples[1::2], strict=True))
+
+
+def _handle_bad_record(error: UserError, encoding: Encoding, counts: BatchCounts) -> None:
+    if encoding.on_bad_record is OnBadRecord.stop:
+        raise error
+    counts.add_skipped(str(error))

@@ -1,0 +1,1 @@
+"""LoRA, freezing, and the folders of peft."""

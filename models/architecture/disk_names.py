@@ -1,0 +1,175 @@
+"""Under which names, and in which pieces, a Hugging Face checkpoint keeps the tensors of a layer.
+
+`transformers` renames and rearranges tensors between disk and memory (`conversion_mapping`, 5.23): experts that are
+stacked in memory lie one by one on disk. What it does when it saves is applied here, by its own code, to small tensors
+that hold their own element numbers; from what comes out follows which part of which tensor each piece is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import extract_weight_conversions_for_model
+from transformers.core_model_loading import revert_weight_conversion
+
+from errors import UserError
+from models.layers.layer import Layer, Piece
+from models.layers.wrapped import Wrapper
+
+_SIDE = 12  # of a small tensor: divides by what tensors are cut into, 2, 3 and 4
+_NUMBER = "987654321"  # stands for a layer's own in the names of all layers of its kind
+
+
+def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
+    """The layers with the pieces that their tensors have on disk; as they are where names and shapes are those in
+    memory.
+
+    Raises UserError for a family whose tensors are rearranged in another way than cut, stacked or renamed.
+    """
+    model = wrap_module(config)
+    return list(layers) if extract_weight_conversions_for_model(model) is None else _name_pieces(model, layers)
+
+
+def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapper: Wrapper) -> list[Layer]:
+    """As `name_pieces`, with the names that tensors of the text model have in a folder of the model around it.
+
+    Where such a folder may have the text model's own names behind its prefix, they are those: what `transformers`
+    saves is read by itself alone where a name of another part is undone too (Kimi's, 5.23, whose layers become blocks).
+    """
+    own_base = wrapper.own_base
+    named = _name_pieces(wrapper.model, wrapper.rename(layers))
+    embedding = named[0].get_pieces("weight")[0].hf_name
+    prefix = embedding.removesuffix(layers[0].hf_prefix.removeprefix(own_base) + "weight")
+    chosen = []
+    for alone, layer in zip(name_pieces(config, layers), named, strict=True):
+        pieces = {}
+        for name in layer.shapes() if layer.owns_weights and alone.hf_prefix.startswith(own_base) else ():
+            own = [
+                replace(piece, hf_name=prefix + piece.hf_name.removeprefix(own_base))
+                for piece in alone.get_pieces(name)
+            ]
+            if _mean_the_same(own, layer.get_pieces(name), wrapper):
+                pieces[name] = own
+        chosen.append(layer.with_pieces({**layer.pieces, **pieces}))
+    return chosen
+
+
+def _mean_the_same(some: Sequence[Piece], others: Sequence[Piece], wrapper: Wrapper) -> bool:
+    """Whether a folder may have the one names or the other."""
+    return [(wrapper.name_in_memory(piece.hf_name), piece.index) for piece in some] == [
+        (wrapper.name_in_memory(piece.hf_name), piece.index) for piece in others
+    ]
+
+
+def _name_pieces(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
+    known: dict[object, dict[str, list[Piece]]] = {}
+    named = []
+    for layer in layers:
+        shapes = layer.shapes() if layer.owns_weights else {}
+        prefix, number = _split_number(layer.hf_prefix)
+        kind = (layer.module_class, tuple(shapes.items()), prefix)
+        if kind not in known:
+            known[kind] = _find_pieces(model, replace(layer, hf_prefix=prefix), shapes)
+        named.append(layer.with_pieces({name: _fill_in(pieces, number) for name, pieces in known[kind].items()}))
+    return named
+
+
+def _split_number(prefix: str) -> tuple[str, str]:
+    """The prefix with `_NUMBER` instead of its layer's own, and that; empty where it has none."""
+    match = re.search(r"\.(\d+)\.$", prefix)
+    return (f"{prefix[: match.start(1)]}{_NUMBER}.", match[1]) if match else (prefix, "")
+
+
+def _fill_in(pieces: Sequence[Piece], number: str) -> list[Piece]:
+    return [replace(piece, hf_name=piece.hf_name.replace(_NUMBER, number)) for piece in pieces] if number else [*pieces]
+
+
+def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> PreTrainedModel:
+    """A model of the config's class that has `module` and nothing else: the class knows what is done to its parts."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.config = config
+    if module is not None:
+        model.add_module("layer", module)
+    return model
+
+
+def list_ignored(config: PretrainedConfig) -> list[re.Pattern[str]]:
+    """Patterns of names that published weights hold and no layer needs: `transformers` ignores them, as it does layers
+    that predict further tokens.
+    """
+    first, further = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    numbers = "|".join(map(str, range(first, first + further)))
+    patterns = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected or ()
+    return [re.compile(pattern) for pattern in (*patterns, *([rf"\.layers\.({numbers})\."] if further else []))]
+
+
+def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torch.Size]) -> dict[str, list[Piece]]:
+    """By the names in the layer's module; only of tensors that are others on disk."""
+    wholes, first = {}, 0
+    for name, shape in shapes.items():
+        small = _shrink(shape)
+        wholes[name] = torch.arange(first, first + small.numel()).view(small)
+        first += small.numel()
+    on_disk = revert_weight_conversion(model, {layer.hf_prefix + name: whole for name, whole in wholes.items()})
+    pieces: dict[str, list[Piece]] = {name: [] for name in wholes}
+    for hf_name, part in on_disk.items():
+        refused = UserError(
+            f"model_type '{model.config.model_type}': '{hf_name.replace(_NUMBER, 'N')}' is rearranged on disk in a way "
+            "that is not supported"
+        )
+        name, piece = _locate(layer, hf_name, part, wholes, refused)
+        pieces[name].append(Piece(piece.hf_name, _enlarge(piece.index, wholes[name].shape, shapes[name], refused)))
+    return {name: found for name, found in pieces.items() if found != [Piece(layer.hf_prefix + name)]}
+
+
+def _shrink(shape: torch.Size) -> torch.Size:
+    """Stacks keep their number of matrices; whatever else may be cut becomes short."""
+    kept = 1 if len(shape) > 2 else 0
+    return torch.Size([*shape[:kept], *(min(length, _SIDE) for length in shape[kept:])])
+
+
+def _locate(
+    layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor], refused: UserError
+) -> tuple[str, Piece]:
+    """The tensor that a part on disk is a part of, and which. Raises `refused` where it is none."""
+    lowest, highest = int(part.min()), int(part.max())
+    name = next(name for name, whole in wholes.items() if whole.flatten()[0] <= lowest <= whole.flatten()[-1])
+    whole = wholes[name]
+    index: tuple[int | slice, ...] = ()
+    if part.shape != whole.shape:
+        first = torch.unravel_index(torch.tensor(lowest) - whole.flatten()[0], whole.shape)
+        last = torch.unravel_index(torch.tensor(highest) - whole.flatten()[0], whole.shape)
+        is_one_of_a_stack = part.ndim < whole.ndim
+        index = tuple(
+            int(low) if is_one_of_a_stack and axis == 0 else slice(int(low), int(high) + 1)
+            for axis, (low, high) in enumerate(zip(first, last, strict=True))
+        )
+    if (_NUMBER in layer.hf_prefix and _NUMBER not in hf_name) or not torch.equal(whole[index], part):
+        raise refused
+    return name, Piece(hf_name, index)
+
+
+def _enlarge(
+    index: tuple[int | slice, ...], small: torch.Size, shape: torch.Size, refused: UserError
+) -> tuple[int | slice, ...]:
+    """The same part of the tensor itself. Whole dimensions at the end are omitted. Raises `refused` where it would not
+    begin and end at whole rows."""
+    enlarged: list[int | slice] = []
+    for place, short, length in zip(index, small, shape, strict=False):
+        if isinstance(place, int):
+            enlarged.append(place)
+        else:
+            start, stop = place.start * length / short, place.stop * length / short
+            if not (start.is_integer() and stop.is_integer()):
+                raise refused
+            enlarged.append(slice(int(start), int(stop)))
+    while enlarged and enlarged[-1] == slice(0, shape[len(enlarged) - 1]):
+        enlarged.pop()
+    return tuple(enlarged)

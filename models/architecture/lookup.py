@@ -1,0 +1,229 @@
+"""The seam: a model is its list of layers.
+
+An architecture is one file in `models/families/`, named after the Hugging Face `model_type`, with one function
+
+    build_layers(config) -> list[Layer]
+
+and one line in `ARCHITECTURES`; a `model_type` without one is taken through `models/generic/`. Trainer, converter and
+tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
+differs from most:
+
+    ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
+    LEARNED_POSITIONS = True         no sample can be longer than the table of positions
+    SEQUENCE_OBSTACLE = "..."        why ranks cannot share its sequences
+    RING_ATTENTION = True            its attention is queries, keys and values under a causal mask or a window, no more:
+                                     keys and values can travel around the ranks that share its sequences
+    tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
+                                     Fused; without it the layer cannot be sharded
+
+What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary):
+
+    first layer   (input_ids [B, T], *integers)       -> (hidden_states [B, T, D], *integers)
+    each decoder  (hidden_states, *integers)          -> (hidden_states, *integers)
+    head          (hidden_states, *integers)          -> (hidden_states, head_weight [V, D])
+
+    integers      position_ids int64 [B, T]: from 0 in each document
+                  segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
+
+`segment_ids` (int32) are 0 for padding, and the documents of a row from 1. Only `hidden_states` is floating, so
+DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever else follows from the integers:
+`models/layers/context.py`. The loss takes what the head hands
+out: `models/losses/cross_entropy.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.architecture.disk_names import list_ignored, name_pieces, name_wrapped_pieces
+from models.experts.grouped import GROUPED
+from models.layers.layer import Layer, Styles, refuse_sharding
+from models.layers.packed_attention import FLASH, VARLEN, find_obstacle
+from models.layers.rope_scaling import DYNAMIC, stretch_positions
+from models.layers.score_head import is_reward_model, put_score_head
+from models.layers.wrapped import Wrapper
+
+# model_type -> module with `build_layers`. Imported on use: `transformers` modelling files are slow to import.
+ARCHITECTURES: dict[str, str] = {
+    "deepseek_v3": "models.families.deepseek_v3",
+    "gemma2": "models.families.gemma2",
+    "gpt2": "models.families.gpt2",
+    "gpt_oss": "models.families.gpt_oss",
+    "llama": "models.families.llama",
+    "llama4_text": "models.families.llama4_text",
+    "mistral": "models.families.mistral",
+    "mpt": "models.families.mpt",
+    "olmo2": "models.families.olmo2",
+    "phi3": "models.families.phi3",
+    "qwen2": "models.families.qwen2",
+    "qwen3": "models.families.qwen3",
+}
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
+# Old exports carry them, and no layer needs them: rotary frequencies and causal masks are computed.
+_IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+
+def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
+    """The layers of the model that `config` describes, embedding first, head last.
+
+    wrapper: the model that this text model is a part of; its names are theirs. A reward model has a score head in place
+    of its own (`models/layers/score_head.py`). Raises UserError for a `model_type` that is neither in the table nor
+    published, for a feature that its layers do not carry, and for a wrapper that does something else with text.
+    """
+    if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
+        config._experts_implementation = GROUPED
+    layers = _load_architecture(config).build_layers(config)
+    if wrapper is None:
+        named = name_pieces(config, layers)
+        return put_score_head(config, named) if is_reward_model(config) else named
+    proof = importlib.import_module("models.generic.wrapped_proof")
+    proof.prove(config, wrapper, _load_architecture(config).build_layers)
+    return name_wrapped_pieces(config, layers, wrapper)
+
+
+def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None) -> str:
+    """The kernel for `attn_implementation=requested`. `auto` means the family's first; but on a GPU torch's kernel for
+    packed rows where that can be used, since it leaves other rows to SDPA.
+
+    gpu_dtype: of a model on this process's GPU; None on a CPU. Raises UserError for a kernel that the family cannot
+    use.
+    """
+    available = _list_attention(config)
+    if requested == "auto":
+        packs = gpu_dtype is not None and VARLEN in available and find_obstacle(config, gpu_dtype) is None
+        return VARLEN if packs and _passes_documents(config) else available[0]
+    if requested not in available:
+        raise UserError(
+            f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}"
+        )
+    obstacle = find_obstacle(config, gpu_dtype) if requested == VARLEN and gpu_dtype is not None else None
+    if obstacle is None and requested in (VARLEN, *FLASH) and not _passes_documents(config):
+        obstacle = f"the layers of '{config.model_type}' do not tell their attention where documents begin"
+    if obstacle is not None:
+        raise UserError(f"attn_implementation={requested} cannot be used here: {obstacle}; use sdpa")
+    return requested
+
+
+def _list_attention(config: PretrainedConfig) -> tuple[str, ...]:
+    family = _load_architecture(config)
+    if hasattr(family, "list_attention"):
+        return family.list_attention(config)
+    return getattr(family, "ATTENTION_IMPLEMENTATIONS", _ATTENTION_IMPLEMENTATIONS)
+
+
+def _passes_documents(config: PretrainedConfig) -> bool:
+    """True of the families with a file here, which the tests prove."""
+    passes_documents = getattr(_load_architecture(config), "passes_documents", None)
+    return passes_documents is None or passes_documents(config)
+
+
+def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:
+    """How a rank computes its part of the experts of a mixture: as the config says, but one expert after the other
+    where that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped
+    product needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
+    chosen: str | None = config._experts_implementation
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
+    widths = (config.hidden_size, inner // tensor_parallel_size)
+    return "eager" if chosen == "grouped_mm" and any(width * dtype.itemsize % 16 for width in widths) else chosen
+
+
+def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
+    """Raises UserError for samples longer than a table of positions."""
+    family = _load_architecture(config)
+    if hasattr(family, "count_positions"):
+        known = family.count_positions(config)
+    else:
+        known = config.max_position_embeddings if getattr(family, "LEARNED_POSITIONS", False) else None
+    if known is not None and max_seq_length > known:
+        raise UserError(
+            f"max_seq_length={max_seq_length}, but this '{config.model_type}' has a table of {known} positions; "
+            f"give at most max_seq_length={known}"
+        )
+
+
+def apply_rope_overrides(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Puts a run's `rope_parameters` into the config. Raises UserError for what they cannot mean to the model."""
+    stretch_positions(config, given)
+    if given and given["rope_type"] == DYNAMIC and config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"rope_parameters.rope_type={DYNAMIC}: the layers of '{config.model_type}' come from transformers, whose "
+            "angles then depend on the batches before; give rope_type=yarn"
+        )
+
+
+def check_packing(config: PretrainedConfig) -> None:
+    """Raises UserError for a model in which the documents of a packed row would see each other. Families with a file
+    here keep them apart, as the tests prove; of others a small model is run."""
+    find_leak = getattr(_load_architecture(config), "find_leak", None)
+    if find_leak is not None and (leak := find_leak(config)) is not None:
+        raise UserError(
+            f"data.packing=true: the documents of a row would see each other in a '{config.model_type}': {leak}; "
+            "give data.packing=false (data=pretrain always packs)"
+        )
+
+
+def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
+    """A warning about samples longer than the model was made for, where `check_length` lets them pass: rotary angles
+    continue silently. Empty where there is nothing to warn of.
+    """
+    known = getattr(config, "max_position_embeddings", None)
+    if known is None or max_seq_length <= known:
+        return ""
+    return (
+        f"max_seq_length={max_seq_length} is more than the {known:,} positions that the model is made for "
+        "(max_position_embeddings)"
+    )
+
+
+def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
+    """How a decoder layer is cut. Raises UserError for a family that cannot be, with the reason."""
+    family = _load_architecture(config)
+    plan = getattr(family, "tensor_parallel_plan", None)
+    if plan is None:
+        raise refuse_sharding(config, "its file in models/ has no plan for it")
+    return plan(config)
+
+
+def find_sequence_obstacle(config: PretrainedConfig) -> str | None:
+    """Why context parallelism cannot cut this family's sequences; None where the tests prove that it can."""
+    if config.model_type not in ARCHITECTURES:
+        return "it has no file in models/, and its layers were not tried on parts of sequences"
+    return getattr(_load_architecture(config), "SEQUENCE_OBSTACLE", None)
+
+
+def has_ring_attention(config: PretrainedConfig) -> bool:
+    """Whether this family's file in models/ says that keys and values can travel."""
+    return config.model_type in ARCHITECTURES and getattr(_load_architecture(config), "RING_ATTENTION", False)
+
+
+def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
+    """Whether a checkpoint may hold this tensor though no layer needs it."""
+    return any(pattern.search(hf_name) for pattern in (_IGNORED_TENSORS, *list_ignored(config)))
+
+
+def _load_architecture(config: PretrainedConfig) -> ModuleType:
+    if config.model_type in ARCHITECTURES:
+        return importlib.import_module(ARCHITECTURES[config.model_type])
+    if not is_supported(config):
+        raise UserError(unsupported(config.model_type))
+    return importlib.import_module("models.generic.family")
+
+
+def is_supported(config: PretrainedConfig) -> bool:
+    return config.model_type in ARCHITECTURES or importlib.import_module("models.generic.family").is_published(config)
+
+
+def unsupported(model_type: str | None, within: str = "") -> str:
+    """within: what wraps it, in words."""
+    return (
+        f"model_type {model_type!r}{within} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
+        "and causal language models of transformers. docs/add_a_model.md says how to add one"
+    )

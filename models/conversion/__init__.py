@@ -1,0 +1,1 @@
+"""From one form of weights on disk to another."""

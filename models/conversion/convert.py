@@ -1,0 +1,224 @@
+"""Hugging Face folder <-> pipeline checkpoint, streaming.
+
+    convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
+    export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
+
+What a wrapped model (`models/layers/wrapped.py`) has beside its text is copied as it is: no dtype is changed there.
+
+Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written.
+Then one tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one
+layer per worker, and nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify`
+reads them back from the disk to see that they are. The new folder appears at once, when it is whole. Workers are
+threads: what they do is done outside of the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from errors import UserError
+from models.conversion.converted import CARRIED, ConvertedWeights, Progress
+from models.conversion.model_files import write_json, write_model_files
+from models.storage.folders import (
+    check_disk_space,
+    check_output_dir,
+    drop_from_memory,
+    find_custom_tokenizer,
+    staged_folder,
+)
+from models.storage.safetensors_writer import (
+    INDEX_NAME,
+    build_index,
+    name_shards,
+    plan_shards,
+    write_safetensors,
+)
+from models.storage.tensor_files import open_tensors
+from models.storage.torch_writer import own_storage, save_torch, without_crc32
+from models.weights.passthrough import write_carried
+from models.weights.pipeline_checkpoint import layer_file
+from models.weights.source import StoredWeights
+from models.weights.vocabulary import (
+    SpecialTokens,
+    grow_vocabulary,
+    load_extended_tokenizer,
+    trim_vocabulary,
+)
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
+STEP_NAME = "global_step0"
+FLUSHED_BYTES = 128 * 2**20
+SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
+# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one
+# file whatever the number of stages.
+ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
+ENGINE_STATE: dict[str, Any] = {
+    "module": None,
+    "optimizer": None,
+    "lr_scheduler": None,
+    "dp_world_size": 1,
+    "mp_world_size": 1,
+    "global_steps": 0,
+    "global_samples": 0,
+    "skipped_steps": 0,
+}
+
+Item = TypeVar("Item")
+
+
+def convert_to_pipeline(
+    source: StoredWeights,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    special_tokens: SpecialTokens | None = None,
+    pad_vocab_to_multiple_of: int = 1,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
+
+    dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
+    special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
+    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json says as `unpadded_vocab_size`
+    how many are used.
+    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder
+    appears. Raises UserError for whatever is wrong with the source, the output folder or the disk.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
+        file = source.path / "tokenizer_config.json"
+        raise UserError(f"{file} points to custom code ({', '.join(custom)}); read it, then pass --trust_remote_code")
+    tokens = special_tokens or SpecialTokens()
+    tokenizer = load_extended_tokenizer(source.path, tokens, trust_remote_code) if tokens else None
+    config = grow_vocabulary(source, tokenizer, pad_vocab_to_multiple_of)
+    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        step_dir = folder.path / STEP_NAME
+        step_dir.mkdir()
+        places = {
+            layer_file(step_dir, i): {name: (i, name) for name in infos}
+            for i, infos in enumerate(weights.infos)
+            if infos
+        }
+
+        def write(file: Path) -> None:
+            save_torch({name: own_storage(weights.read(*place)) for name, place in places[file].items()}, file)
+            weights.report(sum(weights.infos[index][name].nbytes for index, name in places[file].values()))
+            folder.flush(file)
+
+        with without_crc32():
+            _for_each(write, places, workers)
+        carried = {}
+        if source.wrapper is not None:
+            file = write_carried(source, folder.path, weights.report)
+            carried[file] = {name: (CARRIED, name) for name in weights.carried}
+        save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
+        write_model_files(folder, weights, tokenizer, tokens)
+        (folder.path / "latest").write_text(STEP_NAME)
+        if verify:
+            folder.flush_all()
+            written = places | carried
+            _for_each(lambda file: _verify(file, written[file], weights), written, workers)
+
+
+def export_hugging_face(
+    source: StoredWeights,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    unpad_vocab: bool = False,
+    overwrite: bool = False,
+    workers: int = 1,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
+
+    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at
+    once. `dtype`, `verify` and UserError as in `convert_to_pipeline`.
+    """
+    check_output_dir(output_dir, overwrite, source.path)
+    config = trim_vocabulary(source) if unpad_vocab else source.config
+    weights = ConvertedWeights(source, config, dtype=dtype, progress=progress, verify=verify)
+    check_disk_space(output_dir, weights.nbytes + SPARE_BYTES)
+    places = dict(weights.plan_pieces())
+    # Wider elements first, so that each tensor is aligned in its file. Stable: with one dtype the order is that of the
+    # layers.
+    shards = plan_shards(sorted(places, key=lambda info: -info.dtype.itemsize), max_shard_size)
+
+    with staged_folder(output_dir, overwrite) as folder:
+        files = {folder.path / name: shard for name, shard in zip(name_shards(len(shards)), shards, strict=True)}
+
+        def write(file: Path) -> None:
+            unflushed = 0
+
+            def written(nbytes: int) -> None:
+                nonlocal unflushed
+                weights.report(nbytes)
+                unflushed += nbytes
+                if unflushed >= FLUSHED_BYTES:  # the disk works on a shard while it is written
+                    folder.flush(file)
+                    unflushed = 0
+
+            write_safetensors(file, files[file], read=lambda info: weights.read(*places[info]), written=written)
+            folder.flush(file)
+
+        _for_each(write, files, workers)
+        if len(shards) > 1:
+            write_json(build_index(shards), folder.path / INDEX_NAME)
+        write_model_files(folder, weights)
+        if verify:
+            folder.flush_all()
+            named = {file: {info.name: places[info] for info in shard} for file, shard in files.items()}
+            _for_each(lambda file: _verify(file, named[file], weights), named, workers)
+
+
+def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
+    """`work` on each item, `workers` of them at once. The first error ends it."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: ConvertedWeights) -> None:
+    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the
+    arguments of `read` by name.
+
+    Raises UserError.
+    """
+    drop_from_memory(file)
+    written = open_tensors(file)
+    for name, place in places.items():
+        expected, found = weights.read(*place), written[name] if isinstance(written, dict) else written.get_tensor(name)
+        if (
+            expected.dtype != found.dtype
+            or expected.shape != found.shape
+            or not torch.equal(_view_bytes(expected), _view_bytes(found))
+        ):
+            raise UserError(
+                f"--verify: '{name}' in {file.name} is not what the source holds; "
+                "the disk or the memory is at fault. Nothing was kept"
+            )
+        weights.report(expected.nbytes)
+
+
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,115 @@
+"""What a conversion writes: the source's tensors, laid out from their shapes first, then read one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.architecture.lookup import build_layers
+from models.storage.safetensors_writer import TensorInfo
+from models.weights.resized_vocab import grow_rows
+from models.weights.source import StoredWeights
+
+CARRIED = -1  # in the place of a layer's number: a tensor beside the text model
+Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
+
+
+class ConvertedWeights:
+    """The source's tensors as they will be written. Raises UserError for a source that is not complete."""
+
+    def __init__(
+        self,
+        source: StoredWeights,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+        verify: bool,
+    ) -> None:
+        self.source = source
+        self.config = config
+        self._layers = build_layers(source.config, source.wrapper)
+        source.check_complete(self._layers)
+        self._dtype = dtype
+        self._of_thread = threading.local()  # the layer that a worker has open
+        self._buffers = [layer.buffer_names() for layer in self._layers]
+        targets = build_layers(config, source.wrapper)
+        self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
+        self.carried = {info.name: info for info in source.list_carried()}
+        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.carried) for info in infos.values())
+        self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
+        self._done, self._counting = 0, threading.Lock()
+        self.report(0)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the floating parameters; buffers keep their own."""
+        return {
+            info.dtype
+            for buffers, infos in zip(self._buffers, self.infos, strict=True)
+            for name, info in infos.items()
+            if info.dtype.is_floating_point and name not in buffers
+        }
+
+    def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
+        """Each tensor as Hugging Face keeps it, with the arguments of `read` for it."""
+        for index, infos in enumerate(self.infos):
+            for name, info in infos.items():
+                whole = torch.empty(info.shape, device="meta")
+                for piece in self._layers[index].get_pieces(name):
+                    yield (
+                        TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
+                        (index, name, piece.index),
+                    )
+        for name, info in self.carried.items():
+            yield info, (CARRIED, name, ())
+
+    def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
+        change. index: or CARRIED.
+        """
+        if index == CARRIED:
+            return self.source.read_carried(name)
+        info = self.infos[index][name]
+        tensor = self._read_layer(index)[name][place]
+        if not place and tensor.shape != info.shape:
+            tensor = grow_rows(tensor, info.shape[0]) if info.shape[0] > tensor.shape[0] else tensor[: info.shape[0]]
+        converted = tensor.to(info.dtype)
+        if info.dtype == torch.float16 and tensor.dtype != torch.float16:
+            _check_fp16(converted, tensor, info.name)
+        return converted
+
+    def report(self, nbytes: int) -> None:
+        """Notifies the listener that `nbytes` more are written, or verified."""
+        with self._counting:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
+        current = self._of_thread.__dict__
+        if current.get("index") != index:
+            current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
+            current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
+        return current["tensors"]
+
+    def _plan_layer(self, index: int, shapes: dict[str, torch.Size]) -> dict[str, TensorInfo]:
+        infos = {}
+        for name, tensor in self.source.describe_layer(index, self._layers[index]).items():
+            dtype = (
+                self._dtype
+                if self._dtype is not None and tensor.is_floating_point() and name not in self._buffers[index]
+                else tensor.dtype
+            )
+            infos[name] = TensorInfo(self._layers[index].hf_prefix + name, tuple(shapes[name]), dtype)
+        return infos
+
+
+def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
+    if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
+        raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")

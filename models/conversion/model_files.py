@@ -1,0 +1,69 @@
+"""What lies beside the weights of a converted model: tokenizer, generation_config.json, config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from models.conversion.converted import ConvertedWeights
+from models.layers.wrapped import TEXT_CONFIG
+from models.storage.folders import StagedFolder, copy_processor_files, copy_tokenizer_files
+from models.storage.tensor_files import load_json
+from models.weights.quantized import QUANTIZATION_CONFIG
+from models.weights.vocabulary import UNPADDED, SpecialTokens, update_token_ids
+
+
+def write_model_files(
+    folder: StagedFolder,
+    weights: ConvertedWeights,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokens: SpecialTokens | None = None,
+) -> None:
+    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a
+    folder is not a model, so it comes last.
+    """
+    source_dir = weights.source.path
+    fields = load_json(source_dir / "config.json")
+    fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
+    fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
+    text_fields = fields.get(TEXT_CONFIG, fields) if weights.source.wrapper is not None else fields
+    for described in (fields, text_fields):
+        _set_dtype(described, weights.dtypes)
+    if any(
+        getattr(weights.config, key, None) != getattr(weights.source.config, key, None)
+        for key in ("vocab_size", UNPADDED)
+    ):
+        text_fields["vocab_size"] = weights.config.vocab_size
+        text_fields[UNPADDED] = getattr(weights.config, UNPADDED, text_fields["vocab_size"])
+    if text_fields.get(UNPADDED) == text_fields.get("vocab_size"):
+        text_fields.pop(UNPADDED, None)
+    generation_file = source_dir / "generation_config.json"
+    generation_fields = load_json(generation_file) if generation_file.is_file() else None
+    if tokenizer is not None and tokens is not None:
+        for described in (fields, text_fields):
+            update_token_ids(described, tokenizer, tokens)
+        if generation_fields is not None:
+            update_token_ids(generation_fields, tokenizer, tokens)
+        tokenizer.save_pretrained(folder.path)
+    else:
+        copy_tokenizer_files(source_dir, folder.path)
+    copy_processor_files(source_dir, folder.path)
+    if generation_fields is not None:
+        write_json(generation_fields, folder.path / generation_file.name)
+    write_json(fields, folder.path / "config.json")
+
+
+def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
+    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, by either key."""
+    if len(dtypes) != 1:
+        return
+    for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:
+        fields[key] = str(next(iter(dtypes))).removeprefix("torch.")
+
+
+def write_json(fields: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

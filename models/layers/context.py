@@ -1,0 +1,215 @@
+"""What the layers of a stage need beside hidden states, derived once per micro-batch from the integers that cross a
+boundary.
+
+B micro-batch, T sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from models.layers.documents import (
+    DocumentBounds,
+    Documents,
+    TokenDocuments,
+    bound_chunks,
+    build_packed_mask,
+    locate_documents,
+    locate_rows,
+    locate_tokens,
+    number_chunks,
+    number_documents,
+)
+from models.layers.packed_attention import FLASH, VARLEN
+from models.layers.recurrent import DocumentBatches, batch_documents
+from models.layers.rope_scaling import depends_on_length
+from models.parallel.blocks import SequenceMask
+from models.parallel.shard import NO_CP, ContextParallel
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
+# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
+# With context parallelism hidden_states and input_ids are of the rank's part of the sequence, the integers whole. With
+# sequence parallelism hidden_states are of a part of that between the blocks of layers.
+Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class MicroBatchContext:
+    """Attention masks, documents and rotary angles of the micro-batch that a stage is working on.
+
+    All layers of a stage share one object, and none of them derives such a thing for itself: whatever follows from the
+    integers of a micro-batch is derived here, once, when a layer needs it. A family that differs overrides
+    `derive_shared` or `build_mask`.
+
+    Not an `nn.Module` on purpose: the engine casts modules to the training dtype, and inverse frequencies rounded to
+    bf16 turn long positions into noise.
+    """
+
+    def __init__(self, config: PretrainedConfig, rotary: nn.Module | None = None) -> None:
+        """rotary: the family's rotary embedding, or None for a family without."""
+        self.config = config
+        self.rotary = rotary
+        self.sequence_part: ContextParallel = NO_CP
+        # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
+        self.bounds: DocumentBounds | None = None
+        self.locates_tokens = False  # set where something asks for `tokens`
+        self._batches_documents = False  # whether something asks for `batches`
+        # Of the micro-batch that a layer is working on. Without batches each of its rows is one document
+        self.tokens: TokenDocuments | None = None
+        self.batches: DocumentBatches | None = None
+        self._position_ids: torch.Tensor | None = None
+        self._own_positions: torch.Tensor | None = None
+        self._shared: dict[str, Any] = {}
+        self._by_type: dict[str, dict[str, Any]] = {}
+        self._numbers: torch.Tensor | None = None
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def __call__(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        """Keyword arguments for the `forward` of a layer. attention_type: "full_attention", "sliding_attention", ...
+
+        The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on untouched, so its
+        identity (kept alive here) names the micro-batch. A checkpointed layer that is recomputed later misses and
+        computes again. Selective checkpointing follows a layer operator by operator and must find the same ones again,
+        so what is computed here is hidden from it.
+        """
+        position_ids = inputs[1]
+        with _disable_current_modes():
+            if position_ids is not self._position_ids:
+                self._position_ids = position_ids
+                self._numbers = number_documents(position_ids, self.bounds)
+                own = self._take_part(inputs)
+                self.tokens = self._locate_tokens(inputs[2]) if self.locates_tokens else None
+                self.batches = self._batch_documents()
+                self._own_positions = own[1]
+                self._shared, self._by_type = self.derive_shared(_describe_all(own)), {}
+            return self.give(inputs, attention_type, layer_idx)
+
+    def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
+        """What `__call__` returns, from what has been derived."""
+        if attention_type not in self._by_type:
+            self._by_type[attention_type] = self.derive_by_type(_describe_all(inputs), attention_type)
+        return {"position_ids": self._own_positions, **self._by_type[attention_type], **self._shared}
+
+    def _take_part(self, inputs: Activations) -> Activations:
+        """The integers too those of the rank's part of the sequence."""
+        return inputs[0], self.sequence_part.take(inputs[1]), self.sequence_part.take(inputs[2])
+
+    def _locate_tokens(self, segment_ids: torch.Tensor) -> TokenDocuments:
+        """The tokens of the rank's part, of documents that may go on in others."""
+        tokens = locate_tokens(segment_ids, self.bounds)
+        documents, is_real = (
+            self.sequence_part.take(each.view_as(segment_ids)).flatten() for each in (tokens.documents, tokens.is_real)
+        )
+        return TokenDocuments(documents, is_real, tokens.lengths)
+
+    def request_batches(self) -> None:
+        """From now on `batches` is what it says; also for a micro-batch that has begun."""
+        self._batches_documents, self._position_ids = True, None
+
+    def derive_shared(self, inputs: Activations) -> dict[str, Any]:
+        """Keyword arguments that are the same for all layers. inputs: of the rank's part of the sequence."""
+        if self.rotary is None:
+            return {}
+        hidden_states, position_ids, _ = inputs
+        return {"position_embeddings": self._compute_angles(self.rotary, hidden_states, position_ids)}
+
+    def _compute_angles(self, rotary: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """What the rotary embedding makes of the part's positions, most often two of [B, T, head_dim].
+
+        Where angles follow from the longest document the whole sequence is looked at, and nothing is kept:
+        `dynamic_rope_update` of `transformers` (5.23) goes on with the frequencies of the longest batch it has seen.
+        """
+        rotary.to(hidden_states.device)
+        if not depends_on_length(self.config):
+            return rotary(hidden_states, position_ids=position_ids)
+        setattr(rotary, "max_seq_len_cached", 0)  # noqa: B010  # a plain attribute of a module
+        angles = rotary(hidden_states, position_ids=self._position_ids)
+        part = self.sequence_part.take
+        return part(angles) if isinstance(angles, torch.Tensor) else tuple(map(part, angles))
+
+    def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
+        """The mask of one type of attention, in the form that the attention implementation takes.
+
+        Documents of a packed row are kept apart by positions that restart. Padding needs no mask: it is behind the
+        tokens, and its positions continue those of the last document, so a batch without packed rows has none at all.
+        """
+        hidden_states, position_ids, _ = inputs
+        numbers, _ = self._number_documents(position_ids, attention_type)
+        window = self._find_window(attention_type)
+        if numbers is not None:
+            return build_packed_mask(self.config, hidden_states, numbers, window)
+        make_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
+        # Without positions: `transformers` would wait for the device to see whether they restart
+        return make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
+
+    def find_documents(self, inputs: Activations, attention_type: str) -> Documents | None:
+        """What attention without a mask needs to keep documents apart; None for whole rows under a causal mask."""
+        position_ids, window = inputs[1], self._find_window(attention_type)
+        numbers, bounds = self._number_documents(position_ids, attention_type)
+        if numbers is not None:
+            return Documents(*locate_documents(numbers, bounds), window)
+        if window is not None and window < position_ids.shape[1]:
+            return Documents(*locate_rows(position_ids), window)
+        return None
+
+    def _batch_documents(self) -> DocumentBatches | None:
+        if self._numbers is None or not self._batches_documents:
+            return None
+        # A CPU can be asked for the lengths of documents, which makes tighter batches
+        return batch_documents(self._numbers, None if self._numbers.device.type == "cpu" else self.bounds)
+
+    def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
+        """Keyword arguments of one type of attention, as the attention implementation wants them. inputs: of the whole
+        sequence."""
+        implementation = self.config._attn_implementation
+        if self.sequence_part.is_ring:
+            mask = SequenceMask(self._numbers, self._find_window(attention_type))
+            return {"attention_mask": None, "sequence_mask": mask}
+        if implementation == VARLEN:
+            return {"attention_mask": None, "documents": self.find_documents(inputs, attention_type)}
+        if implementation in FLASH:
+            return {"attention_mask": None, **self._name_for_flash(inputs[1], attention_type)}
+        return {"attention_mask": self.build_mask(inputs, attention_type)}
+
+    def _name_for_flash(self, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
+        """The documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves know windows.
+
+        Without them it looks, in each layer, whether a micro-batch of one row is packed, and waits for the device;
+        larger ones it takes to be not (`_is_packed_sequence`, 5.23).
+        """
+        numbers, bounds = self._number_documents(position_ids, attention_type)
+        if numbers is None and len(position_ids) > 1:
+            return {}
+        offsets, longest = locate_rows(position_ids) if numbers is None else locate_documents(numbers, bounds)
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        return dict(zip(names, (offsets, offsets, longest, longest), strict=True))
+
+    def _number_documents(
+        self, position_ids: torch.Tensor, attention_type: str
+    ) -> tuple[torch.Tensor | None, DocumentBounds | None]:
+        """`number_documents`, and its bounds. To attention in chunks each chunk is a document."""
+        chunk = self.config.attention_chunk_size if attention_type == "chunked_attention" else None
+        if chunk is None or chunk >= position_ids.shape[1]:
+            return self._numbers, self.bounds
+        return number_chunks(position_ids, chunk), bound_chunks(self.bounds, position_ids, chunk)
+
+    def _find_window(self, attention_type: str) -> int | None:
+        return self.config.sliding_window if attention_type == "sliding_attention" else None
+
+
+def _describe_all(inputs: Activations) -> Activations:
+    """Hidden states as many as positions, of the tokens that attention has. Their shape, dtype and device alone
+    count."""
+    hidden_states, position_ids, segment_ids = inputs
+    if hidden_states.shape[1] != position_ids.shape[1]:
+        hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)
+    return hidden_states, position_ids, segment_ids

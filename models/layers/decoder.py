@@ -1,0 +1,220 @@
+"""What decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`' decoder
+layers.
+
+The classes subclass the modules whose parameters they hold, so a layer's parameter names are the Hugging Face names
+without their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from models.layers.context import Activations, MicroBatchContext
+from models.layers.documents import TokenDocuments
+from models.layers.layer import Layer
+from models.layers.recurrent import DocumentBatches, isolate_documents
+from models.parallel.sequence import gather_tokens
+from models.parallel.shard import NO_TP
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a Hugging Face checkpoint keeps the parts of a decoder."""
+
+    embedding: str = "model.embed_tokens."
+    layer: str = "model.layers.{}."
+    norm: str = "model.norm."
+    head: str = "lm_head."
+
+
+class Embedding(nn.Embedding):
+    """Token embedding. `padding_idx` follows Hugging Face: that row gets no gradient from the input side.
+
+    noise: maps the embeddings of training, [B, T, D], to what the layers get (`models/layers/neftune.py`); None for no
+    change.
+    """
+
+    noise: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+
+    def forward(self, inputs: Activations) -> Activations:
+        embeddings = self.look_up(inputs[0])  # [B, T, D]
+        if self.noise is not None and self.training:
+            embeddings = self.noise(embeddings)
+        return embeddings, *inputs[1:]
+
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the embedding of `transformers` gives; families scale it here."""
+        return super().forward(input_ids)
+
+
+class PipelineDecoderLayer(nn.Module):
+    """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden
+    states.
+
+    recompute: a layer that checkpoints itself runs `transform` by it; None for one that others checkpoint, or nobody.
+    """
+
+    recompute: Callable[..., torch.Tensor] | None = None
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
+        super().__init__(config, layer_idx)
+        self.join(config, layer_idx, context)
+
+    def join(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
+        """Makes a layer of a pipeline of the layer of `transformers` that has been built."""
+        make_buffers_of_untrained(self)
+        self.context = context
+        self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx
+        isolate_documents(self, context, self.attention_type)
+
+    def forward(self, inputs: Activations) -> Activations:
+        given = self.context(inputs, self.attention_type, self.layer_idx)
+        if self.recompute is None:
+            return self.transform(inputs[0], **given), *inputs[1:]
+        transform = (
+            self.transform
+            if torch.compiler.is_compiling()
+            else partial(self._transform_of, self.context.tokens, self.context.batches)
+        )
+        return self.recompute(transform, inputs[0], **given), *inputs[1:]
+
+    def _transform_of(
+        self,
+        tokens: TokenDocuments | None,
+        batches: DocumentBatches | None,
+        hidden_states: torch.Tensor,
+        **given: Any,
+    ) -> torch.Tensor:
+        """When this runs again, uncompiled, the context may be at another micro-batch; compiled code keeps what it has
+        read."""
+        context = self.context
+        current = context.tokens, context.batches
+        context.tokens, context.batches = tokens, batches
+        try:
+            return self.transform(hidden_states, **given)
+        finally:
+            context.tokens, context.batches = current
+
+    def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        """The layer of `transformers`. given: what the context has derived."""
+        return super().forward(hidden_states, **given)
+
+    def set_tp_heads(self, rank: int, size: int) -> None:
+        """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks
+        how many heads it has.
+        """
+
+
+def make_buffers_of_untrained(layer: nn.Module) -> None:
+    """What `transformers` keeps in a parameter without a gradient (the bias of an Ernie's routers, 5.23) becomes a
+    buffer under the same name, which keeps its own dtype.
+    """
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
+
+
+class PipelineNorm(nn.Module):
+    """Mixin before a final norm of `transformers`, built as `norm(hidden_size, eps)`."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, inputs: Activations) -> Activations:
+        return super().forward(inputs[0]), *inputs[1:]
+
+
+class FinalLayerNorm(PipelineNorm, nn.LayerNorm):  # type: ignore[misc]  # the mixin's forward is the one
+    """The final norm of the older families. `bias` as in `nn.LayerNorm`."""
+
+    def __init__(self, config: PretrainedConfig, bias: bool = True) -> None:
+        nn.LayerNorm.__init__(self, config.hidden_size, eps=config.layer_norm_epsilon, bias=bias)
+
+
+class LMHead(nn.Linear):
+    """The output projection. It makes no logits: the loss does, from what it is handed here."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        return hand_to_loss(self, inputs)
+
+
+class BiasedLMHead(LMHead):
+    """A head with a bias: one more column of its matrix, by which a one behind the hidden states is multiplied.
+
+    So the loss knows nothing of it. Padded with zeros to a multiple of 8 columns, which tensor cores want.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        nn.Linear.__init__(self, config.hidden_size, config.vocab_size)
+
+    def forward(self, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states = _gather_for(self, inputs[0])
+        width = -hidden_states.shape[-1] % 8 or 8
+        one = nn.functional.pad(hidden_states.new_ones(*hidden_states.shape[:-1], 1), (0, width - 1))
+        column = nn.functional.pad(self.bias.unsqueeze(1), (0, width - 1))
+        return torch.cat([hidden_states, one], dim=-1), torch.cat([self.weight, column], dim=1)
+
+
+def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
+
+    The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up
+    with each micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
+    """
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return _gather_for(module, inputs[0]), weight.view_as(weight)
+
+
+def _gather_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Those of all tokens, where a rank has a part of them."""
+    parallel = getattr(head, "parallel", NO_TP)
+    return gather_tokens(hidden_states, parallel) if parallel.splits_sequence else hidden_states
+
+
+def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:
+    """ "full_attention" or "sliding_attention": what the config says layer by layer, or else for all layers."""
+    if getattr(config, "layer_types", None):
+        return config.layer_types[layer_idx]
+    return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+
+
+def build_decoder(
+    config: PretrainedConfig,
+    decoder_layer: type[nn.Module],
+    norm: type[nn.Module],
+    context: MicroBatchContext,
+    *,
+    embedding: type[nn.Module] = Embedding,
+    head: type[nn.Module] = LMHead,
+    names: Names = Names(),
+) -> list[Layer]:
+    """Embedding, decoder layers, final norm, head; a tied head is the embedding used again."""
+    tied = config.tie_word_embeddings
+    tied_key = "embedding" if tied else None
+    last = (
+        Layer(names.embedding, embedding, (config,), tied_key, forward_fn=hand_to_loss)
+        if tied
+        else Layer(names.head, head, (config,))
+    )
+    return [
+        Layer(names.embedding, embedding, (config,), tied_key),
+        *(Layer(names.layer.format(i), decoder_layer, (config, i, context)) for i in range(config.num_hidden_layers)),
+        Layer(names.norm, norm, (config,)),
+        last,
+    ]

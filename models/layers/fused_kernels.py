@@ -1,0 +1,127 @@
+"""`fused_kernels=auto`: RMSNorm, SwiGLU and rotary positions of decoder layers by liger-kernel's Triton kernels.
+
+A part is replaced where its class runs the very code of Llama's, which `transformers` copies into the file of each
+family that does the same; what differs (Gemma's 1 + weight, OLMo's order of casts, GELU, partial or interleaved
+rotation, fused projections) is left alone. Replaced is the `forward` of single modules: names, parameters and other
+models of the process stay as they are, and so do adapters and sharded projections, which are modules that it calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama as llama
+
+from models.layers.decoder import PipelineNorm
+
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def find_obstacle(device: torch.device) -> str | None:
+    """Why nothing can be fused on this device; None where it can."""
+    if device.type != "cuda":
+        return "liger-kernel's kernels need a GPU"
+    missing = [name for name in ("triton", "liger_kernel") if find_spec(name) is None]
+    return f"the package {missing[0].replace('_', '-')} is not installed" if missing else None
+
+
+def describe_fused(fused: set[str], obstacle: str | None) -> str:
+    """For the screen: what `fuse_kernels` has replaced, or why it has not."""
+    if fused:
+        return f"{', '.join(sorted(fused))} by liger-kernel"
+    return f"nothing is fused: {obstacle or 'no part of these layers is one that it has a kernel for'}"
+
+
+def fuse_kernels(layer: nn.Module) -> set[str]:
+    """Replaces what can be of a layer; returns the names of the kernels. Weights and adapters are in place already."""
+    fused = set()
+    for module in layer.modules():
+        for name, replace in _REPLACEMENTS.items():
+            forward = replace(module)
+            if forward is not None:
+                module.forward = MethodType(forward, module)
+                fused.add(name)
+    return fused
+
+
+def _replace_norm(module: nn.Module) -> Callable[..., Any] | None:
+    if isinstance(module, PipelineNorm):
+        own = getattr(super(PipelineNorm, module).forward, "__func__", None)
+        return _normalize_activations if _is_copy(own, llama.LlamaRMSNorm.forward) else None
+    return _normalize if _is_copy(type(module).forward, llama.LlamaRMSNorm.forward) else None
+
+
+def _replace_mlp(module: nn.Module) -> Callable[..., Any] | None:
+    is_swiglu = _is_copy(type(module).forward, llama.LlamaMLP.forward) and type(module.act_fn) is type(ACT2FN["silu"])
+    return _run_mlp if is_swiglu else None
+
+
+def _replace_attention(module: nn.Module) -> Callable[..., Any] | None:
+    forward = type(module).forward
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    if [name for name in names if name.startswith(_ROTARY)] != [_ROTARY]:  # another one beside it: interleaved
+        return None
+    found = forward.__globals__
+    copies = (_is_copy(found.get(name), getattr(llama, name)) for name in (_ROTARY, "rotate_half"))
+    return _with_fused_rotary(forward) if all(copies) else None
+
+
+_REPLACEMENTS = {"RMSNorm": _replace_norm, "SwiGLU": _replace_mlp, "rotary": _replace_attention}
+
+
+def _is_copy(function: Any, original: FunctionType) -> bool:
+    """Whether both run the same code, whatever their docstrings and annotations."""
+    own, other = getattr(function, "__code__", None), original.__code__
+    if own is None or (own.co_code, own.co_names) != (other.co_code, other.co_names):
+        return False
+    return [c for c in own.co_consts if not isinstance(c, str)] == [
+        c for c in other.co_consts if not isinstance(c, str)
+    ]
+
+
+@functools.cache
+def _with_fused_rotary(forward: FunctionType) -> FunctionType:
+    """The same function, which finds another `apply_rotary_pos_emb` under that name: the module that it is from, and
+    all other models with it, keep theirs."""
+    own = forward.__globals__[_ROTARY]
+
+    def apply(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        if unsqueeze_dim != 1:
+            return own(query, key, cos, sin, unsqueeze_dim)
+        return _kernels().rotate(query, key, cos, sin)
+
+    copied = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTARY: apply},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _normalize(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return _kernels().normalize(hidden_states, module.weight, module.variance_epsilon)
+
+
+def _normalize_activations(module: Any, inputs: Any) -> Any:
+    return _normalize(module, inputs[0]), *inputs[1:]
+
+
+def _run_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    gated = _kernels().multiply_gated(module.gate_proj(hidden_states), module.up_proj(hidden_states))
+    return module.down_proj(gated)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("models.layers.liger")  # and with it triton, which not every machine has

@@ -1,0 +1,109 @@
+"""What a model is made of: layers, the pieces that their tensors are stored in, and how tensor parallelism shards their
+parts.
+
+Below every family, so that a family imports this and nothing that looks families up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A Hugging Face tensor, by its whole name, that is a part of one of the module's: `tensor[index]`."""
+
+    hf_name: str
+    index: tuple[int | slice, ...] = ()
+
+
+class Style(Enum):
+    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and
+    `models/sharding/tensor_parallel.py`.
+    """
+
+    COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
+    ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
+    # whole on each rank, in a block that is cut behind it: the gradients are summed
+    SUMMED = "replicated_with_grad_allreduce"
+    # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
+    EXPERTS = "experts"
+    HEADS = "heads"  # a parameter with one number for each head
+    NORM = (
+        "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
+    )
+    VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each
+    cut by itself.
+    """
+
+    sizes: tuple[int, ...]
+
+
+Styles = Mapping[str, Style | Fused]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the pipeline.
+
+    hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
+    tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
+    forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
+    pieces: of a tensor that Hugging Face keeps in several, or under another name.
+    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty
+    without it.
+    """
+
+    hf_prefix: str
+    module_class: type[nn.Module]
+    args: tuple[Any, ...]
+    tied_key: str | None = None
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    styles: Styles = field(default_factory=dict)
+
+    @property
+    def owns_weights(self) -> bool:
+        return self.forward_fn is None
+
+    def build_on_meta(self) -> nn.Module:
+        """The module without storage: its parameter names, shapes and counts cost nothing."""
+        with torch.device("meta"):
+            return self.module_class(*self.args).to("meta")  # buffers that follow from the config have storage
+
+    def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
+        return replace(self, pieces=pieces)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Parameter name (as in the layer file) -> shape."""
+        return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
+
+    def buffer_names(self) -> set[str]:
+        """The tensors of the layer file that are not trained and keep their own dtype."""
+        module = self.build_on_meta()
+        return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
+
+    def get_pieces(self, name: str) -> list[Piece]:
+        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""
+        return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
+
+
+def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(
+        f"tensor_parallel_size: a '{config.model_type}' cannot be sharded: {reason}; "
+        "give tensor_parallel_size=1 and more num_stages"
+    )

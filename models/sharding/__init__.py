@@ -1,0 +1,1 @@
+"""Tensor and context parallelism, applied to the layers of a model."""

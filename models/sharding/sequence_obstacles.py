@@ -1,0 +1,48 @@
+"""What cannot keep parts of sequences between the blocks that tensor parallelism cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.experts.grouped import is_stack
+from models.layers.decoder import PipelineDecoderLayer
+from models.layers.layer import Layer
+from models.layers.recurrent import find_mixers
+from models.layers.sharding_styles import list_blocks
+
+
+def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int) -> None:
+    """Raises UserError for layers that want all tokens outside of a block that is cut, and for a length that is no
+    `multiple` of the parts. layers: with styles."""
+    for layer in layers:
+        if (wants_all := _find_whole(layer)) is not None:
+            name = (layer.hf_prefix + wants_all).rstrip(".")
+            raise UserError(
+                f"sequence_parallel: a '{config.model_type}' cannot keep parts of sequences between its blocks: "
+                f"'{name}' wants all tokens, and tensor parallelism does not cut it; give sequence_parallel=false"
+            )
+    if max_seq_length % multiple:
+        below = max_seq_length // multiple * multiple
+        nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
+        raise UserError(
+            f"sequence_parallel: each rank has an equal part of every sequence, and max_seq_length={max_seq_length} is "
+            f"no multiple of {multiple}; the nearest is {nearest}"
+        )
+
+
+def _find_whole(layer: Layer) -> str | None:
+    """The name of a part of the layer that looks at several tokens, or counts them, and is in no block."""
+    if getattr(layer.module_class, "sees_positions", False):
+        return ""
+    if not issubclass(layer.module_class, PipelineDecoderLayer):
+        return None
+    module, blocks = layer.build_on_meta(), list_blocks(layer.styles)
+    mixers = {id(mixer) for mixer in find_mixers(module, getattr(module, "attention_type", ""))}
+    for name, part in module.named_modules():
+        looks_around = "Attention" in type(part).__name__ or id(part) in mixers or is_stack(part)
+        if looks_around and not any(f"{name}.".startswith(f"{block}.") for block in blocks):
+            return name
+    return None

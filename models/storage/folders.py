@@ -1,0 +1,230 @@
+"""A model folder that is there whole or not at all, and the files in it that are no weights.
+
+`staged_folder` hands out a temporary sibling `NAME.tmp-XXXXXXXX`; when its block ends well, every file is flushed to
+disk and the folder gets its name in one rename. An error removes it. A killed process leaves it behind, unlocked, and
+the next run to the same name removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import BaseFileLock
+
+from errors import UserError
+from filesystem import exchange, lock_file, sync_to_disk
+from models.storage.tensor_files import load_json
+
+# What a tokenizer may consist of, by the names that transformers and sentencepiece give.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# What a model that takes images or sound has beside them.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "chat_template.json",
+)
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+LOCK_NAME = ".lock"
+
+
+class StagedFolder:
+    """The temporary folder, and a thread that flushes its files while the next one is written."""
+
+    def __init__(self, path: Path, flusher: ThreadPoolExecutor) -> None:
+        self.path = path
+        self._flusher = flusher
+        self._pending: list[Future[None]] = []
+
+    def flush(self, file: Path) -> None:
+        """Starts to write `file`, complete now, to the disk."""
+        self._pending.append(self._flusher.submit(sync_to_disk, file))
+
+    def flush_all(self) -> None:
+        """Waits until everything in the folder is on the disk."""
+        for future in self._pending:
+            future.result()
+        for directory, _, names in os.walk(self.path):
+            for name in names:
+                sync_to_disk(Path(directory, name))
+            sync_to_disk(Path(directory))
+
+
+@contextmanager
+def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedFolder]:
+    """Yields the folder to write into; it becomes `output_dir` when the block ends without an exception.
+
+    Raises UserError for what the disk or its owner refuse (no space, no permission), and for an `output_dir` that is in
+    the way.
+    """
+    output_dir = output_dir.resolve()
+    path, lock = None, None
+    flusher = ThreadPoolExecutor(max_workers=1)
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output_dir)
+        path, lock = _make_locked_folder(output_dir)
+        folder = StagedFolder(path, flusher)
+        yield folder
+        folder.flush_all()
+        _publish(path, output_dir, overwrite)
+    except OSError as error:
+        where = error.filename or path or output_dir
+        raise UserError(f"{output_dir} cannot be written: {error.strerror or error} ({where})") from error
+    finally:
+        flusher.shutdown(cancel_futures=True)
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)  # the unfinished folder, or the old one that the new one replaced
+        if lock is not None:
+            lock.release()
+
+
+def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None = None) -> None:
+    """Raises UserError when `output_dir` is in the way: it exists, or is not a model folder, or overlaps the source."""
+    output = output_dir.resolve()
+    if source_dir is not None:
+        source = source_dir.resolve()
+        if output == source or source in output.parents or output in source.parents:
+            raise UserError(f"output_dir {output_dir} overlaps with the source {source_dir}; choose a folder beside it")
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"output_dir {output_dir} is a file; give the name of a folder")
+    if not overwrite:
+        raise UserError(f"output_dir {output_dir} exists; pass --overwrite to replace it, or choose another name")
+    if any(output.iterdir()) and not (output / "config.json").is_file():
+        raise UserError(
+            f"output_dir {output_dir} holds files but no config.json: no model folder, so it is not overwritten"
+        )
+
+
+def check_disk_space(output_dir: Path, needed: int) -> None:
+    """Raises UserError when the disk of `output_dir` has less than `needed` bytes free."""
+    existing = next(parent for parent in (output_dir.resolve(), *output_dir.resolve().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"output_dir {output_dir} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
+            "make room or choose another"
+        )
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in VOCABULARY_FILES)
+
+
+def copy_tokenizer_files(source_dir: Path, target_dir: Path) -> None:
+    """Copies the files of the tokenizer, byte by byte; nothing happens where there is none."""
+    for name in TOKENIZER_FILES:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, target_dir / name)
+    for name in find_custom_tokenizer(source_dir):
+        module = source_dir / f"{name.split('.')[0]}.py"
+        if module.is_file():
+            shutil.copyfile(module, target_dir / module.name)
+
+
+def copy_processor_files(source_dir: Path, target_dir: Path) -> None:
+    """Copies the files of the processor, byte by byte, that are not there yet; nothing happens where there is none."""
+    for name in PROCESSOR_FILES:
+        if (source_dir / name).is_file() and not (target_dir / name).exists():
+            shutil.copyfile(source_dir / name, target_dir / name)
+
+
+def find_custom_tokenizer(path: Path) -> list[str]:
+    """The classes outside of transformers ("module.Class") that the folder's tokenizer is made of."""
+    file = path / "tokenizer_config.json"
+    auto_map = load_json(file).get("auto_map") if file.is_file() else None
+    if auto_map is None:
+        return []
+    classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    names = [name for entry in classes for name in (entry if isinstance(entry, list) else [entry])]
+    return sorted({str(name) for name in names if name})
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Removes what killed conversions to `output_dir` left: temporary folders that no living process has locked."""
+    pattern = re.compile(re.escape(output_dir.name) + r"\.tmp-[0-9a-f]{8}")
+    for path in [path for path in output_dir.parent.iterdir() if pattern.fullmatch(path.name)]:
+        try:
+            lock = _lock(path)
+        except OSError:  # another process is writing it, or it cannot be known
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        lock.release()
+
+
+def _make_locked_folder(output_dir: Path) -> tuple[Path, BaseFileLock | None]:
+    """A new temporary sibling, and the lock that this process holds on it while it lives (None: a disk without)."""
+    while True:
+        path = output_dir.with_name(f"{output_dir.name}.tmp-{secrets.token_hex(4)}")
+        path.mkdir()
+        try:
+            return path, _lock(path)
+        except (BlockingIOError, FileNotFoundError):  # another run took it for a leftover before it was locked
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            return path, None
+
+
+def _lock(path: Path) -> BaseFileLock:
+    """Holds the folder's lock. Raises BlockingIOError when another process does.
+
+    The lock is a file in the folder and not the folder itself: NFS locks only what is open for writing.
+    """
+    return lock_file(path / LOCK_NAME)
+
+
+def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
+    """Gives the whole folder its name. The lock file goes last: without it another run could take the folder for a
+    leftover.
+    """
+    if not output_dir.exists():
+        os.rename(path, output_dir)
+    elif overwrite:
+        exchange(path, output_dir)
+    else:
+        raise UserError(f"output_dir {output_dir} appeared while it was being written; another conversion was faster")
+    (output_dir / LOCK_NAME).unlink(missing_ok=True)
+    sync_to_disk(output_dir)
+    sync_to_disk(output_dir.parent)
+
+
+def drop_from_memory(file: Path) -> None:
+    """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing
+    happens.
+    """
+    with open(file, "rb") as stream, suppress(OSError):
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

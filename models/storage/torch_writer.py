@@ -1,0 +1,46 @@
+"""Writing files that `torch.load` reads, at the speed of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from errors import UserError
+from models.storage.safetensors_writer import get_bytes
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file
+    along.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
+        return tensor
+    return torch.frombuffer(get_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def save_torch(content: dict[str, Any], file: Any) -> None:
+    """`file`: a path, or anything with `write`.
+
+    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip
+    tools complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
+    """
+    with without_crc32():
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's writer hides the errno
+            raise UserError(f"{file} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from None
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """torch's setting is the whole process's: around threads that save, one block for all of them."""
+    with_crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(with_crc32)

@@ -1,0 +1,69 @@
+"""The weights of a model whose vocabulary grows while they are read: for tokens that a run adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+from models.storage.safetensors_writer import TensorInfo
+from models.weights.source import StoredWeights
+
+COLUMNS_AT_A_TIME = 64  # bounds the fp32 copy that the mean of a bf16 matrix needs
+
+
+class ResizedVocabWeights:
+    """`StoredWeights` with more rows in the embedding and the head, each the mean of the old ones.
+
+    A row depends on the old ones alone, so it is the same on every rank that reads it, at every layout. Only the matrix
+    that grows is ever in memory.
+    """
+
+    def __init__(self, base: StoredWeights, config: PretrainedConfig) -> None:
+        """config: the base's, with another `vocab_size`."""
+        self.base, self.config, self.wrapper, self.path = base, config, base.wrapper, base.path
+        self._layers = build_layers(base.config, base.wrapper)
+
+    def files(self) -> list[Path]:
+        return self.base.files()
+
+    def check_complete(self, layers: list[Layer]) -> None:
+        self.base.check_complete(self._layers)
+
+    def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        shapes = layer.shapes()
+        described = self.base.describe_layer(index, self._layers[index])
+        return {name: tensor.new_empty(shapes[name]) for name, tensor in described.items()}
+
+    def list_carried(self) -> list[TensorInfo]:
+        return self.base.list_carried()
+
+    def read_carried(self, name: str) -> torch.Tensor:
+        return self.base.read_carried(name)
+
+    def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
+        tensors = self.base.read_layer(index, self._layers[index])
+        shapes = layer.shapes() if tensors else {}
+        return {
+            name: tensor if tensor.shape == shapes[name] else grow_rows(tensor, shapes[name][0])
+            for name, tensor in tensors.items()
+        }
+
+
+def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
+
+    The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
+    """
+    old_rows = weight.shape[0]
+    grown = torch.empty((rows, *weight.shape[1:]), dtype=weight.dtype)
+    grown[:old_rows] = weight
+    if weight.dim() == 1:
+        grown[old_rows:] = weight.float().mean()
+        return grown
+    for old, new in zip(weight.split(COLUMNS_AT_A_TIME, dim=1), grown.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
+        new[old_rows:] = old.float().mean(dim=0)
+    return grown

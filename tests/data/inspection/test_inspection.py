@@ -1,0 +1,89 @@
+"""What `inspect_data=true` shows: the numbers are those of the data, and the marks those of the labels."""
+
+import json
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from data.encoders.sft import SFTEncoder
+from data.encoders.unpaired import UnpairedEncoder
+from data.inspection.report import MAX_TOKENS_SHOWN, choose_rows, describe_dataset, render_row, save_histogram
+from data.options import LengthPolicy, OnBadRecord, Packing
+from data.storage.encoding import Encoding
+from data.storage.rows import RowPlan, Rows, prepare_rows
+from data.storage.tokenizing import prepare_dataset
+
+PLANS = {packing: RowPlan(64, packing) for packing in (Packing.NONE, Packing.BEST_FIT)}
+
+
+@pytest.fixture(scope="module")
+def path(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspection")
+    records = [
+        {"prompt": "Legs?", "completion": "Eight\x1b[2J."},
+        {"prompt": "How many legs?", "completion": "8"},
+        {"prompt": "a"},
+    ]
+    records.append({"prompt": "a", "completion": "legs " * 99})
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(SFTEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.skip)
+    path = prepare_dataset([str(folder / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=folder)
+    prepare_rows(path, PLANS[Packing.BEST_FIT], "train_file")
+    return path
+
+
+def test_the_report_counts_everything(path: Path) -> None:
+    single, packed = (describe_dataset(path, plan) for plan in PLANS.values())
+    rows = Rows(path, PLANS[Packing.NONE], False, False)
+    tokens, targets = rows.lengths.sum(), rows.num_targets.sum()
+    assert f"2 samples, {tokens} tokens, {targets} target tokens; 1 samples too long and dropped" in single
+    assert "records: 4, of them 1 skipped as bad, 1 dropped, 0 truncated, 0 split" in single
+    assert f"tokens a sample: {min(rows.lengths)} to {max(rows.lengths)}" in single
+    assert f"target tokens: {targets / tokens:.1%} of all" in single
+    assert (
+        f"rows: 2, {tokens / 128:.1%} of max_seq_length=64 filled; "
+        f"data.packing=true would make 1 rows, {tokens / 64:.1%}" in single
+    )
+    assert f"rows: 1, {tokens / 64:.1%} of max_seq_length=64 filled (packing efficiency)" in packed
+    assert "skipped: " in single and "a.jsonl:3: no field 'completion'" in single
+
+
+def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_path: Path) -> None:
+    records = [{"prompt": "Legs?", "completion": "Eight.", "label": number == 1} for number in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    encoding = Encoding(UnpairedEncoder(), tokenizer, 64, LengthPolicy.drop, OnBadRecord.stop)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    report = describe_dataset(path, PLANS[Packing.NONE])
+    assert "labels: 1 of 3 samples are desirable" in report and "packing" not in report
+
+
+def test_trained_parts_are_marked(path: Path, tokenizer) -> None:
+    rows = Rows(path, PLANS[Packing.NONE], True, True)
+    # What a terminal would obey is shown and not sent.
+    assert render_row(rows, 0, tokenizer, in_colour=False) == "Legs?\n[[Eight\\x1b[2J.</s>]]"
+    assert render_row(rows, 1, tokenizer, in_colour=True) == "\x1b[2mHow many legs?\n\x1b[0m\x1b[32m8</s>\x1b[0m"
+    packed = Rows(path, PLANS[Packing.BEST_FIT], True, True)
+    parts = render_row(packed, 0, tokenizer, in_colour=False).split("\n--- next document of the row ---\n")
+    assert sorted(parts) == ["How many legs?\n[[8</s>]]", "Legs?\n[[Eight\\x1b[2J.</s>]]"]
+
+
+def test_a_long_row_is_shortened(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": " legs" * 700}))
+    encoding = Encoding(SFTEncoder(), tokenizer, 1000)
+    path = prepare_dataset([str(tmp_path / "a.jsonl")], key="train_file", encoding=encoding, cache_dir=tmp_path)
+    rows = Rows(path, RowPlan(1000), True, True)
+    assert render_row(rows, 0, tokenizer, in_colour=False).endswith(
+        f"\n... and {rows.lengths[0] - MAX_TOKENS_SHOWN} tokens more"
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=lambda plan: plan.packing)
+def test_the_histogram_is_an_image(path: Path, plan: RowPlan, tmp_path: Path) -> None:
+    save_histogram(path, plan, "train_file", tmp_path / "new" / "lengths.png")
+    image = matplotlib.image.imread(tmp_path / "new" / "lengths.png")
+    assert min(image.shape[:2]) > 200 and image[..., :3].std() > 0.05
+
+
+def test_rows_are_spread_from_first_to_last() -> None:
+    assert choose_rows(1, 3) == [0] and choose_rows(2, 3) == [0, 1] and choose_rows(101, 3) == [0, 50, 100]

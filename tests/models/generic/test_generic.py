@@ -1,0 +1,106 @@
+"""Families without a file: proven on a small model, or refused with what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.chain import BOUND, Chain, difference, positions, tokens
+from support.families import build_family, build_family_config
+from support.model_folders import assert_same_bits, convert, export
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from errors import UserError
+from models.architecture.lookup import ARCHITECTURES, build_layers, check_length
+from models.generic.family import find_fault
+from models.generic.shrink import shrink
+from models.weights.sources import open_weights
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "glm4", "arcee"])
+def test_a_published_family_works_without_a_file(model_type: str, tmp_path: Path) -> None:
+    assert model_type not in ARCHITECTURES
+    torch.manual_seed(0)
+    config = shrink(AutoConfig.for_model(model_type))
+    config.vocab_size = 320
+    model = AutoModelForCausalLM.from_config(config).eval()
+    chain = Chain(model)
+    with torch.no_grad():
+        assert difference(chain(tokens(), positions()), model(tokens()).logits) < BOUND
+    model.save_pretrained(tmp_path / "hf")
+    back = export(convert(tmp_path / "hf", tmp_path / "pipeline"), tmp_path / "back")
+    assert_same_bits(load_file(back / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors"))
+    assert open_weights(str(back)).config.model_type == model_type
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("gemma3_text", {}),  # a scaled embedding, an angle for each type of layer
+        ("llama4_text", {"attention_chunk_size": 8}),
+        ("gpt_neox", {}),  # a parallel residual
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),  # fills in its config while it is built
+        ("bloom", {"n_head": 4, "hidden_size": 64}),  # ALiBi, a norm behind the embedding
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),  # learned positions, projections around the layers
+    ],
+)
+def test_what_a_model_does_around_its_layers_is_read_from_it(model_type: str, fields: dict[str, Any]) -> None:
+    config = shrink(AutoConfig.for_model(model_type, **fields))
+    assert all(
+        getattr(config, name) == value for name, value in fields.items() if name not in ("ffn_dim", "num_kv_heads")
+    )
+    assert find_fault(config) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [
+        ("opt", 256),  # its table begins with two rows for something else
+        pytest.param("gpt_neo", 256, marks=pytest.mark.full),
+        pytest.param("gptj", 256, marks=pytest.mark.full),  # a table of angles in each layer
+        pytest.param("bloom", None, marks=pytest.mark.full),
+        pytest.param("gpt_neox", None, marks=pytest.mark.full),
+    ],
+)
+def test_samples_longer_than_a_table_of_positions_are_refused(family: str, known: int | None) -> None:
+    config = build_family_config(family)
+    check_length(config, known or 10**6)
+    if known is not None:
+        with pytest.raises(
+            UserError, match=f"max_seq_length={known + 1}, but this '{family}' has a table of {known} pos"
+        ):
+            check_length(config, known + 1)
+
+
+def test_dropout_of_a_trunk_is_for_training_alone() -> None:
+    model = build_family("starcoder2", embedding_dropout=0.5)
+    chain = Chain(model.eval()).eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        assert difference(chain(tokens(), positions()), expected) < BOUND
+        assert difference(chain.train()(tokens(), positions()), expected) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("inkling2_text", "its layer 1 is given 'block_states' beside hidden states, which depends on weights"),
+        ("deepseek_v32", "has no gradient from the loss of tokens"),
+        ("modernbert-decoder", "its embedding is 'model.embeddings.tok_embeddings' and its layers are in 'model'"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(model_type: str, missing: str) -> None:
+    with pytest.raises(
+        UserError, match=f"model_type '{model_type}' has no file in models/.*{missing}.*docs/add_a_model.md"
+    ):
+        build_layers(AutoConfig.for_model(model_type))
+
+
+def test_what_is_no_causal_language_model_is_refused() -> None:
+    with pytest.raises(UserError, match="model_type 't5' is not supported; known: .*llama"):
+        build_layers(AutoConfig.for_model("t5"))

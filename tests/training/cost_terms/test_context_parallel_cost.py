@@ -1,0 +1,100 @@
+"""What the plan says of ranks that share sequences: bytes sent by each mode, and the seconds that each adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from support.configs import build_config, set_keys
+from transformers import LlamaConfig
+
+from models.parallel.shard import ContextParallel
+from training.config.schema import Device, RunConfig
+from training.cost_terms.context_parallel import (
+    SCORE_BYTES,
+    ModeCost,
+    compare_modes,
+    compute_exchanges,
+    compute_workspace,
+)
+from training.cost_terms.cost_term import PlannedRun, Stage
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, Machine
+from training.costs.shared_attention import SharedAttention, count_shared_attention
+from training.distributed.topology import Layout, Topology
+
+SIZE, LENGTH = 4, 1000  # ranks, tokens of each
+CARD = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
+    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=0.1, host_memory=100,
+    host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
+)  # fmt: skip
+KEYS = ("precision=bf16", "max_seq_length=4000", "activation_checkpoint_interval=0", "micro_batch_size=1")
+
+
+@cache
+def describe_config() -> RunConfig:
+    return build_config(*KEYS)
+
+
+def count(heads: int, is_ring: bool, flops: float = 1e8, window: int | None = None) -> SharedAttention:
+    config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
+    return count_shared_attention(
+        config, ContextParallel(size=SIZE, is_ring=is_ring), batch_size=1, seq_length=LENGTH, dtype=torch.bfloat16,
+        tensor_parallel_size=1, head_sizes=(8, 8), flops=flops, window=window,
+    )  # fmt: skip
+
+
+def build_stage(shared: SharedAttention, *keys: str) -> Stage:
+    layer = LayerCost(
+        name="x", num_parameters=1, num_trainable=1, num_active=1, largest_trainable=1, forward_flops=1e9,
+        attention_width=0, saved_bytes=1, output_bytes=1, shared_attention=shared,
+    )  # fmt: skip
+    run = PlannedRun(set_keys(describe_config(), *keys), Layout(Topology.of(SIZE, context=SIZE), 1, 1), 50, CARD)
+    return Stage(run, 0, [replace(layer, shared_attention=None), layer], [range(2)])
+
+
+BLOCK = LENGTH * 2 * (8 + 8) * 2  # bytes of two heads of keys and values in bf16
+TRAVELS = (SIZE - 1) * 2 * BLOCK + SIZE * 2 * BLOCK  # forward, and backward with their gradients in fp32
+EXCHANGED = 2 * (SIZE - 1) / SIZE * LENGTH * (8 + 4) * (8 + 8) * 2  # two heads are repeated, for four ranks
+
+
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_both_modes_are_compared(is_ring: bool) -> None:
+    by_heads, in_ring = compare_modes(build_stage(count(8, is_ring)))
+    assert [by_heads.mode, in_ring.mode] == ["ulysses", "ring"]
+    assert [by_heads.is_chosen, in_ring.is_chosen] == [not is_ring, is_ring]
+    assert [by_heads.sent_bytes, in_ring.sent_bytes] == pytest.approx([EXCHANGED, TRAVELS])
+    assert by_heads.seconds_within == pytest.approx(EXCHANGED / (100 * GB))
+    assert by_heads.seconds_between == pytest.approx(EXCHANGED / (0.1 * GB))
+    # A turn of attention takes 25 ms, blocks and gradients far less: but for the last, which comes home
+    assert in_ring.seconds_within == pytest.approx(2 * BLOCK / (100 * GB))
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    (in_ring,) = compare_modes(build_stage(count(6, is_ring=True, flops=0)))  # six heads: not by four ranks
+    assert in_ring.mode == "ring" and in_ring.seconds_between == pytest.approx(TRAVELS / (0.1 * GB))
+
+
+@pytest.mark.parametrize(("keys", "window"), [(("attn_implementation=eager",), None), ((), 100)])
+def test_scores_in_memory_take_time(keys: tuple[str, ...], window: int | None) -> None:
+    stage = build_stage(count(8, is_ring=True, window=window), *keys)
+    plain = build_stage(count(8, is_ring=True))
+    cost, fused = compute_exchanges(stage.chunks[0]), compute_exchanges(plain.chunks[0])
+    scores = LENGTH * 1e8 / (2 * (8 + 8))
+    added = cost.forward_seconds - fused.forward_seconds, cost.backward_seconds - fused.backward_seconds
+    assert added == pytest.approx([scores * nbytes / (1000 * GB) for nbytes in SCORE_BYTES])
+
+
+def test_documents_of_packed_rows_take_no_scores() -> None:
+    packed, plain = (build_stage(count(8, is_ring=True), *keys) for keys in (("data.packing=true",), ()))
+    assert compute_exchanges(packed.chunks[0]) == compute_exchanges(plain.chunks[0])
+    assert compute_workspace(packed.chunks[0]) == compute_workspace(plain.chunks[0])
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    stage = build_stage(count(8, is_ring=False))
+    costs = [replace(layer, shared_attention=None) for layer in stage.costs]
+    assert compare_modes(replace(stage, costs=costs)) == list[ModeCost]()

@@ -1,0 +1,104 @@
+"""A lever is a line in a table: what it says reaches the plan, the report and the fit check, and nothing else has to
+change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.configs import build_config
+
+from training.config.schema import Device
+from training.cost_terms import table
+from training.cost_terms.cost_term import CostTerm, PlannedRun
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, GIB, Machine
+from training.costs.memory import Kept, Memory
+from training.costs.time import PassCost, Sent, StepCost
+from training.distributed.topology import DATA, TENSOR, Layout, Topology
+from training.pipeline.partition import balance
+from training.planner.plan import Plan, build_fits, compute_plan
+from training.planner.report import render_plan, render_table
+
+M = 8
+CARD = Machine(
+    name="round", device=Device.cuda, cards_per_node=8, memory=100, usable_memory=1, peak_flops={"bf16": 1e12},
+    efficiency=1, memory_bandwidth=1000, intra_node_bandwidth=100, inter_node_bandwidth=10, host_memory=100,
+    host_memory_bandwidth=400, host_link_bandwidth=20, device_name="round",
+)  # fmt: skip
+LAYER = LayerCost(
+    name="x", num_parameters=10**6, num_trainable=10**6, num_active=10**6, largest_trainable=1000, forward_flops=1e9,
+    attention_width=0, saved_bytes=10**6, output_bytes=10**5,
+)  # fmt: skip
+DUMMY = CostTerm(
+    stage_memory=lambda stage: Memory(buffers=3 * GIB, host=5 * GIB) if stage.stage_id == 0 else Memory(),
+    chunk_memory=lambda chunk: Kept(activations=GIB),
+    chunk_cost=lambda chunk: PassCost(forward_flops=2e9, forward_seconds=0.25, backward_sent=Sent({TENSOR: 50 * GB})),
+    stage_cost=lambda stage: StepCost(reduce_seconds=1.0, reduce_sent=Sent({DATA: 200 * GB}), optimizer_seconds=4.0),
+)
+
+
+@pytest.fixture
+def with_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LEVERS", (*table.LEVERS, DUMMY))
+
+
+def describe_run() -> PlannedRun:
+    keys = ("precision=bf16", "num_stages=2", "max_seq_length=100", "activation_checkpoint_interval=0")
+    return PlannedRun(build_config(*keys), Layout(Topology.of(4, pipe=2), 1, M), 50, CARD)
+
+
+def plan() -> Plan:
+    return compute_plan([LAYER] * 4, [0, 2, 4], describe_run())
+
+
+PLAIN = plan()
+
+
+@pytest.mark.usefixtures("with_dummy")
+def test_its_bytes_are_in_the_plan() -> None:
+    for plain, found, in_flight, once in zip(PLAIN.stages, plan().stages, (2, 1), (3, 0), strict=True):
+        assert found.memory.backward_peak == plain.memory.backward_peak + (in_flight + once) * GIB
+        assert found.memory.peak == found.memory.backward_peak
+        assert found.memory.buffers == plain.memory.buffers + once * GIB
+    assert plan().host_bytes == PLAIN.host_bytes + 2 * 5 * GIB  # two replicas of the first stage
+
+
+@pytest.mark.usefixtures("with_dummy")
+def test_its_seconds_are_in_the_plan() -> None:
+    found = plan()
+    for plain, stage in zip(PLAIN.stages, found.stages, strict=True):
+        assert stage.forward_flops == plain.forward_flops + 2e9
+        assert stage.forward_seconds == pytest.approx(plain.forward_seconds + 0.25)
+        assert stage.backward_seconds == pytest.approx(plain.backward_seconds + 50 / 100)
+    assert found.pipeline_seconds == pytest.approx(PLAIN.pipeline_seconds + (M + 1) * 0.75)
+    assert found.reduce_seconds == pytest.approx(PLAIN.reduce_seconds + 1 + 200 / 100)
+    assert found.optimizer_seconds == pytest.approx(PLAIN.optimizer_seconds + 4)
+
+
+@pytest.mark.usefixtures("with_dummy")
+def test_its_bytes_and_seconds_are_in_the_report() -> None:
+    found = plan()
+    buffers, peak, activations = (
+        [line.split()[table_header().index(name)] for line in render_table(found)[1:3]]
+        for name in ("buffers", "peak", "activations")
+    )
+    assert [round(float(size)) for size in (*buffers, *activations, *peak)] == [3, 0, 2, 1, 5, 1]
+    text = render_plan(found, describe_run().config, CARD, None)
+    assert "+ gradients and weights between replicas 3.0 s + optimizer 4.0 s" in text
+
+
+def table_header() -> list[str]:
+    return render_table(PLAIN)[0].split()
+
+
+def test_its_bytes_are_in_the_fit_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that holds two layers a stage, and with the lever no longer the first stage's."""
+    run = describe_run()
+    run = replace(run, hardware=replace(CARD, memory=(PLAIN.fullest.memory.peak + GIB) / GIB))
+    assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [True, True]
+    assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) == [0, 2, 4]
+    monkeypatch.setattr(table, "LEVERS", (*table.LEVERS, DUMMY))
+    assert [build_fits([LAYER] * 4, run)(stage, 0, 2) for stage in (0, 1)] == [False, True]
+    assert balance([1] * 4, 2, build_fits([LAYER] * 4, run)) is None
+    assert not replace(plan(), memory_limit=run.hardware.usable_bytes).fits

@@ -1,0 +1,105 @@
+"""The time of sums of gradients: the bytes that a sum moves, and the seconds that a plan makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.configs import build_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from training.config.schema import Device
+from training.cost_terms.cost_term import Chunk, PlannedRun
+from training.cost_terms.gradient_sums import compute_sums, count_sum_bytes
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, Machine
+from training.distributed.topology import Layout, Topology
+from training.optim.gradient_sums import add_gradient
+
+CARD = Machine(
+    name="any", device=Device.cuda, cards_per_node=8, memory=1, usable_memory=1, peak_flops={"bf16": 1, "fp32": 1},
+    efficiency=1, memory_bandwidth=100, intra_node_bandwidth=1, inter_node_bandwidth=1, host_memory=1,
+    host_memory_bandwidth=1, host_link_bandwidth=1, device_name="any",
+)  # fmt: skip
+LAYER = LayerCost(
+    name="x", num_parameters=10**9, num_trainable=10**9, num_active=1, largest_trainable=1, forward_flops=1.0,
+    attention_width=0, saved_bytes=1, output_bytes=1,
+)  # fmt: skip
+OFFLOADED = "offload_optimizer=cpu"
+
+
+class MovedBytes(TorchDispatchMode):
+    """What the operations of torch read and write; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.total += sum(t.nbytes for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "micro_batches", "expected"),
+    [
+        (("precision=bf16",), Device.cuda, 1, 10),
+        (("precision=bf16",), Device.cuda, 8, 10),
+        (("precision=bf16",), Device.cpu, 8, 18),
+        (("precision=bf16", OFFLOADED), Device.cuda, 1, 6),
+        (("precision=bf16", OFFLOADED), Device.cuda, 4, (6 + 3 * 10) / 4),
+        (("precision=fp32",), Device.cuda, 1, 0),
+        (("precision=fp32", OFFLOADED), Device.cpu, 4, 3 / 4 * 12),
+        (("precision=fp16",), Device.cuda, 2, 1 / 2 * 6),
+    ],
+)
+def test_bytes_by_hand(overrides: tuple[str, ...], device: Device, micro_batches: int, expected: float) -> None:
+    assert count_sum_bytes(build_config(*overrides), micro_batches, device) == expected
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_bytes_of_the_operations_in_bf16(offloaded: bool) -> None:
+    """An operation on two dtypes reads each in its own, as on a card."""
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    total = None if offloaded else torch.zeros(1000)
+    with MovedBytes() as counter:
+        for _ in range(3):
+            parameter.grad = torch.empty_like(parameter)
+            total = add_gradient(parameter, total)
+    config = build_config("precision=bf16", *([OFFLOADED] if offloaded else []))
+    made = 3 * 2 * 2 * 1000  # as the counter sees `empty_like`
+    assert counter.total - made == 3 * 1000 * count_sum_bytes(config, 3, Device.cuda)
+
+
+def test_bytes_of_the_operations_in_fp32() -> None:
+    parameter, moved = torch.nn.Parameter(torch.ones(1000)), []
+    for _ in range(3):
+        with MovedBytes() as counter:
+            (parameter * 2).backward(torch.ones(1000))
+        moved.append(counter.total)
+    summed = sum(moved) - 3 * moved[0]  # the first is not added to anything
+    assert summed == pytest.approx(3 * 1000 * count_sum_bytes(build_config("precision=fp32"), 3, Device.cuda))
+
+
+def build_chunk(*layers: LayerCost, micro_batches: int = 4) -> Chunk:
+    layout = Layout(Topology.of(1), 1, micro_batches)
+    run = PlannedRun(build_config("precision=bf16"), layout, 7, CARD)
+    return Chunk(run, 0, 0, range(len(layers)), layers, has_first_layer=True, has_loss=True)
+
+
+def test_seconds_of_a_pass() -> None:
+    assert compute_sums(build_chunk(LAYER)).backward_seconds == pytest.approx(10 * 10**9 / (100 * GB))
+    lora = replace(LAYER, num_trainable=10**6)
+    assert compute_sums(build_chunk(lora, lora)).backward_seconds == pytest.approx(10 * 2 * 10**6 / (100 * GB))
+
+
+def test_a_tied_module_is_summed_once_and_a_timed_layer_has_it_in_its_time() -> None:
+    tied, timed = replace(LAYER, tied_key="embed"), replace(LAYER, pass_seconds=(1.0, 2.0))
+    once = compute_sums(build_chunk(LAYER)).backward_seconds
+    assert compute_sums(build_chunk(tied, tied)).backward_seconds == once
+    assert compute_sums(build_chunk(LAYER, timed)).backward_seconds == once

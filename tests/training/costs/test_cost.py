@@ -1,0 +1,146 @@
+"""What a layer costs, against what PyTorch really computes and keeps on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import build_family_config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, PretrainedConfig
+
+from models.adapters.adapter import Adapter
+from models.adapters.targets import build_lora_config
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+from training.costs.cost import LayerCost, count_layers, mean_keys
+
+B, T, D, I, V, HEADS, KV_HEADS, HEAD = 2, 48, 64, 96, 200, 4, 2, 16
+DECODER_MATRICES = D * HEAD * (HEADS + 2 * KV_HEADS) + HEADS * HEAD * D + 3 * D * I
+
+
+def build_config(tied: bool = False, attention: str = "sdpa") -> PretrainedConfig:
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=I, num_hidden_layers=3, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, tie_word_embeddings=tied, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = attention
+    return config
+
+
+def count(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> list[LayerCost]:
+    return count_layers(build_layers(config), config, micro_batch_size=B, seq_length=T, dtype=dtype)
+
+
+def build_real(layer: Layer, dtype: torch.dtype) -> torch.nn.Module:
+    return layer.module_class(*layer.args).to(dtype)
+
+
+def real_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+    return torch.randn(B, T, D, requires_grad=True).to(dtype), *integers
+
+
+def bytes_really_saved(layer: Layer, dtype: torch.dtype) -> int:
+    """Storages that autograd keeps of a real forward pass, without the layer's parameters."""
+    module, saved = build_real(layer, dtype), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    inputs = real_inputs(dtype)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(inputs)
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("index", [1, 4], ids=["decoder", "norm"])
+def test_the_activations_are_those_that_autograd_saves(index: int, attention: str, dtype: torch.dtype) -> None:
+    config = build_config(attention=attention)
+    cost = count(config, dtype)[index]
+    assert not cost.is_estimated
+    assert cost.saved_bytes == pytest.approx(bytes_really_saved(build_layers(config)[index], dtype), rel=0.01)
+
+
+def test_parameters_are_those_of_the_built_layers() -> None:
+    config = build_config()
+    modules = [build_real(layer, torch.float32) for layer in build_layers(config)]
+    assert [cost.num_parameters for cost in count(config)] == [
+        sum(p.numel() for p in module.parameters()) for module in modules
+    ]
+
+
+def test_flops_are_those_that_torch_counts_but_for_the_causal_half() -> None:
+    config = build_config(attention="eager")  # torch's counter does not know the CPU's fused kernel
+    layer = build_layers(config)[1]
+    with FlopCounterMode(display=False) as counter:
+        build_real(layer, torch.float32)(real_inputs(torch.float32))
+    full_attention = 2 * T * HEADS * 2 * HEAD
+    cost = count(config)[1]
+    assert counter.get_total_flops() == B * T * (2 * DECODER_MATRICES + full_attention)
+    assert cost.forward_flops == 2 * DECODER_MATRICES + full_attention * (T + 1) / (2 * T)
+    assert cost.attention_width == 2 * HEADS * HEAD
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_looked_up_embedding_is_no_work_and_the_head_is(tied: bool) -> None:
+    first, *_, head = count(build_config(tied))
+    assert first.forward_flops == 0 and head.forward_flops == 2 * V * D
+    assert (first.tied_key == head.tied_key) is True if tied else head.tied_key is None
+
+
+def test_what_crosses_a_boundary_is_one_hidden_state() -> None:
+    assert {cost.output_bytes for cost in count(build_config(), torch.bfloat16)} == {B * T * D * 2}
+
+
+def test_equal_layers_are_counted_once() -> None:
+    costs = count(build_config())
+    assert costs[1] is costs[2] is costs[3]
+
+
+def test_mean_keys_by_hand() -> None:
+    assert mean_keys(4, None) == (1 + 2 + 3 + 4) / 4
+    assert mean_keys(5, 2) == (1 + 2 + 2 + 2 + 2) / 5
+    assert mean_keys(3, 100) == 2
+
+
+class Experts(torch.nn.Module):
+    """8 routed experts of which a token takes 2, and one that all take; the choice depends on data."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        self.experts.down_proj = torch.nn.Parameter(torch.empty(8, D, D))
+        self.shared_experts = torch.nn.Linear(D, D, bias=False)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("no choice without data")
+
+
+def test_experts_count_by_those_that_a_token_takes() -> None:
+    config = build_config()
+    config.num_experts_per_tok, config.n_routed_experts = 2, 8
+    layer = Layer("x.", Experts, (config,))
+    (cost,) = count_layers([layer], config, micro_batch_size=B, seq_length=T, dtype=torch.float32)
+    assert cost.num_parameters == 9 * D * D and cost.num_active == 3 * D * D
+    assert cost.forward_flops == 2 * 3 * D * D
+    assert cost.is_estimated and cost.saved_bytes > 0
+
+
+def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token_takes() -> None:
+    """A of rank r on each of E experts [r x E, in], B [out, r x E]; k of them a token."""
+    config = build_family_config("deepseek_v3")
+    layers = build_layers(config)
+    lora = build_lora_config(layers, [], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
+    with_adapter, without = (
+        count_layers(layers, config, micro_batch_size=B, seq_length=T, dtype=torch.float32, adapter=adapter)
+        for adapter in (Adapter(lora), None)
+    )
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    of_one = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    assert [cost.num_trainable for cost in with_adapter[:3]] == [0, 0, config.n_routed_experts * of_one]
+    assert with_adapter[2].num_parameters - without[2].num_parameters == config.n_routed_experts * of_one
+    assert with_adapter[2].num_active - without[2].num_active == config.num_experts_per_tok * of_one

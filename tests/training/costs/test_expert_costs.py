@@ -1,0 +1,109 @@
+"""What a layer with experts costs, against what torch computes and keeps: all experts for memory, the chosen ones for
+work.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import MIXTURES, build_family_config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig
+
+from models.architecture.lookup import build_layers
+from models.experts.grouped import GROUPED
+from models.layers.layer import Layer
+from training.costs.cost import LayerCost, count_layers, mean_keys
+from training.pipeline.partition import compute_bounds, compute_work
+
+B, T = 2, 24
+SHORT = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss", "deepseek_v3")
+FAMILIES = [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.full)
+    for name in sorted({*MIXTURES, "gpt_oss", "deepseek_v3"})
+]
+
+
+def build_config(model_type: str) -> PretrainedConfig:
+    """With windows as long as the samples, for full scores."""
+    windows = {"sliding_window": T} if getattr(build_family_config(model_type), "sliding_window", None) else {}
+    config = build_family_config(model_type, **windows)
+    config._attn_implementation = "eager"  # torch's counter does not know the CPU's fused kernel
+    return config
+
+
+def find_sparse(config: PretrainedConfig, layers: list[Layer]) -> int:
+    """The first decoder layer with experts."""
+    return next(index for index, layer in enumerate(layers) if any("experts." in name for name in layer.shapes()))
+
+
+def count(config: PretrainedConfig, dtype: torch.dtype) -> LayerCost:
+    layers = build_layers(config)
+    costs = count_layers(layers, config, micro_batch_size=B, seq_length=T, dtype=dtype)
+    return costs[find_sparse(config, layers)]
+
+
+def run(config: PretrainedConfig, implementation: str, dtype: torch.dtype) -> tuple[int, int]:
+    """(FLOPs of a forward pass, bytes of the storages that autograd keeps of it) of the layer with random weights."""
+    config._experts_implementation = implementation
+    layers = build_layers(config)
+    layer, saved = layers[find_sparse(config, layers)], {}
+    module = layer.module_class(*layer.args).to(dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    integers = torch.arange(T).expand(B, T).clone(), torch.ones(B, T, dtype=torch.int32)
+    hidden_states = torch.randn(B, T, config.hidden_size, dtype=dtype, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with FlopCounterMode(display=False) as counter, hooks:
+        module((hidden_states, *integers))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+    return counter.get_total_flops(), kept
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_work_is_that_of_a_loop_over_the_experts(model_type: str) -> None:
+    config = build_config(model_type)
+    cost = count(config, torch.float32)
+    flops, _ = run(config, "eager", torch.float32)
+    beyond_the_causal_half = 2 * cost.attention_width * (T - mean_keys(T, None))
+    assert B * T * (cost.forward_flops + beyond_the_causal_half) == pytest.approx(flops, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_activations_are_those_that_autograd_saves(model_type: str, dtype: torch.dtype) -> None:
+    config = build_config(model_type)
+    cost = count(config, dtype)
+    assert not cost.is_estimated and config._experts_implementation == GROUPED
+    assert cost.saved_bytes == pytest.approx(run(config, GROUPED, dtype)[1], rel=0.01)
+
+
+def test_memory_holds_all_experts() -> None:
+    config = build_config("mixtral")
+    cost, of_one = count(config, torch.float32), 3 * config.hidden_size * config.intermediate_size
+    assert cost.num_parameters - cost.num_active == (8 - 2) * of_one
+
+
+def test_selective_keeps_the_products_of_the_experts() -> None:
+    config = build_config("mixtral")
+    kept = count(config, torch.float32).kept_bytes
+    config.num_experts_per_tok += 1
+    more = count(config, torch.float32).kept_bytes - kept
+    assert more == B * T * (2 * config.intermediate_size + config.hidden_size) * 4
+
+
+def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:
+    """A dense first layer, then three with 8 experts of half its size, of which a token takes two: four alike but for
+    a small router."""
+    sizes = {"intermediate_size": 72, "moe_intermediate_size": 36, "vocab_size": 8}
+    config = build_family_config("qwen3_moe", mlp_only_layers=[0], **sizes)
+    layers = build_layers(config)
+    dense, *sparse = [compute_work(layer) for layer in layers[1:5]]
+    assert sparse == [dense + 8 * config.hidden_size] * 3
+    assert compute_bounds(layers, 2, "balanced") == [0, 3, 7]

@@ -1,0 +1,51 @@
+"""What `sequence_parallel` saves and sends, counted on the layers that a run builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from errors import UserError
+from models.architecture.lookup import build_layers
+from models.sharding.sequence_obstacles import check_sequence_parts
+from models.sharding.tensor_parallel import shard_layers
+from training.costs.cost import LayerCost, count_layers
+
+CONFIG = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=16,
+    vocab_size=96, attn_implementation="sdpa",
+)  # fmt: skip
+
+
+def count_decoder_layer(size: int, splits: bool) -> LayerCost:
+    costs = count_layers(
+        shard_layers(CONFIG, build_layers(CONFIG), size), CONFIG, micro_batch_size=2, seq_length=64,
+        dtype=torch.float32, tensor_parallel_size=size, sequence_parallel=splits,
+    )  # fmt: skip
+    return costs[1]
+
+
+def test_what_a_layer_keeps_for_the_backward_pass_falls_as_ranks_grow() -> None:
+    """Rotary angles alone are whole on each rank, here 4 of 64 channels twice."""
+    whole = count_decoder_layer(1, False)
+    angles = 2 * 2 * 64 * 4 * 4
+    for size in (2, 4):
+        cut, split = count_decoder_layer(size, False), count_decoder_layer(size, True)
+        assert split.saved_bytes - angles == pytest.approx((whole.saved_bytes - angles) / size, rel=1e-3)
+        assert split.output_bytes * size == cut.output_bytes == whole.output_bytes
+        assert split.saved_bytes < cut.saved_bytes
+        sums = split.forward_sums, split.backward_sums
+        assert sums == (cut.forward_sums, cut.backward_sums) == (2, 2) and (split.regathers, cut.regathers) == (2, 0)
+
+
+def test_layers_that_want_all_tokens_and_lengths_that_do_not_divide_are_refused() -> None:
+    layers = shard_layers(CONFIG, build_layers(CONFIG), 2)
+    check_sequence_parts(CONFIG, layers, 2, 64)
+    with pytest.raises(UserError, match=r"max_seq_length=65 is no multiple of 2; the nearest is 64 or 66"):
+        check_sequence_parts(CONFIG, layers, 2, 65)
+    whole_attention = replace(layers[1], styles={n: s for n, s in layers[1].styles.items() if "mlp" in n})
+    with pytest.raises(UserError, match=r"'model\.layers\.0\.self_attn' wants all tokens"):
+        check_sequence_parts(CONFIG, [whole_attention], 2, 64)

@@ -1,0 +1,100 @@
+"""Which group a parameter falls into, and what is refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.configs import build_config
+from transformers import LlamaConfig
+
+from errors import UserError
+from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+from training.config.schema import ParameterGroup, RunConfig
+from training.optim.optimizer import describe_updates
+from training.optim.parameter_groups import LR_RATIO, check_parameter_groups, group_parameters, separate_copies
+
+
+@pytest.fixture(scope="module")
+def layers() -> list[Layer]:
+    return build_layers(
+        LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+    )
+
+
+@pytest.fixture(scope="module")
+def composed() -> RunConfig:
+    return build_config("learning_rate=1e-3", "weight_decay=0.1")
+
+
+@pytest.fixture
+def config(composed: RunConfig) -> RunConfig:
+    config = deepcopy(composed)
+    config.parameter_groups = [ParameterGroup("mlp", 1e-4), ParameterGroup("norm|mlp", weight_decay=0.3)]
+    return config
+
+
+def test_the_first_pattern_counts_and_every_rank_has_every_group(config: RunConfig, layers: list[Layer]) -> None:
+    check_parameter_groups(config, layers)
+    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    named = [("a.mlp.weight", matrix), ("a.norm.weight", vector), ("a.bias", vector), ("b.weight", matrix)]
+    groups = group_parameters(named, config)
+    assert [len(group["params"]) for group in groups] == [1, 1, 1, 0, 0, 1]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0, 0.1, 0, 0.3, 0.3]
+    assert [group["lr"] for group in groups] == [1e-3, 1e-3, 1e-4, 1e-4, 1e-3, 1e-3]
+    assert [group[LR_RATIO] for group in groups] == pytest.approx([1, 1, 0.1, 0.1, 1, 1])
+    assert [len(group["params"]) for group in group_parameters([], config)] == [0] * 6
+    assert describe_updates(config) == {"parameter_groups": '[["mlp", 0.0001, null], ["norm|mlp", null, 0.3]]'}
+    config.parameter_groups = []
+    assert len(group_parameters(named, config)) == 2 and describe_updates(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        (
+            ParameterGroup("router", 1e-4),
+            "entry 3: 'router' matches no weight that is trained; they are named like",
+        ),
+        (
+            ParameterGroup("up_proj", 1e-4),
+            r"entry 3: 'up_proj' matches no .* but such as 'model.layers.0.mlp.up_proj.w",
+        ),
+        (ParameterGroup("embed", 1e-4), "entry 3: 'embed' matches no weight that is trained; they"),  # frozen
+        (ParameterGroup("lm_head("), r"entry 3: 'lm_head\(' is not a valid regular expression"),
+        (ParameterGroup("lm_head"), "entry 3: 'lm_head' changes nothing; give learning_rate, weight_decay or both"),
+        (ParameterGroup("lm_head", -1.0), "entry 3: learning_rate=-1.0: 0 or more"),
+        (ParameterGroup("lm_head", weight_decay=float("inf")), "entry 3: weight_decay=inf: 0 or more"),
+    ],
+)
+def test_an_entry_that_would_do_nothing_is_refused(
+    config: RunConfig, layers: list[Layer], entry: ParameterGroup, error: str
+) -> None:
+    config.freeze = ["embed_tokens"]
+    config.parameter_groups.append(entry)
+    with pytest.raises(UserError, match=f"^parameter_groups, {error}"):
+        check_parameter_groups(config, layers)
+
+
+def test_a_schedule_of_nothing_scales_nothing(config: RunConfig, layers: list[Layer]) -> None:
+    config.learning_rate = 0.0
+    with pytest.raises(UserError, match="entry 1: learning_rate=0.0001, but the run's learning_rate is 0"):
+        check_parameter_groups(config, layers)
+
+
+def test_copies_are_apart_from_what_this_rank_alone_has() -> None:
+    shard, alike, tied = torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)
+    shard.model_parallel = tied.model_parallel = True  # type: ignore[attr-defined]
+    alike.model_parallel = False  # type: ignore[attr-defined]
+    module: Any = SimpleNamespace(parallel=SimpleNamespace(size=2), get_tied_weights_and_groups=lambda: [(tied, None)])
+    groups = separate_copies([{"params": [alike, shard, tied], "lr": 0.5}, {"params": [], "lr": 0.25}], module)
+    found = [[id(each) for each in group["params"]] for group in groups]
+    assert found == [[id(shard)], [id(tied)], [id(alike)], [], [], [], [], []]
+    assert [group["lr"] for group in groups] == [0.5] * 4 + [0.25] * 4
+    module.parallel.size = 1
+    (first, second, *_) = separate_copies([{"params": [alike, shard, tied]}], module)
+    assert len(first["params"]) == 2 and second["params"][0] is tied

@@ -1,0 +1,64 @@
+"""Activations; activation checkpointing, which keeps fewer of them and runs layers again; and the host, where the rest
+can wait."""
+
+from __future__ import annotations
+
+from training.cost_terms.cost_term import Chunk, CostTerm
+from training.costs.hardware import GB
+from training.costs.memory import Kept
+from training.costs.time import PassCost
+
+
+def compute_kept(chunk: Chunk) -> Kept:
+    """Group by group as the backward pass goes: what later groups kept is freed by then. Of what is on the host, the
+    input of the group that is recomputed has come back, and that of the one before it is coming."""
+    checkpointing = chunk.checkpointing
+    kept = recomputation = on_host = deferred = 0  # deferred: by the groups that are done
+    for group in reversed(checkpointing.list_groups(len(chunk.layers))):
+        layers = chunk.layers[group.start : group.stop]
+        if not group.is_recomputed:
+            kept += sum(layer.saved_bytes for layer in layers)
+            continue
+        remade = sum(layer.remade_bytes if checkpointing.is_selective else layer.saved_bytes for layer in layers)
+        entering = chunk.layers[group.start - 1].output_bytes if group.start else chunk.input_bytes
+        if checkpointing.offloads and group.start:
+            on_host, came_back, entering = on_host + entering, 2 * entering, 0
+        else:
+            came_back = 0
+        recomputation = max(recomputation, came_back + remade + deferred - kept)
+        kept += entering
+        deferred += sum(layer.deferred_bytes for layer in layers)
+        if checkpointing.is_selective:
+            kept += sum(layer.kept_bytes for layer in layers)
+    return Kept(
+        activations=kept,
+        recomputation=recomputation,
+        deferred=sum(layer.deferred_bytes for layer in chunk.layers),
+        host=on_host,
+    )
+
+
+def compute_recomputation(chunk: Chunk) -> PassCost:
+    """`selective` keeps what costs time."""
+    again = PassCost() if chunk.checkpointing.is_selective else chunk.run_again(chunk.list_recomputed())
+    return again + compute_offload(chunk, again) if chunk.checkpointing.offloads else again
+
+
+def compute_offload(chunk: Chunk, again: PassCost) -> PassCost:
+    """Copies run beside the passes, one way in the forward and one in the backward pass, and each adds what it takes
+    longer than its pass; the backward pass also waits for the first. The cards of a node share its memory.
+
+    again: what is recomputed.
+    """
+    hardware = chunk.run.hardware
+    ranks_on_node = min(chunk.run.layout.world_size, hardware.cards_per_node)
+    rate = min(hardware.host_link_bandwidth, hardware.host_memory_bandwidth / ranks_on_node) * GB
+    copying, forward = compute_kept(chunk).host / rate, sum(map(chunk.time_forward, chunk.layers))
+    backward = sum(map(chunk.time_backward, chunk.layers)) + again.backward_seconds
+    first = chunk.hidden_bytes / rate if copying else 0.0
+    return PassCost(
+        forward_seconds=max(0.0, copying - forward), backward_seconds=max(0.0, copying - first - backward) + first
+    )
+
+
+ACTIVATIONS = CostTerm(chunk_memory=compute_kept, chunk_cost=compute_recomputation)

@@ -1,0 +1,143 @@
+"""Context parallelism: what the ranks that share sequences send for attention, by heads or around a ring. What it saves
+is in the costs of layers on a part of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.config.schema import AttnImplementation, Device, Precision
+from training.cost_terms.cost_term import Chunk, CostTerm, PlannedRun, Stage
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB
+from training.costs.memory import Kept, Summed
+from training.costs.shared_attention import SharedAttention
+from training.costs.time import PassCost, Sent, find_bandwidth
+from training.distributed.topology import CONTEXT
+
+# Reads and writes of one score by the operations of `models/parallel/blocks.py`, forward and backward: fp32, and a copy
+# in bf16
+SCORE_BYTES = (44, 88)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeCost:
+    """Of one micro-batch through a stage, forward and back. is_chosen: by the run. sent_bytes: by a rank. seconds: by
+    which the mode makes the passes longer, on a link within a node and on one between nodes."""
+
+    mode: str
+    is_chosen: bool
+    sent_bytes: float
+    seconds_within: float
+    seconds_between: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass(Summed):
+    """What makes a pass longer. sent_bytes: by a rank. waiting: seconds, for what is sent. work: seconds, that
+    attention takes longer than a fused kernel."""
+
+    sent_bytes: float = 0
+    waiting: float = 0
+    work: float = 0
+
+
+def compute_exchanges(chunk: Chunk) -> PassCost:
+    """Around a ring a pass waits for what takes longer to be sent than the work beside it."""
+    if not (shared := _list_shared(chunk.layers)):
+        return PassCost()
+    run = chunk.run
+    bandwidth = find_bandwidth(CONTEXT, run.layout, chunk.stage_id, run.hardware) * GB
+    forward, backward = _sum_passes(chunk, shared[0].is_ring, bandwidth)
+    return PassCost(
+        forward_seconds=forward.work,
+        backward_seconds=backward.work,
+        forward_sent=Sent({CONTEXT: forward.waiting * bandwidth}),
+        backward_sent=Sent({CONTEXT: backward.waiting * bandwidth}),
+    )
+
+
+def compute_workspace(chunk: Chunk) -> Kept:
+    """Of the layer that the backward pass is in."""
+    of_layers = (
+        shared.workspace_bytes + shared.pieces_bytes * _makes_scores(chunk.run, shared)
+        for shared in _list_shared(chunk.layers)
+    )
+    return Kept(recomputation=max(of_layers, default=0))
+
+
+def compare_modes(stage: Stage) -> list[ModeCost]:
+    """Both modes on both links, or the one that the model can."""
+    shared = _list_shared(stage.layers)
+    can = {"ulysses": shared and shared[0].exchanged_bytes, "ring": shared and shared[0].block_bytes}
+    return [_compare(stage, mode, shared[0].is_ring) for mode, nbytes in can.items() if nbytes]
+
+
+def _compare(stage: Stage, mode: str, runs_ring: bool) -> ModeCost:
+    hardware, is_ring = stage.run.hardware, mode == "ring"
+    links = (hardware.intra_node_bandwidth * GB, hardware.inter_node_bandwidth * GB)
+    within, between = (
+        sum((sum(_sum_passes(chunk, is_ring, link), start=_Pass()) for chunk in stage.chunks), start=_Pass())
+        for link in links
+    )
+    return ModeCost(
+        mode=mode,
+        is_chosen=is_ring == runs_ring,
+        sent_bytes=within.sent_bytes,
+        seconds_within=within.waiting + within.work,
+        seconds_between=between.waiting + between.work,
+    )
+
+
+def _sum_passes(chunk: Chunk, is_ring: bool, bandwidth: float) -> tuple[_Pass, _Pass]:
+    """Forward and backward; recomputed layers go forward in both. bandwidth: bytes a second."""
+    run = chunk.run
+    send = _travel if is_ring else _exchange
+    forward = backward = _Pass()
+    for shared in _list_shared(chunk.layers):
+        forward += send(shared, run, bandwidth, is_backward=False)
+        backward += send(shared, run, bandwidth, is_backward=True)
+    for shared in _list_shared(chunk.list_recomputed()):
+        backward += send(shared, run, bandwidth, is_backward=False)
+    return forward, backward
+
+
+def _exchange(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
+    """All but the rank's own part of queries, keys, values and outputs, either way. Attention waits for them."""
+    size = run.layout.context_parallel_size
+    nbytes = shared.exchanged_bytes * (size - 1) / size
+    return _Pass(sent_bytes=nbytes, waiting=nbytes / bandwidth)
+
+
+def _travel(shared: SharedAttention, run: PlannedRun, bandwidth: float, *, is_backward: bool) -> _Pass:
+    """Keys and values to all others, beside a turn of attention each; backward their gradients too, whose last turn,
+    home, has no work beside it. Where no kernel takes them, scores are written to memory and read again."""
+    size = run.layout.context_parallel_size
+    gradient = shared.block_gradient_bytes if is_backward else 0
+    moved = shared.scores * SCORE_BYTES[is_backward] if _makes_scores(run, shared) else 0.0
+    work = moved / (run.hardware.memory_bandwidth * GB)
+    turn = ((1 + is_backward) * shared.flops * run.tokens / run.flops_per_second + work) / size
+    beside = max(0.0, (shared.block_bytes + gradient) / bandwidth - turn)
+    return _Pass(
+        sent_bytes=(size - 1) * shared.block_bytes + size * gradient,
+        waiting=(size - 1) * beside + gradient / bandwidth,
+        work=work,
+    )
+
+
+def _makes_scores(run: PlannedRun, shared: SharedAttention) -> bool:
+    """Whether blocks around a ring are products of matrices: `models/parallel/block_kernels.py` has what kernels do not
+    take."""
+    config = run.config
+    return (
+        shared.has_window
+        or config.attn_implementation is AttnImplementation.eager
+        or (run.hardware.device is Device.cuda and config.precision is Precision.fp32)
+    )
+
+
+def _list_shared(layers: Sequence[LayerCost]) -> list[SharedAttention]:
+    return [layer.shared_attention for layer in layers if layer.shared_attention is not None]
+
+
+CONTEXT_PARALLEL = CostTerm(chunk_cost=compute_exchanges, chunk_memory=compute_workspace)

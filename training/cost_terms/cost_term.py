@@ -1,0 +1,204 @@
+"""What a lever is: one aspect of a run, and what it adds to a stage's memory, its passes and the end of its step.
+
+A new key that costs or saves memory or time is a file beside this one, with a `CostTerm` in it, and a line in
+`table.py`. The plan, the fit check and the report read the sums alone.
+
+P stages, V chunks of layers a stage, M micro-batches of one replica in a step, B micro-batch, T sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from training.config.schema import Precision, RunConfig
+from training.costs.cost import BOUNDARY_BYTES, INPUT_BYTES, LayerCost
+from training.costs.hardware import Machine
+from training.costs.memory import Kept, Memory, bytes_of
+from training.costs.time import PassCost, StepCost
+from training.distributed.topology import Layout
+from training.engine.deepspeed_config import choose_reduce_dtype
+from training.objectives.registry import get_objective
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
+from training.pipeline.schedule import Schedule
+from training.pipeline.schedules import build_schedule
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a plan is made of, beside the costs of its layers. hardware: complete."""
+
+    config: RunConfig
+    layout: Layout
+    vocab_size: int
+    hardware: Machine
+
+    @cached_property
+    def tokens_per_sample(self) -> int:
+        return get_objective(self.config).rows_per_sample * self.config.max_seq_length
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank, B x T; B twice `micro_batch_size` where a sample is two rows, T the rank's part
+        of a sequence that several share."""
+        return self.layout.micro_batch_size * self.tokens_per_sample // self.layout.context_parallel_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return bytes_of(self.config.precision)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient while it is summed over replicas."""
+        return 4 if choose_reduce_dtype(self.config, self.layout) == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient summed over micro-batches."""
+        return 2 if self.config.precision is Precision.fp16 else 4
+
+    @cached_property
+    def flops_per_second(self) -> float:
+        """FLOP/s of a card while it computes."""
+        return self.hardware.peak_flops[self.config.precision.value] * self.hardware.efficiency
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers of a stage. number: in the order of the model. indices: of its layers in the model.
+    has_first_layer, has_loss: the model's."""
+
+    run: PlannedRun
+    stage_id: int
+    number: int
+    indices: range
+    layers: Sequence[LayerCost]
+    has_first_layer: bool
+    has_loss: bool
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a micro-batch's hidden_states."""
+        return self.layers[0].output_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the hidden_states that a block of a layer works on: with sequence parallelism of all the ranks' parts."""
+        run = self.run
+        return self.hidden_bytes * (run.layout.tensor_parallel_size if run.config.sequence_parallel else 1)
+
+    @property
+    def integer_bytes(self) -> int:
+        """Of what all layers take beside hidden_states; of whole sequences."""
+        return BOUNDARY_BYTES * self.run.tokens * self.run.layout.context_parallel_size
+
+    @property
+    def input_bytes(self) -> int:
+        """Of what the first layer takes alone: input_ids or hidden_states."""
+        return INPUT_BYTES * self.run.tokens if self.has_first_layer else self.hidden_bytes
+
+    @cached_property
+    def checkpointing(self) -> ActivationCheckpointing:
+        return build_activation_checkpointing(self.run.config)
+
+    def list_recomputed(self) -> list[LayerCost]:
+        """Layers that run again in the backward pass, whole or but for what `selective` keeps; not the head, which is
+        in the loss."""
+        stop = len(self.layers) - self.has_loss
+        groups = (group for group in self.checkpointing.list_groups(len(self.layers)) if group.is_recomputed)
+        return [layer for group in groups for layer in self.layers[group.start : min(group.stop, stop)]]
+
+    def run_again(self, layers: Sequence[LayerCost]) -> PassCost:
+        """What a second forward pass of `layers` adds to the backward pass."""
+        return PassCost(
+            backward_flops=sum(layer.forward_flops for layer in layers),
+            backward_seconds=sum(self.time_forward(layer) for layer in layers),
+        )
+
+    def time_forward(self, layer: LayerCost) -> float:
+        """Seconds of a micro-batch: as it was timed, or by the card's rate."""
+        forward = layer.pass_seconds[0] if layer.pass_seconds else layer.forward_flops / self.run.flops_per_second
+        return forward * self.run.tokens
+
+    def time_deferred(self, layer: LayerCost) -> float:
+        """Seconds of the backward pass that can be put off: its share of the products."""
+        share = layer.deferred_flops / layer.backward_flops if layer.backward_flops else 0
+        return share * self.time_backward(layer)
+
+    def time_backward(self, layer: LayerCost) -> float:
+        backward = layer.pass_seconds[1] if layer.pass_seconds else layer.backward_flops / self.run.flops_per_second
+        return backward * self.run.tokens
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one pipeline rank. costs: of the whole model. indices: of the layers of each chunk; under 1F1B all
+    are one."""
+
+    run: PlannedRun
+    stage_id: int
+    costs: Sequence[LayerCost]
+    indices: Sequence[range]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return build_schedule(self.run.layout)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        numbers = self.schedule.list_chunks(self.stage_id)
+        return [
+            Chunk(
+                self.run,
+                self.stage_id,
+                number,
+                indices,
+                self.costs[indices.start : indices.stop],
+                has_first_layer=number == 0,
+                has_loss=number == self.schedule.last_chunk,
+            )
+            for number, indices in zip(numbers, self.indices, strict=True)
+        ]
+
+    @property
+    def has_loss(self) -> bool:
+        return self.chunks[-1].has_loss
+
+    @cached_property
+    def layers(self) -> list[LayerCost]:
+        return [layer for chunk in self.chunks for layer in chunk.layers]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return count_distinct("num_parameters", self.layers)
+
+    @cached_property
+    def num_trainable(self) -> int:
+        return count_distinct("num_trainable", self.layers)
+
+    @cached_property
+    def largest_trainable(self) -> int:
+        """Elements of the largest trainable tensor."""
+        return max(layer.largest_trainable for layer in self.layers)
+
+
+def count_distinct(count: str, layers: Sequence[LayerCost]) -> int:
+    """The sum of a count over the layers, a module that several of them share once."""
+    shared = {layer.tied_key: getattr(layer, count) for layer in layers if layer.tied_key}
+    return sum(getattr(layer, count) for layer in layers if not layer.tied_key) + sum(shared.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTerm:
+    """What one aspect of a run adds; None adds nothing.
+
+    stage_memory: bytes that are there once, by kind, on the card and on the host. chunk_memory: bytes of each
+    micro-batch in flight. chunk_cost: of each micro-batch's passes. stage_cost: of the end of the step.
+    """
+
+    stage_memory: Callable[[Stage], Memory] | None = None
+    chunk_memory: Callable[[Chunk], Kept] | None = None
+    chunk_cost: Callable[[Chunk], PassCost] | None = None
+    stage_cost: Callable[[Stage], StepCost] | None = None

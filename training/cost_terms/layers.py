@@ -1,0 +1,43 @@
+"""The layers themselves: their passes, and the gradients on their way through them."""
+
+from __future__ import annotations
+
+from training.cost_terms.cost_term import Chunk, CostTerm, Stage
+from training.costs.memory import Memory
+from training.costs.time import PassCost
+
+
+def compute_passes(chunk: Chunk) -> PassCost:
+    """Backward is twice forward, less the gradients of frozen matrices."""
+    return PassCost(
+        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
+        backward_flops=sum(layer.backward_flops for layer in chunk.layers),
+        forward_seconds=sum(map(chunk.time_forward, chunk.layers)),
+        backward_seconds=sum(map(chunk.time_backward, chunk.layers)),
+        deferred_seconds=sum(map(chunk.time_deferred, chunk.layers)),
+    )
+
+
+def compute_gradients_in_pass(stage: Stage) -> Memory:
+    """The two gradients that flow through a layer, and what a layer's own take on their way."""
+    return Memory(buffers=2 * stage.chunks[0].block_bytes + count_on_the_way(stage))
+
+
+def count_on_the_way(stage: Stage) -> int:
+    """Bytes of the gradient where a layer is widest, or of one parameter's new one.
+
+    Unless that is in fp32, it has 4 bytes an element beside it: a CPU's copy of it in fp32, to be added
+    (`add_gradient`); a GPU makes none, and has that much for what is not counted. Stage 2 copies gradients by buckets
+    (`sharded_sums.py`). The head is not among the widest: its result is in the loss.
+    """
+    layers = stage.layers[:-1] if stage.has_loss else stage.layers
+    widest = max((layer.widest_bytes for layer in layers), default=0)
+    return max(widest, count_new_gradient(stage, stage.largest_trainable))
+
+
+def count_new_gradient(stage: Stage, num_elements: int) -> int:
+    of_weight = stage.run.weight_bytes
+    return (of_weight + (4 if of_weight < 4 and stage.run.config.zero_stage != 2 else 0)) * num_elements
+
+
+LAYERS = CostTerm(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

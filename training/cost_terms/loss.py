@@ -1,0 +1,65 @@
+"""The loss, which makes the logits: of the stage that has the last layer."""
+
+from __future__ import annotations
+
+from models.losses.logit_chunks import PIECE, count_waiting
+from training.config.schema import Precision
+from training.cost_terms.cost_term import Chunk, CostTerm, Stage
+from training.cost_terms.layers import count_new_gradient, count_on_the_way
+from training.costs.memory import Memory
+from training.costs.time import PassCost
+from training.objectives.registry import get_objective
+
+
+def compute_loss(stage: Stage) -> Memory:
+    """A rank's logits are those of its share of the vocabulary; scores of rows take next to nothing.
+
+    With the gradients of the head and of its input, by how much they exceed those that `layers.py` has of the passes
+    behind.
+    """
+    run = stage.run
+    if not stage.has_loss or get_objective(run.config).scores_rows:
+        return Memory()
+    shard = -(-run.vocab_size // run.layout.tensor_parallel_size)
+    hidden = stage.chunks[-1].block_bytes
+    head = count_new_gradient(stage, stage.layers[-1].largest_trainable)
+    hidden_size = hidden // (run.tokens * run.weight_bytes)
+    taken = compute_loss_bytes(run.tokens, shard, hidden_size, run.config.precision) + hidden + head
+    return Memory(loss=max(0, taken - 2 * hidden - count_on_the_way(stage)))
+
+
+def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, precision: Precision) -> int:
+    """Peak of `models.losses.cross_entropy` beside the head's gradient. num_targets: B x T, every token a target.
+
+    In a piece: logits, in bf16 a copy in fp32, and their log-softmax. Of all, or of those that wait: the logits'
+    gradient in bf16; beside that the sum of the head's in fp32, and a part of it in bf16. fp16 takes no pieces: its
+    peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
+    """
+    num_logits = num_targets * vocabulary
+    piece = min(num_logits, PIECE)
+    if precision is not Precision.bf16:
+        return {Precision.fp32: 8 * piece, Precision.fp16: 12 * num_logits}[precision]
+    waiting = count_waiting(num_targets, hidden_size, vocabulary)
+    summed = 4 * hidden_size * vocabulary + 2 * piece if waiting < num_targets else 0
+    return 10 * piece + 2 * waiting * vocabulary + summed
+
+
+def compute_second_logits(chunk: Chunk) -> PassCost:
+    """An objective whose loss is not a sum over tokens makes its logits again in the backward pass."""
+    makes_again = chunk.has_loss and get_objective(chunk.run.config).remakes_logits
+    return chunk.run_again(chunk.layers[-1:]) if makes_again else PassCost()
+
+
+def compute_first_pass(chunk: Chunk) -> PassCost:
+    """A forward pass over as many tokens before the step, for an objective that needs one; it is counted with that of
+    the step."""
+    if not get_objective(chunk.run.config).needs_first_pass:
+        return PassCost()
+    return PassCost(
+        forward_flops=sum(layer.forward_flops for layer in chunk.layers),
+        forward_seconds=sum(chunk.time_forward(layer) for layer in chunk.layers),
+    )
+
+
+FIRST_PASS = CostTerm(chunk_cost=compute_first_pass)
+LOSS = CostTerm(stage_memory=compute_loss, chunk_cost=compute_second_logits)

@@ -1,0 +1,40 @@
+"""The optimizer step: bound by memory, the card's or, offloaded, the host's."""
+
+from __future__ import annotations
+
+from training.config.schema import Offload, Precision
+from training.cost_terms.cost_term import CostTerm, Stage
+from training.costs.hardware import GB
+from training.costs.memory import bytes_of
+from training.costs.time import StepCost
+from training.optim.optimizer import count_state_bytes
+
+
+def compute_update(stage: Stage) -> StepCost:
+    """`count_update_bytes` of this replica's part; offloaded, its gradient and weight also cross the link to the
+    host."""
+    run = stage.run
+    config, hardware = run.config, run.hardware
+    part = stage.num_trainable / run.layout.num_shards
+    moved = count_update_bytes(count_state_bytes(config), config.precision) * part
+    if config.offload_optimizer is Offload.none:
+        return StepCost(optimizer_seconds=moved / (hardware.memory_bandwidth * GB))
+    ranks_on_node = min(run.layout.world_size, hardware.cards_per_node)
+    across = (4 + run.weight_bytes) * part / (hardware.host_link_bandwidth * GB)
+    return StepCost(optimizer_seconds=across + moved * ranks_on_node / (hardware.host_memory_bandwidth * GB))
+
+
+def count_update_bytes(state_bytes: float, precision: Precision) -> float:
+    """What an optimizer step reads and writes for a trained parameter, as seen of deepspeed 0.19.8's operations.
+
+    state_bytes: what the optimizer keeps of it, which it reads and writes.
+
+    `BF16_Optimizer` takes the norm of the fp32 gradient, clips it, and sets it and its bf16 part to zero;
+    `DeepSpeedZeroOptimizer` takes the norm in fp64, copies the gradient and clips that. Then the gradient is read,
+    master weight and state read and written, and the weight copied from its master.
+    """
+    gradient = 4 + (4 + 4) + (4 + 4) if precision is Precision.bf16 else (4 + 8 + 8) + (4 + 4) + (4 + 4)
+    return gradient + 4 + (4 + 4) + 2 * state_bytes + 4 + bytes_of(precision)
+
+
+OPTIMIZER_STEP = CostTerm(stage_cost=compute_update)

@@ -1,0 +1,72 @@
+"""The table of levers, and its sums: what a stage holds, and what its passes and the end of its step take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training.cost_terms.activations import ACTIVATIONS
+from training.cost_terms.boundaries import BOUNDARIES
+from training.cost_terms.context_parallel import CONTEXT_PARALLEL
+from training.cost_terms.cost_term import Chunk, CostTerm, Stage
+from training.cost_terms.gradient_sums import GRADIENT_SUMS
+from training.cost_terms.layers import LAYERS
+from training.cost_terms.loss import FIRST_PASS, LOSS
+from training.cost_terms.model_states import MODEL_STATES
+from training.cost_terms.optimizer_step import OPTIMIZER_STEP
+from training.cost_terms.replicas import REPLICAS
+from training.cost_terms.tensor_parallel import TENSOR_PARALLEL
+from training.costs.memory import HOST_BYTES_A_RANK, Kept, Memory
+from training.costs.time import PassCost, StepCost
+from training.pipeline.schedule import InFlight
+
+LEVERS: tuple[CostTerm, ...] = (
+    MODEL_STATES,  # precision, offload_optimizer, optimizer, replicas
+    LAYERS,  # freeze, adapter
+    GRADIENT_SUMS,  # gradient_accumulation_steps, precision
+    ACTIVATIONS,  # activation_checkpoint_interval, activation_checkpoint_mode, activation_offload
+    BOUNDARIES,  # num_stages, schedule
+    LOSS,  # task
+    CONTEXT_PARALLEL,  # context_parallel_size
+    FIRST_PASS,  # task
+    TENSOR_PARALLEL,  # tensor_parallel_size
+    REPLICAS,  # world_size
+    OPTIMIZER_STEP,  # optimizer, offload_optimizer
+)
+
+
+def sum_memory(stage: Stage) -> Memory:
+    """Activations are those of the micro-batches in flight when they take most; one group of layers is recomputed at a
+    time."""
+    once = sum(
+        (lever.stage_memory(stage) for lever in LEVERS if lever.stage_memory), start=Memory(host=HOST_BYTES_A_RANK)
+    )
+    kept = [_sum_kept(chunk) for chunk in stage.chunks]
+    in_flight = stage.schedule.list_in_flight(stage.stage_id)
+    activations = max(_sum_in_flight(counts, kept) for counts in in_flight)
+    in_backward = max(
+        _sum_in_flight(counts, kept) + kept[number].recomputation
+        for counts, number in stage.schedule.list_backward(stage.stage_id)
+    )
+    return once + Memory(
+        activations=activations,
+        recomputation=max(0, in_backward - activations),
+        host=max(sum(held * each.host for held, each in zip(counts.held, kept, strict=True)) for counts in in_flight),
+    )
+
+
+def _sum_in_flight(counts: InFlight, kept: Sequence[Kept]) -> int:
+    return sum(
+        held * each.activations + deferred * each.deferred for held, deferred, each in zip(*counts, kept, strict=True)
+    )
+
+
+def _sum_kept(chunk: Chunk) -> Kept:
+    return sum((lever.chunk_memory(chunk) for lever in LEVERS if lever.chunk_memory), start=Kept())
+
+
+def sum_pass_cost(chunk: Chunk) -> PassCost:
+    return sum((lever.chunk_cost(chunk) for lever in LEVERS if lever.chunk_cost), start=PassCost())
+
+
+def sum_step_cost(stage: Stage) -> StepCost:
+    return sum((lever.stage_cost(stage) for lever in LEVERS if lever.stage_cost), start=StepCost())

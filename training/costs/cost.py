@@ -1,0 +1,333 @@
+"""What one layer costs: parameters, FLOPs a token, and the bytes that a micro-batch leaves for the backward pass.
+
+Everything is counted on the meta device: the layer's real `forward` runs there on tensors without storage, and what
+autograd saves is what PyTorch would keep (`torch.autograd.graph.saved_tensors_hooks`). Nothing here names an
+architecture.
+
+B micro-batch, T sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from models.adapters.adapter import Adapter
+from models.experts.sizes import active_share, count_experts, list_matrices
+from models.layers.layer import Layer
+from models.layers.recurrent import find_mixers
+from models.layers.sharding_styles import count_sums
+from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
+from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from models.sharding.tensor_parallel import list_shard_specs, shard_module
+from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
+from training.costs.shared_attention import SharedAttention, count_shared_attention
+from training.pipeline.trainable import choose_trained
+from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
+
+INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64
+BOUNDARY_BYTES = (
+    8 + 4
+)  # of the integers that cross a boundary beside hidden_states: position_ids int64, segment_ids int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer of the pipeline, for one micro-batch shape and dtype; with tensor parallelism, what the first rank has
+    of it.
+
+    num_active: of the whole layer, parameters that take part in a token's computation; fewer than num_parameters where
+    experts are chosen. forward_flops: of a token, two a multiply-add; causal attention as it is computed, at its mean
+    number of keys. frozen_flops: those of them with matrices that are not trained, whose gradient is not computed.
+    attention_width: of the whole layer, heads x (query-key size + value size), so that full attention is 2 T
+    attention_width FLOPs a token; 0 without. saved_bytes: kept for the backward pass when nothing is recomputed.
+    output_bytes: hidden_states alone. widest_bytes: of the widest result of a matrix. kept_bytes, remade_bytes: kept,
+    and made again in the backward pass, under `activation_checkpoint_mode=selective`. total_parameters,
+    total_trainable: of the whole layer. forward_sums, backward_sums: of hidden states, over the ranks that share the
+    layer (`models/sharding/tensor_parallel.py`). regathers: of what went into its blocks, in a backward pass
+    (`models/parallel/sequence.py`). is_estimated: the layer does not run on the meta device, and these bytes are an
+    upper estimate. pass_seconds: of a token, forward and backward, where the layer was timed
+    (`training/planner/profile_machine.py`). deferred_flops: of a token, those of the backward pass that can be put off;
+    deferred_bytes: what is kept of a micro-batch until then (`training/pipeline/weight_gradients.py`); both 0 where the
+    schedule puts nothing off. shared_attention: where several ranks share each sequence.
+    """
+
+    name: str
+    num_parameters: int
+    num_trainable: int
+    num_active: int
+    largest_trainable: int
+    forward_flops: float
+    attention_width: int
+    saved_bytes: int
+    output_bytes: int
+    tied_key: str | None = None
+    is_estimated: bool = False
+    frozen_flops: float = 0
+    kept_bytes: int = 0
+    widest_bytes: int = 0
+    remade_bytes: int = 0
+    pass_seconds: tuple[float, float] | None = None
+    forward_sums: int = 0
+    backward_sums: int = 0
+    total_parameters: int = 0
+    total_trainable: int = 0
+    deferred_flops: float = 0
+    deferred_bytes: int = 0
+    shared_attention: SharedAttention | None = None
+    regathers: int = 0
+
+    @property
+    def backward_flops(self) -> float:
+        """Of a token: a gradient of the input and one of the matrix, for each product."""
+        return 2 * self.forward_flops - self.frozen_flops
+
+
+def count_layers(
+    layers: Sequence[Layer],
+    config: PretrainedConfig,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    adapter: Adapter | None = None,
+    freeze: Sequence[str] = (),
+    tensor_parallel_size: int = 1,
+    parts: ContextParallel = NO_CP,
+    sequence_parallel: bool = False,
+    splits_backward: bool = False,
+) -> list[LayerCost]:
+    """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
+    trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
+    training. seq_length: of whole sequences, of which each of the ranks that `parts` says has a part.
+    sequence_parallel: whether hidden states between blocks are of a part of that.
+    splits_backward: whether the schedule puts off gradients of weights."""
+    known: dict[Any, LayerCost] = {}
+    costs = []
+    parallel = TensorParallel(size=tensor_parallel_size, splits_sequence=sequence_parallel)
+    for index, layer in enumerate(layers):
+        module = layer.build_on_meta()
+        shard_module(module, layer.styles, parallel)
+        choose_trained(module, index, layer, adapter, freeze, parallel)
+        module.to(dtype)  # the adapter too, as the engine does
+        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+        kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
+        if kind not in known:
+            known[kind] = _count_layer(
+                _BuiltLayer(
+                    layer,
+                    module,
+                    config,
+                    micro_batch_size,
+                    seq_length // parts.size,
+                    dtype,
+                    tensor_parallel_size,
+                    parts,
+                    tensor_parallel_size if sequence_parallel else 1,
+                    is_first=index == 0,
+                    splits_backward=splits_backward,
+                )
+            )
+        costs.append(known[kind])
+    return costs
+
+
+@dataclass(frozen=True)
+class _BuiltLayer:
+    """A layer on the meta device, and the micro-batch that it is counted for. seq_length: the rank's part of it.
+    tensor_parallel_size: of the group that shares the layer; parts: how ranks share its sequences. hidden_parts: into
+    which a rank's part is cut once more between blocks."""
+
+    layer: Layer
+    module: nn.Module
+    config: PretrainedConfig
+    micro_batch_size: int
+    seq_length: int
+    dtype: torch.dtype
+    tensor_parallel_size: int
+    parts: ContextParallel
+    hidden_parts: int
+    is_first: bool
+    splits_backward: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_length
+
+
+def _count_layer(built: _BuiltLayer) -> LayerCost:
+    layer, module, config = built.layer, built.module, built.config
+    parameters = dict(module.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    active = {name: parameter.numel() * active_share(name, config) for name, parameter in parameters.items()}
+    multiplied = list(_multiplied(layer, module))
+    width, wholes = _attention_width(module, config), _count_shards(module)
+    forward_sums, backward_sums = count_sums(layer)
+    keys = mean_keys(built.seq_length * built.parts.size, _window(module, config))
+    saved, is_estimated = _count_saved(built)
+    if (shared := _count_shared(built, width, keys)) is not None:
+        saved += shared.saved_beside
+    return LayerCost(
+        name=layer.module_class.__name__,
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        num_trainable=sum(p.numel() for p in trained.values()),
+        num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
+        largest_trainable=max((p.numel() for p in trained.values()), default=0),
+        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.tensor_parallel_size,
+        frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
+        attention_width=width,
+        saved_bytes=saved.saved,
+        kept_bytes=saved.kept,
+        widest_bytes=built.tokens * built.dtype.itemsize * _count_widest(built),
+        shared_attention=shared,
+        remade_bytes=saved.remade,
+        output_bytes=built.tokens // built.hidden_parts * config.hidden_size * built.dtype.itemsize,
+        tied_key=layer.tied_key,
+        is_estimated=is_estimated,
+        total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
+        total_trainable=round(sum(p.numel() * wholes.get(name, 1) for name, p in trained.items())),
+        forward_sums=forward_sums,
+        backward_sums=backward_sums,
+        regathers=_count_regathers(built),
+        deferred_flops=2 * sum(part.weight.numel() for _, part in list_split(module)) if built.splits_backward else 0,
+        deferred_bytes=_count_deferred(built) if built.splits_backward else 0,
+    )
+
+
+def _count_shards(module: nn.Module) -> dict[str, float]:
+    """How many times larger than the first rank's shard a sharded parameter is, by name."""
+    specs, parameters = list_shard_specs(module), dict(module.named_parameters())
+    return {name: spec.length / parameters[name].shape[spec.dim] for name, spec in specs.items() if name in parameters}
+
+
+def mean_keys(seq_length: int, window: int | None) -> float:
+    """Keys that a query attends to under a causal mask, on average over the sequence: (T + 1) / 2, less with a sliding
+    window."""
+    window = min(window or seq_length, seq_length)
+    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length
+
+
+def _multiplied(layer: Layer, module: nn.Module) -> Iterator[str]:
+    """Names of the matrices that a token is multiplied with: all but a looked-up embedding. A tied head uses its token
+    embedding."""
+    for part, name, _ in list_matrices(module):
+        looked_up = isinstance(part, nn.Embedding) and layer.owns_weights
+        if not looked_up:
+            yield name
+
+
+def _attention_width(module: nn.Module, config: PretrainedConfig) -> int:
+    """Heads x (query-key size + value size); 0 for a layer without attention. `transformers` names the class so in
+    every model; one that carries a state does not look back at keys."""
+    linear = {
+        id(part) for mixer in find_mixers(module, getattr(module, "attention_type", "")) for part in mixer.modules()
+    }
+    if not any("Attention" in type(child).__name__ for child in module.modules() if id(child) not in linear):
+        return 0
+    return config.num_attention_heads * sum(_head_sizes(config))
+
+
+def _head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Of queries and keys, and of values: multi-head latent attention has sizes of its own."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "qk_head_dim", None) or head_size, getattr(config, "v_head_dim", None) or head_size
+
+
+def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttention | None:
+    """None without attention, and where a rank has whole sequences. keys: of a query, on average."""
+    if built.parts.size == 1 or not width:
+        return None
+    return count_shared_attention(
+        built.config,
+        built.parts,
+        batch_size=built.micro_batch_size,
+        seq_length=built.seq_length,
+        dtype=built.dtype,
+        tensor_parallel_size=built.tensor_parallel_size,
+        head_sizes=_head_sizes(built.config),
+        flops=2 * keys * width / built.tensor_parallel_size,
+        window=_window(built.module, built.config),
+    )
+
+
+def _count_regathers(built: _BuiltLayer) -> int:
+    """Blocks whose first projections are trained, and keep a part of the sequence."""
+    if built.hidden_parts == 1 or built.splits_backward:
+        return 0
+    parts = (part for part in built.module.modules() if isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)))
+    return len({id(part.entry) for part in parts if part.entry is not None and part.weight.requires_grad})
+
+
+def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
+    """The sliding window of this layer's attention in tokens, or None."""
+    for child in module.modules():
+        if "Attention" in type(child).__name__ and hasattr(child, "sliding_window"):
+            # of every attribute nn.Module says that it is a tensor or a module
+            return child.sliding_window  # type: ignore[return-value]
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+
+
+def _run(built: _BuiltLayer) -> Any:
+    """The layer's outputs for a micro-batch, on the meta device."""
+    layer, module = built.layer, built.module
+    shape = (built.micro_batch_size, built.seq_length)
+    position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
+    length = built.seq_length // built.hidden_parts
+    hidden_states = torch.empty(
+        shape[0], length, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
+    )  # [B, T, D]
+    inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
+    return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
+
+
+def _count_deferred(built: _BuiltLayer) -> int:
+    """Inputs and output gradients of the projections, those that several of them share once. Changes the module, so it
+    comes last."""
+    parts = [part for _, part in list_split(built.module)]
+    if not parts:
+        return 0
+    deferred = DeferredGradients()
+    split_projections(built.module, deferred)
+    try:
+        with WithoutData():
+            hidden_states = _run(built)[0]
+        with deferred.defer() as products:
+            hidden_states.backward(torch.empty_like(hidden_states))
+    except (RuntimeError, NotImplementedError):
+        return built.tokens * built.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
+    kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _count_saved(built: _BuiltLayer) -> tuple[SavedBytes, bool]:
+    """(what autograd keeps, whether it is only estimated)."""
+    try:
+        return count_saved_bytes(lambda: _run(built), built.module), False
+    except (RuntimeError, NotImplementedError):  # a choice that depends on data, such as routing to experts
+        return _estimate_saved(built), True
+
+
+def _count_widest(built: _BuiltLayer) -> int:
+    """Elements of a token in the widest result of a matrix; with experts, of those that it chooses."""
+    chosen, config = count_experts(built.config)[0], built.config
+    multiplied = [(name, built.module.get_parameter(name)) for name in _multiplied(built.layer, built.module)]
+    return max(
+        (matrix.shape[-2] * (chosen if active_share(name, config) < 1 else 1) for name, matrix in multiplied), default=0
+    )
+
+
+def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
+    """Input and output of each matrix, and two copies of hidden_states in fp32 around each norm; all outputs can be
+    kept."""
+    config = built.config
+    names = set(_multiplied(built.layer, built.module))
+    shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
+    chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
+    of_matrices = sum(sum(shape) * built.dtype.itemsize * chosen[name] for name, shape in shapes.items())
+    both = built.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
+    return SavedBytes(both, kept=both, remade=both)

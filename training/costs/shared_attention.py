@@ -1,0 +1,92 @@
+"""Attention over sequences that several ranks share: what each of them sends and holds, by heads and around a ring.
+
+B micro-batch, H query heads, L tokens of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from models.architecture.lookup import has_ring_attention
+from models.parallel.blocks import MOST_SCORES
+from models.parallel.shard import ContextParallel
+from training.costs.saved_activations import SavedBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedAttention:
+    """One layer's, of a micro-batch on one rank.
+
+    is_ring: which of both the run does. exchanged_bytes: of queries, keys, values and outputs that ranks exchange by
+    heads; 0 where there are too few heads. block_bytes: of keys and values, and block_gradient_bytes of their
+    gradients, that travel around a ring; 0 where the family's do not. flops: of a token, of attention alone in a
+    forward pass. scores: queries x keys, of all heads. has_window: whether its tokens see the nearest alone.
+    workspace_bytes: of the ring's backward pass while it is under way; pieces_bytes: beside these, where scores are
+    made in memory. saved_beside: what autograd keeps beside what it does of one rank's attention over as many tokens.
+    """
+
+    is_ring: bool
+    exchanged_bytes: int
+    block_bytes: int
+    block_gradient_bytes: int
+    flops: float
+    scores: float
+    has_window: bool
+    workspace_bytes: int
+    pieces_bytes: int
+    saved_beside: SavedBytes
+
+
+def count_shared_attention(
+    config: PretrainedConfig,
+    parts: ContextParallel,
+    *,
+    batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    tensor_parallel_size: int,
+    head_sizes: tuple[int, int],
+    flops: float,
+    window: int | None,
+) -> SharedAttention:
+    """seq_length: L. head_sizes: of queries and keys, and of values. flops: of a token. window: of tokens."""
+    heads = config.num_attention_heads // tensor_parallel_size
+    groups = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
+    tokens, both_sizes = batch_size * seq_length, sum(head_sizes)
+    outputs = tokens * heads * head_sizes[1] * dtype.itemsize
+    exchanged = block = gradient = workspace = pieces = 0
+    if heads % parts.size == 0:  # fewer heads of keys and values than ranks are repeated
+        repeated = groups * (parts.size // math.gcd(groups, parts.size))
+        exchanged = tokens * (heads + repeated) * both_sizes * dtype.itemsize
+    if has_ring_attention(config):
+        block = tokens * groups * both_sizes * dtype.itemsize
+        gradient = tokens * groups * both_sizes * max(4, dtype.itemsize)
+    if parts.is_ring:
+        query_gradient = tokens * heads * head_sizes[0] * 4
+        pieces = _count_pieces(batch_size * heads, seq_length // 2, dtype)
+        workspace = 2 * block + 3 * gradient + query_gradient
+    kept = outputs + tokens * heads * 4  # what `selective` keeps of a fused kernel
+    return SharedAttention(
+        is_ring=parts.is_ring,
+        exchanged_bytes=exchanged,
+        block_bytes=block,
+        block_gradient_bytes=gradient,
+        flops=flops,
+        scores=tokens * flops / (2 * both_sizes),
+        has_window=window is not None and window < seq_length * parts.size,
+        workspace_bytes=workspace,
+        pieces_bytes=pieces,
+        # outputs by heads are kept once more, as the exchange has put them together
+        saved_beside=SavedBytes(0, -kept, kept) if parts.is_ring else SavedBytes(outputs, outputs, 0),
+    )
+
+
+def _count_pieces(rows: int, chunk: int, dtype: torch.dtype) -> int:
+    """Probabilities of a piece and the gradient of its scores, in fp32, and a copy in a smaller training dtype. rows:
+    B x H."""
+    scores = min(rows * chunk * chunk, max(MOST_SCORES, rows * chunk))
+    return scores * (8 + (dtype.itemsize if dtype.itemsize < 4 else 0))

@@ -1,0 +1,82 @@
+"""The seconds of a plan, by the part of the step that they fall into, and what ranks send. What adds to them:
+`training/cost_terms/`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from training.costs.hardware import GB, Machine
+from training.costs.memory import Summed
+from training.distributed.sharding import list_shard_groups
+from training.distributed.topology import CONTEXT, PIPE, TENSOR, Layout
+
+# Where not all replicas share out what ZeRO cuts: those that do, and those of other groups with the same part
+SHARDS, SAME_SHARD = "shards", "same shard"
+
+
+class Sent(dict[str, float]):
+    """Bytes that a rank sends over each axis of the topology, by the axis's name; and over `SHARDS`, `SAME_SHARD`."""
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent({axis: self.get(axis, 0) + other.get(axis, 0) for axis in (*self, *other)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost(Summed):
+    """One micro-batch through one chunk of layers. FLOPs are of a token; seconds of the micro-batch, without sending.
+
+    deferred_seconds: those of backward_seconds that a schedule can put off. forward_sent, backward_sent: waited for in
+    the pass. boundary_bytes: to the next chunk and back, between the passes.
+    """
+
+    forward_flops: float = 0
+    backward_flops: float = 0
+    forward_seconds: float = 0
+    backward_seconds: float = 0
+    deferred_seconds: float = 0
+    forward_sent: Sent = field(default_factory=Sent)
+    backward_sent: Sent = field(default_factory=Sent)
+    boundary_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost(Summed):
+    """What follows a stage's passes, once a step: seconds to reduce gradients, without sending; what is sent for that;
+    the optimizer step."""
+
+    reduce_seconds: float = 0
+    reduce_sent: Sent = field(default_factory=Sent)
+    optimizer_seconds: float = 0
+
+
+def compute_sending_seconds(sent: Sent, layout: Layout, stage_id: int, hardware: Machine) -> float:
+    """One axis after the other."""
+    links = {axis: find_bandwidth(axis, layout, stage_id, hardware) * GB for axis, nbytes in sent.items() if nbytes}
+    return sum((sent[axis] / link for axis, link in links.items()), start=0.0)
+
+
+def find_bandwidth(axis: str, layout: Layout, stage_id: int, hardware: Machine) -> float:
+    """GB/s of a stage's slowest link along an axis; for the pipe that to the next stage, or from the last to the
+    first."""
+    crosses = any(_spans_nodes(ranks, hardware.cards_per_node) for ranks in _list_groups(axis, layout, stage_id))
+    return hardware.inter_node_bandwidth if crosses else hardware.intra_node_bandwidth
+
+
+def _list_groups(axis: str, layout: Layout, stage_id: int) -> list[Sequence[int]]:
+    """Ranks that send to each other."""
+    topology = layout.topology
+    if axis == PIPE:
+        return [(rank, topology.neighbour(rank, PIPE)) for rank in layout.list_stage_ranks(stage_id)]
+    if axis in (SHARDS, SAME_SHARD):
+        groups = list_shard_groups(layout)[axis == SAME_SHARD]
+    else:
+        groups = topology.groups(axis)
+    # A stage waits for its own replicas; of the shards of a layer, the slowest group sets the pace of all stages.
+    return (
+        [*groups] if axis in (CONTEXT, TENSOR) else [ranks for ranks in groups if layout.stage_id(ranks[0]) == stage_id]
+    )
+
+
+def _spans_nodes(ranks: Sequence[int], cards_per_node: int) -> bool:
+    return len({rank // cards_per_node for rank in ranks}) > 1

@@ -1,0 +1,145 @@
+"""The `Engine` over DeepSpeed's plain engine, which shards weights (ZeRO-3) where its pipeline engine does not: a model
+in one stage.
+
+Passes, losses and their scale are those of the pipeline. A step is a loop over micro-batches: the gradients of each are
+summed over the replicas into this rank's shard, and freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._python_dispatch import _disable_current_modes
+
+from models.losses.cross_entropy import Loss
+from training.config.schema import RunConfig
+from training.distributed.process import has_accelerator
+from training.distributed.topology import Layout
+from training.engine.deepspeed_backed import DeepSpeedBacked, move_micro_batches
+from training.engine.deepspeed_config import build_deepspeed_config
+from training.engine.engine import BACKWARD, FORWARD, OPTIMIZER, Engine, StepObserver
+from training.engine.host_waits import avoid_host_waits
+from training.engine.zero_patches import patch
+from training.optim.optimizer import build_optimizer, declare_state
+from training.optim.parameter_groups import group_trained
+from training.pipeline.module import StageModule
+from training.pipeline.weight_sharding import whole_shape
+
+# DeepSpeed's default, of weights that are fetched before they are needed; in elements
+PREFETCH = 50_000_000
+
+
+class StageWithLoss(torch.nn.Module):
+    """A whole model and its loss as one module: the engine's hooks lie around it, and around all that is in it."""
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, inputs: Any, labels: Any, loss: Loss | None = None) -> Any:
+        return (loss or self.stage.loss_fn)(self.stage(inputs), labels)
+
+
+def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engine:
+    """Wraps a model of one stage in an engine, with the optimizer over its parameters."""
+    groups = [group for group in group_trained(module, config) if group["params"]]  # of all ranks the same
+    settings = build_deepspeed_config(config, layout, has_accelerator=has_accelerator())
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = choose_prefetch(module)
+    mpu = module.mpu()
+    wrapped = DeepSpeedEngine(
+        args=None,
+        model=StageWithLoss(module),
+        optimizer=build_optimizer(groups, config),
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+    )
+    avoid_host_waits(wrapped)
+    hide_fetches(wrapped)
+    return Zero3Engine(wrapped, module, layout, declare_state(config))
+
+
+def choose_prefetch(module: StageModule) -> int:
+    """Elements that travel while a layer computes: as many as a layer has, on average. Of a small model the default
+    would be all of it, and the first layer would wait for the last."""
+    num_elements = sum(whole_shape(parameter).numel() for parameter in module.parameters())
+    return min(PREFETCH, num_elements // len(module.forward_funcs))
+
+
+def hide_fetches(wrapped: DeepSpeedEngine) -> None:
+    """Selective checkpointing counts the operations of a layer, and finds as many when it runs again. What fetches and
+    frees weights is none of them: how much of it happens within a layer depends on what has been fetched ahead."""
+    offload = wrapped.optimizer.parameter_offload
+    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+        patch(offload, name, _run_unseen(getattr(offload, name)))
+
+
+def _run_unseen(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    def run(module: torch.nn.Module) -> None:
+        with _disable_current_modes():
+            function(module)
+
+    return run
+
+
+class Zero3Engine(DeepSpeedBacked):
+    _observer: StepObserver | None = None
+
+    def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
+        self.start_step(learning_rate, seed)
+        self.wrapped.train()
+        batches = move_micro_batches(micro_batches, self.device)
+        num_micro_batches = self.layout.gradient_accumulation_steps
+        total = torch.zeros((), device=self.device)
+        for number in range(num_micro_batches):
+            inputs, labels = next(batches)
+            with self._timed(FORWARD):
+                loss = self.wrapped(inputs, labels)
+            total += loss.detach().float().reshape(())
+            with self._timed(BACKWARD):
+                self.wrapped.backward(loss)
+            if number < num_micro_batches - 1:
+                self.wrapped.step()  # only counts
+        with self._timed(OPTIMIZER):
+            self.wrapped.step()
+        dist.all_reduce(total)
+        return total / (num_micro_batches * self.layout.num_weight_replicas)
+
+    @torch.no_grad()
+    def forward_only(
+        self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
+    ) -> list[Any]:
+        """All ranks run as many passes: each has a part of every layer."""
+        self.wrapped.eval()
+        batches = move_micro_batches(micro_batches, self.device)
+        outputs = []
+        for _ in range(num_micro_batches):
+            inputs, labels = next(batches)
+            with self._timed(FORWARD):
+                outputs.append(self.wrapped(inputs, labels, loss))
+        self.wrapped.train()
+        return outputs
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Of a step that was skipped DeepSpeed says nothing, and would show the norm of the one before (0.19.8,
+        zero/stage3.py, `step`)."""
+        if self.has_skipped_step():
+            return torch.tensor(float("inf"), dtype=torch.float64)
+        return super().gradient_norm()
+
+    def observe(self, observer: StepObserver | None) -> None:
+        self._observer = observer
+
+    @contextmanager
+    def _timed(self, unit: str) -> Iterator[None]:
+        if self._observer is not None:
+            self._observer.before(unit)
+        yield
+        if self._observer is not None:
+            self._observer.after(unit)

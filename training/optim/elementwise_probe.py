@@ -1,0 +1,142 @@
+"""What a user's optimizer keeps, and whether ZeRO may cut its parameters: found by running it.
+
+Under ZeRO an optimizer never sees a parameter. It gets one flat tensor for each group: this rank's part of all weights
+of the group laid end to end. An optimizer that treats each element by itself does the same on that as on the weights;
+one that looks at rows, at a matrix or at a norm (Adafactor, Muon, LAMB) does something else, silently. So both are run
+here, for a few steps on a few weights, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from errors import UserError
+from training.optim.state_kinds import StateTensor, describe_kept
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups], torch.optim.Optimizer]
+
+STEPS = 6  # RAdam starts to divide by its second moment in the sixth
+BOUND = 1e-4  # of what the weights move by; sums of fp32 in another order
+LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.1
+_SHAPES = (((6, 4), (3, 2)), ((5,), (4,)))  # of each group's weights
+_NUM_RANKS = 2
+
+
+def probe_optimizer(build: Build, name: str) -> dict[str, StateTensor]:
+    """What the optimizer keeps for each flat tensor. build: makes it, of parameter groups. name: for messages.
+
+    Raises UserError when it is not elementwise, keeps what no checkpoint could save, or cannot take a step.
+    """
+    whole = _try(partial(_run_whole, build), lambda error: _refuse_fields(name, error))
+    flat, state = _try(
+        lambda: (_run_flat(build), _read_state(build)),
+        lambda error: _refuse(name, f"on such a piece it fails ({error})"),
+    )
+    unknown = [f"{kept} ({words})" for kept, words in state.items() if isinstance(words, str)]
+    if unknown:
+        raise _refuse(name, f"for one it keeps {', '.join(unknown)}")
+    for one, other in zip(whole, flat, strict=True):
+        if (one - other).abs().max() > BOUND * one.abs().max():
+            raise _refuse(name, "there it makes other steps than on whole weights")
+    return {kept: words for kept, words in state.items() if isinstance(words, StateTensor)}
+
+
+def _try(run: Callable[[], Any], explain: Callable[[str], UserError]) -> Any:
+    try:
+        return run()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise explain(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+def _refuse_fields(name: str, error: str) -> UserError:
+    return UserError(
+        f"optimizer.custom: {name} does not take a step on matrices and vectors ({error}); change its fields, or give "
+        "an optimizer that treats each element by itself, such as optimizer=adamw, lion or torch.optim.RAdam"
+    )
+
+
+def _refuse(name: str, seen: str) -> UserError:
+    return UserError(
+        f"optimizer.custom: {name} is not elementwise: ZeRO hands each rank a flat piece of the weights, and {seen}; "
+        "give an optimizer that treats each element by itself, such as optimizer=adamw, lion or torch.optim.RAdam"
+    )
+
+
+def _draw() -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for shapes in _SHAPES]
+
+
+def _draw_gradients() -> list[list[list[torch.Tensor]]]:
+    """By step, group and weight; sizes differ, so that whoever normalizes by one weight's size is seen."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [[10.0**i * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)] for shapes in _SHAPES]
+        for _ in range(STEPS)
+    ]
+
+
+def _build_on(build: Build, weights: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    optimizer = build([{"params": each, "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY} for each in weights])
+    assert len(optimizer.param_groups) == len(weights)
+    return optimizer
+
+
+def _run_whole(build: Build) -> list[torch.Tensor]:
+    """By how much each group's weights have moved, flat."""
+    start = _draw()
+    weights = [[torch.nn.Parameter(weight.clone()) for weight in group] for group in start]
+    optimizer = _build_on(build, weights)
+    for gradients in _draw_gradients():
+        for group, of_group in zip(weights, gradients, strict=True):
+            for weight, gradient in zip(group, of_group, strict=True):
+                weight.grad = gradient.clone()
+        optimizer.step()
+    moved = [[w.detach() - s for w, s in zip(*pair, strict=True)] for pair in zip(weights, start, strict=True)]
+    return [_flatten(group) for group in moved]
+
+
+def _run_flat(build: Build) -> list[torch.Tensor]:
+    """The same of as many ranks, each with its part, whose optimizers are given flat tensors when they are built."""
+    start = [_flatten(group) for group in _draw()]
+    gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
+    parts = [_step_flat(build, start, gradients, rank)[0] for rank in range(_NUM_RANKS)]
+    return [torch.cat(moved) - before for moved, before in zip(zip(*parts, strict=True), start, strict=True)]
+
+
+def _step_flat(
+    build: Build, start: list[torch.Tensor], gradients: list[list[torch.Tensor]], rank: int
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.tensor_split(_NUM_RANKS)[rank]
+
+    optimizer = _build_on(build, [[torch.nn.Parameter(each) for each in group] for group in _draw()])
+    flats = [torch.nn.Parameter(part(each).clone()) for each in start]
+    for group, flat in zip(optimizer.param_groups, flats, strict=True):
+        group["params"] = [flat]  # as DeepSpeed does
+    for of_step in gradients:
+        for flat, gradient in zip(flats, of_step, strict=True):
+            flat.grad = part(gradient).clone()
+        optimizer.step()
+    return [flat.detach() for flat in flats], optimizer
+
+
+def _read_state(build: Build) -> dict[str, StateTensor | str]:
+    gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
+    _, optimizer = _step_flat(build, [_flatten(group) for group in _draw()], gradients, 0)
+    kept: dict[str, StateTensor | str] = {}
+    for group in optimizer.param_groups:
+        (flat,) = group["params"]
+        kept |= {name: describe_kept(v, flat) for name, v in optimizer.state.get(flat, {}).items() if v is not None}
+    return kept
+
+
+def _flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])

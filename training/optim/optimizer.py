@@ -1,0 +1,215 @@
+"""The optimizers of `optimizer=...`: how each is made, and what it keeps for each parameter."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from data.components import TARGET, find_component
+from errors import UserError
+from training.config.schema import OptimizerName, RunConfig, StateDtype
+from training.optim import lion, rounded_adamw
+from training.optim.elementwise_probe import probe_optimizer
+from training.optim.lion import Lion
+from training.optim.parameter_groups import group_parameters
+from training.optim.pieces import count_buffer_bytes
+from training.optim.rounded_adamw import RoundedAdamW
+from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
+
+Groups = list[dict[str, Any]]
+
+ELEMENTWISE = StateTensor(StateKind.elementwise)
+STEP = StateTensor(StateKind.scalar)
+ROUNDED = StateTensor(StateKind.elementwise, torch.bfloat16)
+COUNT = StateTensor(StateKind.number, None)
+SCALES = StateTensor(StateKind.scales)
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """build: of parameter groups, which have rates and decays of their own. declare: what it keeps. num_buffers: of a
+    piece of the weights in fp32, for an update (training/optim/pieces.py)."""
+
+    build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
+    declare: Callable[[RunConfig], DeclaredState]
+    num_buffers: int = 0
+
+
+def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """The run's optimizer over `groups`, as `group_parameters` makes them."""
+    return _choose(config).build(groups, config)
+
+
+def declare_state(config: RunConfig) -> DeclaredState:
+    """What the run's optimizer keeps for each parameter. Raises UserError for a user's that ZeRO cannot run."""
+    return _choose(config).declare(config)
+
+
+def keeps_blocks(config: RunConfig) -> bool:
+    """Whether elements share a scale with others of their block."""
+    return any(kept.kind is StateKind.blockwise for kept in declare_state(config).values())
+
+
+def _choose(config: RunConfig) -> OptimizerKind:
+    if config.optimizer.state_dtype is StateDtype.bf16:
+        return ROUNDED_ADAMW
+    return OPTIMIZERS[config.optimizer.name]
+
+
+def count_update_buffers(config: RunConfig, num_elements: int) -> int:
+    """Bytes that an update of so many elements takes for itself."""
+    return count_buffer_bytes(num_elements, _choose(config).num_buffers)
+
+
+def count_state_bytes(config: RunConfig) -> float:
+    """Bytes that the optimizer keeps for a trained parameter, beside its fp32 weight."""
+    return sum(kept.bytes_per_parameter for kept in declare_state(config).values())
+
+
+def describe_optimizer(config: RunConfig) -> str:
+    """Its name; of a user's, that of its class."""
+    optimizer = config.optimizer
+    return optimizer.name.value if optimizer.name is not OptimizerName.custom else str(optimizer.custom[TARGET])
+
+
+def describe_updates(config: RunConfig) -> dict[str, str]:
+    """What a run must keep, beside the optimizer, to continue with the same loss: name -> value."""
+    entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
+    dtype = config.optimizer.state_dtype
+    return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
+        {} if dtype is StateDtype.fp32 else {"optimizer.state_dtype": dtype.value}
+    )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Raises UserError when the run's optimizer keeps something that is not declared here, or does not keep something
+    that is: one step of it on a matrix and a vector of two elements shows what it keeps."""
+    weights = [torch.nn.Parameter(torch.zeros(2, 1)), torch.nn.Parameter(torch.zeros(2))]
+    declared = declare_state(config)
+    optimizer = build_optimizer(group_parameters([("", weight) for weight in weights], config), config)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for weight in weights:
+        check_state(weight, optimizer.state[weight], declared)
+
+
+def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """torch's: its fused kernels run on a GPU and, when the state is offloaded, on the host, and nothing is compiled on
+    first use."""
+    return torch.optim.AdamW(groups, betas=_betas(config), eps=config.optimizer.eps, fused=True)
+
+
+def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """bitsandbytes'. Without its exception for small tensors, of which ZeRO's flat pieces hold many: what is kept would
+    depend on the layout. Raises UserError where the package is missing."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            "optimizer=adamw_8bit needs the package bitsandbytes (pip install bitsandbytes); without it give "
+            "optimizer=adamw optimizer.state_dtype=bf16"
+        )
+    from bitsandbytes.optim import AdamW8bit  # imported on use: it takes a second
+
+    return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)
+
+
+def _build_table(signed: bool) -> torch.Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map(signed=signed)
+
+
+def _declare_adamw_8bit(config: RunConfig) -> DeclaredState:
+    def codes(number: int) -> StateTensor:
+        return StateTensor(StateKind.blockwise, torch.uint8, scales=f"absmax{number}", table=f"qmap{number}")
+
+    def table(signed: bool) -> StateTensor:
+        return StateTensor(StateKind.table, build_table=partial(_build_table, signed))
+
+    tables = {"qmap1": table(signed=True), "qmap2": table(signed=False)}
+    return {"state1": codes(1), "state2": codes(2), "absmax1": SCALES, "absmax2": SCALES, "step": COUNT} | tables
+
+
+def _build_custom(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
+    """What `optimizer.custom` names. Raises UserError for what is none, or does not take its fields."""
+    optimizer = _make_custom(groups, config.optimizer.custom, config.learning_rate)
+    decays = {group["weight_decay"] for group in groups} - {0.0}
+    if "weight_decay" not in optimizer.defaults and decays:
+        raise UserError(
+            f"weight_decay={max(decays):g}: {describe_optimizer(config)} has none; give weight_decay=0, and none in "
+            "parameter_groups"
+        )
+    return optimizer
+
+
+def _make_custom(groups: Groups, spec: dict[str, Any], learning_rate: float) -> torch.optim.Optimizer:
+    name, target = spec[TARGET], find_component(spec[TARGET], "optimizer.custom")
+    arguments = {field: value for field, value in spec.items() if field != TARGET} | {"lr": learning_rate}
+    try:
+        inspect.signature(target).bind(groups, **arguments)
+    except TypeError as error:
+        raise UserError(
+            f"optimizer.custom: {name} does not take these fields: {error}; it is called with parameter groups and "
+            f"{sorted(arguments)}"
+        ) from None
+    optimizer = target(groups, **arguments)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer.custom: {name} must be a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.Adagrad):  # 0.19.8, runtime/zero/stage_1_and_2.py: one group of all weights
+        raise UserError(
+            f"optimizer.custom: DeepSpeed makes {name} anew and drops its groups, so vectors would decay as matrices "
+            "do; give another optimizer, such as torch.optim.RMSprop"
+        )
+    return optimizer
+
+
+def _declare_custom(config: RunConfig) -> DeclaredState:
+    spec = config.optimizer.custom
+    if not isinstance(spec, dict) or TARGET not in spec:
+        raise UserError(
+            f"optimizer.custom={spec}: give a mapping, such as {{_target_: torch.optim.RAdam, betas: [0.9,0.95]}}"
+        )
+    for key in ("lr", "weight_decay"):
+        if key in spec:
+            own = "learning_rate" if key == "lr" else key
+            raise UserError(f"optimizer.custom: {key} is the run's {own}; give {own}={spec[key]} instead")
+    return _probe_custom(json.dumps(spec))
+
+
+@lru_cache
+def _probe_custom(spec: str) -> DeclaredState:
+    """spec: as JSON. A plan asks for it once for each layout."""
+    fields = json.loads(spec)
+    return probe_optimizer(partial(_make_custom, spec=fields, learning_rate=1.0), fields[TARGET])
+
+
+ROUNDED_ADAMW = OptimizerKind(
+    lambda groups, config: RoundedAdamW(groups, config.learning_rate, _betas(config), config.optimizer.eps),
+    lambda config: {"exp_avg": ROUNDED, "exp_avg_sq": ROUNDED, "step": COUNT},
+    rounded_adamw.NUM_BUFFERS,
+)
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    OptimizerName.adamw: OptimizerKind(
+        _build_adamw, lambda config: {"exp_avg": ELEMENTWISE, "exp_avg_sq": ELEMENTWISE, "step": STEP}
+    ),
+    OptimizerName.adamw_8bit: OptimizerKind(_build_adamw_8bit, _declare_adamw_8bit),
+    OptimizerName.lion: OptimizerKind(
+        lambda groups, config: Lion(groups, betas=_betas(config)),
+        lambda config: {"exp_avg": ELEMENTWISE},
+        lion.NUM_BUFFERS,
+    ),
+    OptimizerName.sgd: OptimizerKind(lambda groups, config: torch.optim.SGD(groups), lambda config: {}),
+    OptimizerName.custom: OptimizerKind(_build_custom, _declare_custom),
+}
+
+
+def _betas(config: RunConfig) -> tuple[float, float]:
+    first, second = config.optimizer.betas
+    return first, second

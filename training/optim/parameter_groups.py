@@ -1,0 +1,129 @@
+"""The groups that an optimizer's parameters fall into: those of `parameter_groups`, and all others.
+
+Every stage has every group, in the same order, with no parameters in it where none are here: the engine sums norms over
+stages group by group. A pattern is searched for in a parameter's Hugging Face name, as `freeze` does, so it means the
+same at every layout; a tied weight has one name on both of its stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from errors import UserError
+from models.adapters.adapter import Adapter
+from models.layers.layer import Layer
+from training.config.schema import RunConfig
+from training.pipeline.module import StageModule
+from training.pipeline.trainable import choose_trained
+from training.pipeline.weight_sharding import whole_shape
+
+# Of a group: its learning rate over that of the run, whose schedule scales all of them.
+LR_RATIO = "lr_ratio"
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
+    """torch's parameter groups: matrices and vectors of what no pattern matches, then the same of each entry. The first
+    entry that matches a parameter has it.
+
+    named: the trained parameters of this rank, with their Hugging Face names. Vectors (norms, biases) do not decay
+    unless an entry says by how much.
+    """
+    chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(config.parameter_groups) + 1))]
+    for name, parameter in named:
+        chosen[2 * _find_entry(name, config) + (len(whole_shape(parameter)) <= 1)].append(parameter)
+    groups = []
+    for number, parameters in enumerate(chosen):
+        entry = config.parameter_groups[number // 2 - 1] if number >= 2 else None
+        decay = config.weight_decay if number % 2 == 0 else 0.0
+        rate = config.learning_rate
+        if entry is not None:
+            decay = decay if entry.weight_decay is None else entry.weight_decay
+            rate = rate if entry.learning_rate is None else entry.learning_rate
+        ratio = rate / config.learning_rate if config.learning_rate else 1.0
+        groups.append({"params": parameters, "lr": rate, "weight_decay": decay, LR_RATIO: ratio})
+    return groups
+
+
+def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
+    """The parameter groups of a stage; some may be empty."""
+    names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # those of a loss have none
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return group_parameters([(names.get(id(each), ""), each) for each in trained], config)
+
+
+def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[dict[str, Any]]:
+    """Each group in four: weights that other ranks of the stage have alike, or that another stage has too, are apart
+    from those of which this rank alone has its part; all ranks have all groups.
+
+    State in blocks of 8 bits has a scale for each: copies of a weight whose blocks hold other elements beside it would
+    be rounded on each rank in its own way, and drift apart.
+    """
+    tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
+
+    def find_kind(parameter: torch.Tensor) -> tuple[bool, bool]:
+        is_alike = module.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
+        return is_alike, id(parameter) in tied
+
+    kinds = list(product((False, True), repeat=2))
+    return [
+        group | {"params": [each for each in group["params"] if find_kind(each) == kind]}
+        for group in groups
+        for kind in kinds
+    ]
+
+
+def _find_entry(name: str, config: RunConfig) -> int:
+    """1 for the first entry of `parameter_groups`, and so on; 0 where none matches."""
+    entries = enumerate(config.parameter_groups, start=1)
+    return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
+
+
+def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
+    """Raises UserError for a pattern that is none or matches nothing that is trained, and for a number out of range."""
+    for number, entry in enumerate(config.parameter_groups, start=1):
+        where = f"parameter_groups, entry {number}"
+        try:
+            re.compile(entry.pattern)
+        except re.error as error:
+            raise UserError(f"{where}: '{entry.pattern}' is not a valid regular expression ({error})") from None
+        if entry.learning_rate is None and entry.weight_decay is None:
+            raise UserError(f"{where}: '{entry.pattern}' changes nothing; give learning_rate, weight_decay or both")
+        for key in ("learning_rate", "weight_decay"):
+            value = getattr(entry, key)
+            if value is not None and not 0 <= value < float("inf"):
+                raise UserError(f"{where}: {key}={value}: 0 or more")
+        if entry.learning_rate is not None and not config.learning_rate:
+            raise UserError(
+                f"{where}: learning_rate={entry.learning_rate}, but the run's learning_rate is 0: its schedule, as a "
+                "share of that, scales each group's; give learning_rate more than 0"
+            )
+    if not config.parameter_groups:
+        return
+    names = _list_trained(config, layers, adapter)
+    taken = {_find_entry(name, config) for name in names}
+    for number, entry in enumerate(config.parameter_groups, start=1):
+        if number not in taken:
+            earlier = next((name for name in names if re.search(entry.pattern, name)), None)
+            but = "" if earlier is None else f" but such as '{earlier}', which an earlier entry has"
+            raise UserError(
+                f"parameter_groups, entry {number}: '{entry.pattern}' matches no weight that is trained{but}; they are "
+                f"named like '{names[0]}'"
+            )
+
+
+def _list_trained(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None) -> list[str]:
+    """The names of all parameters that are trained, on whichever stage."""
+    names = []
+    for index, layer in enumerate(layers):
+        if layer.owns_weights:
+            module = layer.build_on_meta()
+            choose_trained(module, index, layer, adapter, config.freeze)
+            names += [layer.hf_prefix + name for name, each in module.named_parameters() if each.requires_grad]
+    return names

@@ -1,0 +1,54 @@
+"""AdamW (1711.05101) whose two averages are kept in bf16: half of the state.
+
+An update is computed in fp32, from averages that are rounded to the nearest bf16 after it; the weights stay in fp32.
+Rounding is not stochastic, so a step is the same wherever it runs, and a run resumes with the bits that it saved. The
+price: an average that moves by less than half of a bf16 step (0.2 to 0.4%) stays where it is. With betas up to 0.996
+none can get stuck above what it averages, and larger ones are refused (training/config/validate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from training.optim.pieces import split_flat
+
+NUM_BUFFERS = 2  # in fp32: of both averages
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """torch's AdamW, but for the dtype of `exp_avg` and `exp_avg_sq`."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is None:
+                    continue
+                state = self.state[weights]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(weights, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(weights, dtype=torch.bfloat16)
+                state["step"] += 1
+                for piece in split_flat(weights, weights.grad, state["exp_avg"], state["exp_avg_sq"]):
+                    _update(piece, state["step"], group)
+
+
+def _update(piece: tuple[torch.Tensor, ...], step: int, group: dict[str, Any]) -> None:
+    weights, gradient, exp_avg, exp_avg_sq = piece
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    first = exp_avg.float().lerp_(gradient, 1 - beta1)
+    second = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    root = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+    weights.mul_(1 - lr * group["weight_decay"]).addcdiv_(first, root, value=-lr / (1 - beta1**step))

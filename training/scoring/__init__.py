@@ -1,0 +1,1 @@
+"""Passes that score samples without training on them: by a reference model, or before a step."""

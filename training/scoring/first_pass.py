@@ -1,0 +1,56 @@
+"""The forward pass that comes before a step, or an evaluation, of an objective whose loss needs a mean over all of its
+samples (`Objective.needs_first_pass`).
+
+It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. Nothing waits for what it finds:
+the mean stays on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.layers.documents import DocumentBounds
+from training.config.schema import RunConfig
+from training.engine.engine import Engine
+from training.objectives.objective import FirstPass
+from training.objectives.registry import get_objective
+
+RunFirstPass = Callable[[Iterator[Any] | None, int, int], None]
+"""Of a loader's `first`: its micro-batches, how many of them one pipeline has, and the samples of all. All ranks call
+it, before a step or an evaluation."""
+
+
+def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
+    """None where the objective needs none."""
+    objective = get_objective(config)
+    if not objective.needs_first_pass:
+        return None
+    plan = objective.plan_first_pass(engine.module.loss_fn)
+    # What a user-defined collator makes of rows nobody knows.
+    is_known = config.data.collator is None
+    bounds = DocumentBounds(engine.layout.micro_batch_size, config.max_seq_length) if is_known else None
+    return partial(_run_first_pass, engine, plan, bounds)
+
+
+def _run_first_pass(
+    engine: Engine,
+    plan: FirstPass,
+    bounds: DocumentBounds | None,
+    micro_batches: Iterator[Any] | None,
+    num_micro_batches: int,
+    num_samples: int,
+) -> None:
+    """Gives the loss of each rank the mean over `num_samples`, of all ranks. bounds: of any micro-batch's documents;
+    None where they are not known."""
+    engine.module.expect_documents(bounds)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for output in engine.forward_only(micro_batches, num_micro_batches, plan.measure):
+        if engine.module.reports_loss:
+            total += output
+    dist.all_reduce(total)
+    plan.receive(total / num_samples)

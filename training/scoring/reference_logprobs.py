@@ -1,0 +1,141 @@
+"""The reference model of preference optimization: the log-probability that it gives each answer, computed once by the
+pipeline itself, before training.
+
+The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run
+with its adapter switched off. A run that resumes finds the file of the run that it continues; where that is missing, or
+was computed by other weights, it loads the reference's weights to compute it, and then its own again. So no rank ever
+holds two models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from console import progress
+from data.loading.loader import LoaderOptions, ScoringLoader
+from data.storage.reference import is_whole, reference_path, save_reference
+from data.storage.rows import RowPlan
+from data.storage.tokenized import TokenizedDataset
+from errors import UserError
+from models.adapters.adapter import adapter_off
+from models.losses.dpo import RowScore
+from models.weights.source import WeightSource
+from training.config.schema import RunConfig
+from training.distributed.ranks import Ranks, raise_together
+from training.engine.engine import Engine
+from training.pipeline.attention import choose_run_attention
+from training.pipeline.module import StageModule
+
+_VERSION = 1  # raise it when the same model starts to give other log-probabilities
+_CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline does not count
+
+
+def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
+    """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
+    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
+    attention = choose_run_attention(config, reference.config)
+    positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
+    state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+def prepare_reference(
+    engine: Engine,
+    config: RunConfig,
+    datasets: Mapping[str, Path],
+    *,
+    options: LoaderOptions,
+    reference: WeightSource,
+    own: WeightSource,
+    ranks: Ranks,
+) -> dict[str, Path]:
+    """Key of the files -> the file of the reference's log-probabilities, which every rank that holds the loss can read.
+
+    All ranks call it. datasets: key of the files -> tokenized folder.
+    options: of the training loader. own: where the module's weights come from, which may be the reference too.
+    Raises UserError where one of them is not finite.
+    """
+    model_id = compute_model_id(reference, config)
+    files = {key: reference_path(path, model_id) for key, path in datasets.items()}
+    module = engine.module
+    missing = torch.zeros(len(files), device=engine.device)
+    if module.has_loss:
+        found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
+        missing += torch.tensor(found, device=engine.device).logical_not()
+    dist.all_reduce(missing)
+    # By file: both keys may name the same data.
+    to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}
+    if not to_compute:
+        ranks.say(f"reference log-probabilities: found beside the tokens ({model_id})")
+        return files
+    with _as_reference(module, reference, own):
+        for file, key in to_compute.items():
+            what = f"reference log-probabilities of {key}"
+            log_probabilities = _score(engine, datasets[key], options, reference, what=what, ranks=ranks)
+            if module.has_loss:
+                save_reference(file, log_probabilities, ranks.rank)
+    dist.barrier()
+    return files
+
+
+@contextmanager
+def _as_reference(module: StageModule, reference: WeightSource, own: WeightSource) -> Iterator[None]:
+    """The stage computes as the reference model does."""
+    if module.adapter is not None:
+        with adapter_off(module):
+            yield
+    elif own is reference:
+        yield
+    else:
+        module.copy_weights(reference)
+        yield
+        module.copy_weights(own)
+
+
+def _score(
+    engine: Engine, path: Path, options: LoaderOptions, reference: WeightSource, *, what: str, ranks: Ranks
+) -> np.ndarray:
+    """The log-probability of each sample's targets, float64 [N], on every rank."""
+    per_sample = replace(
+        options,
+        row_plan=RowPlan(options.max_seq_length),
+        micro_batch_size=options.micro_batch_size * options.group_size,
+        reads_desirable=False,
+    )
+    dataset = TokenizedDataset(path, False, False)
+    loader = ScoringLoader(path, per_sample, _CHUNK * engine.layout.num_stages)
+    found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
+    score = RowScore(reference.config, engine.module.parallel)
+    with progress(what, len(dataset), "answers", shown=ranks.is_main) as bar:
+        for number in range(len(loader)):
+            batches, rows = loader.chunk(number)
+            for ids, output in zip(rows, engine.forward_only(batches, len(rows), score)):
+                if engine.module.reports_loss:
+                    found[torch.from_numpy(ids).to(found.device)] = output[: len(ids)]
+            bar.advance(sum(map(len, rows)))
+    dist.all_reduce(found)
+    ranks.say(f"{what}: done, {len(dataset):,} answers")
+    _check_finite(found, what, options.group_size)
+    return found.cpu().numpy()
+
+
+def _check_finite(log_probabilities: torch.Tensor, what: str, group_size: int) -> None:
+    wrong = (~log_probabilities.isfinite()).nonzero()
+    error = None
+    if len(wrong):
+        pair, answer = divmod(int(wrong[0]), group_size)
+        named = f"the {('chosen', 'rejected')[answer]} answer of pair" if group_size == 2 else "sample"
+        error = UserError(
+            f"{what}: that of {named} {pair} (counted from 0) is "
+            f"{log_probabilities[wrong[0]].item()}; look at the weights"
+        )
+    raise_together(error)
