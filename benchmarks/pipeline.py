@@ -163,7 +163,7 @@ def build_runners(
 
     from models.weights.sources import open_weights
     from training.distributed.ranks import read_ranks
-    from training.pipeline.partition import compute_bounds
+    from training.pipeline.partition import split_layers, weigh_layers
     from training.pipeline.schedule import Interleaved
     from training.pipeline.zero_bubble import ZeroBubble
     from training.setup import build_setup
@@ -188,7 +188,9 @@ def build_runners(
 
     shared = prepare()
     layers, bounds, split = shared.layers, shared.setup.bounds, shared.config.partition_method
-    folded = compute_bounds(layers, NUM_STAGES, split, schedule=ZeroBubble(NUM_STAGES, arguments.micro_batches))
+    folded = split_layers(
+        weigh_layers(layers, split), NUM_STAGES, split, schedule=ZeroBubble(NUM_STAGES, arguments.micro_batches)
+    )
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         "ours": lambda: build_ours(shared),
         "ours-interleaved": lambda: build_ours(prepare("schedule=interleaved")),
@@ -197,9 +199,14 @@ def build_runners(
         "bare": lambda: peers.build_bare(shared, bounds),
         "bare-default": lambda: peers.build_bare(shared, None),
         "torch": lambda: peers.build_torch(shared, bounds),
-        "torch-default": lambda: peers.build_torch(shared, compute_bounds(layers, NUM_STAGES, "uniform")),
+        "torch-default": lambda: peers.build_torch(
+            shared, split_layers(weigh_layers(layers, "uniform"), NUM_STAGES, "uniform")
+        ),
         "interleaved": lambda: peers.build_torch(
-            shared, compute_bounds(layers, NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2))
+            shared,
+            split_layers(
+                weigh_layers(layers, split), NUM_STAGES, split, schedule=Interleaved(NUM_STAGES, NUM_STAGES, 2)
+            ),
         ),
         "zbv": lambda: peers.build_torch(shared, folded, is_folded=True),
         "dualpipev": lambda: peers.build_dualpipev(shared, folded),

@@ -160,13 +160,16 @@ def compare(run: Run, rounds: int, steps: int) -> Row:
 
 
 def plan(run: Run) -> Any:
-    from models.architecture.lookup import build_layers
     from training.costs.hardware import complete_hardware
-    from training.planner.run import build_plan
+    from training.planner.run import ModelFolder, build_plan
+    from training.resolution.resolve import resolve_model
+    from training.resolution.target import Target
 
-    config, architecture = run.config(), run.architecture()
-    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
-    return build_plan(config, architecture, build_layers(architecture), hardware)
+    config = run.config()
+    machine = complete_hardware(config.hardware, config.precision, config.world_size)
+    target = Target(config.world_size, has_accelerator=True, is_planned=True)
+    model = resolve_model(config, ModelFolder(Path("model"), run.architecture()), target)
+    return build_plan(config, model, machine)
 
 
 def measure(run: Run, steps: int) -> tuple[list[float], int]:

@@ -44,6 +44,7 @@ TRAINING = (
     ("training.engine",),
     ("training.checkpoint", "training.scoring", "training.costs"),
     ("training.inputs", "training.cost_terms"),
+    ("training.resolution",),
     ("training.planner",),
     ("training.setup", "training.observability"),
     ("training.build",),

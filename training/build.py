@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from models.layers.fused_kernels import describe_fused, find_obstacle
+from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
 from training.config.schema import FusedKernels, Offload, RunConfig
 from training.distributed.process import current_device, has_accelerator
@@ -22,7 +23,8 @@ from training.engine.start import start_engine
 from training.inputs import loaders
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.user_loss import build_run_loss
-from training.pipeline.module import StageModule, join_context_parallel, join_tensor_parallel
+from training.pipeline.activation_checkpoint import KEEP_ALL
+from training.pipeline.module import StageModule, StageOptions, StageRanks, join_context_parallel, join_tensor_parallel
 from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.scoring.reference_logprobs import prepare_reference
@@ -36,31 +38,29 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
 
     trains: False for a stage that is only evaluated. Raises UserError when a tensor is missing or has a wrong shape.
     """
-    parallel = join_tensor_parallel(setup.layout.topology, ranks.rank, config.sequence_parallel)
+    ranks_of_stage = StageRanks(
+        topology=setup.layout.topology,
+        schedule=build_schedule(setup.layout),
+        parallel=join_tensor_parallel(setup.layout.topology, ranks.rank, config.sequence_parallel),
+        sequence_part=join_context_parallel(setup.layout.topology, ranks.rank, setup.parts),
+    )
+    parallel, sequence_part = ranks_of_stage.parallel, ranks_of_stage.sequence_part
     fuses = config.fused_kernels is FusedKernels.auto
     obstacle = find_obstacle(current_device()) if fuses else None
-    sequence_part = join_context_parallel(setup.layout.topology, ranks.rank, setup.parts)
-    module = StageModule(
-        setup.layers,
-        setup.bounds,
-        setup.source,
-        DTYPES[config.precision],
-        config.activation_checkpoint_interval if trains else 0,
-        setup.adapter,
-        config.freeze if trains else (),
-        loss=build_run_loss(config, setup.source.config, parallel, sequence_part),
-        checkpoint_mode=config.activation_checkpoint_mode,
-        activation_offload=config.activation_offload,
-        compiles=config.compile,
-        fuses=fuses and obstacle is None,
-        parallel=parallel,
-        sequence_part=sequence_part,
-        topology=setup.layout.topology,
+    options = StageOptions(
+        dtype=DTYPES[config.precision],
+        checkpointing=setup.checkpointing if trains else KEEP_ALL,
+        adapter=setup.adapter,
+        freeze=config.freeze if trains else (),
         routers=setup.routers,
         neftune_noise_alpha=config.neftune_noise_alpha,
-        schedule=build_schedule(setup.layout),
+        compiles=config.compile,
+        fuses=fuses and obstacle is None,
         weight_sharding=_choose_weight_sharding(config) if trains else None,
     )
+    loss = build_run_loss(config, setup.architecture, parallel, sequence_part)
+    loss = loss or build_loss(setup.architecture, parallel)
+    module = StageModule(setup.layers, setup.bounds, setup.source, loss, ranks_of_stage, options)
     if module.deferred_share is not None:
         ranks.say(
             f"schedule={config.schedule}: {module.deferred_share:.0%} of the trained matrices' gradients can wait"
@@ -146,5 +146,12 @@ def _prepare_reference(
     options = loaders.build_options(config, setup.layout, engine.module, tokenizer=tokenizer, ranks=ranks, key=key)
     datasets = loaders.list_scored(config, datasets)
     return prepare_reference(
-        engine, config, datasets, options=options, reference=setup.reference, own=setup.source, ranks=ranks
+        engine,
+        config,
+        datasets,
+        options=options,
+        reference=setup.reference,
+        own=setup.source,
+        architecture=setup.architecture,
+        ranks=ranks,
     )

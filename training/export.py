@@ -42,14 +42,14 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
         return
     if source.wrapper is None:
-        source.config.save_pretrained(folder.checkpoints)
+        setup.architecture.save_pretrained(folder.checkpoints)
     else:
         save_wrapped(source, folder.checkpoints, with_carried=setup.adapter is None)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
         add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
-    if is_reward_model(source.config):  # `transformers` looks for the last token that is none
+    if is_reward_model(setup.architecture):  # `transformers` looks for the last token that is none
         set_pad_token_id(folder.checkpoints / "config.json", tokenizer.pad_token_id)
 
 

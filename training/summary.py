@@ -50,7 +50,7 @@ def show_start(
     facts |= describe_wrapper(setup.source)
     if setup.adapter is not None:
         facts["adapter"] = describe_targets(setup.layers, setup.adapter.config)
-    if text := warn_of_length(setup.source.config, config.max_seq_length):
+    if text := warn_of_length(setup.architecture, config.max_seq_length):
         facts["warning"] = text
     if budget.evaluations:
         when = describe_cadence(config.eval_steps, config.eval_epochs)
@@ -59,7 +59,7 @@ def show_start(
     epochs = budget.total_steps * setup.layout.global_batch_size / budget.num_samples
     unit = "epoch" if epochs == 1 else "epochs"
     facts["steps"] = f"{start.step} to {budget.last_step} of {budget.total_steps}, {epochs:.3g} {unit}"
-    attention = setup.source.config._attn_implementation
+    attention = setup.architecture._attn_implementation
     facts["precision"] = f"{config.precision.value}; {_describe_recomputation(config)}; attention {attention}"
     facts["memory"] = _describe_memory(prediction)
     facts["on disk"] = render_disk(prediction.plan.checkpoint, config)
@@ -83,7 +83,7 @@ def show_evaluation(
         **describe_wrapper(setup.source),
         "data": _describe_evaluations(config, datasets, sizes),
         **describe_layout(setup, hosts),
-        "precision": f"{config.precision.value}; attention {setup.source.config._attn_implementation}",
+        "precision": f"{config.precision.value}; attention {setup.architecture._attn_implementation}",
         "output": f"{config.output_dir}/evaluation.json",
     }
     show_panel(f"{Path(config.output_dir).name}: evaluating on {setup.layout.describe_ranks()}", facts)
@@ -105,11 +105,11 @@ def _describe_model(setup: RunSetup, prediction: Prediction | None = None) -> st
         sizes = f" of {render_count(total)} parameters{_describe_experts(setup, prediction)}" + (
             f", {render_count(trained)} of them trained" if trained < total else ""
         )
-    return f"{setup.source.config.model_type}{sizes}, from {setup.source.path}"
+    return f"{setup.architecture.model_type}{sizes}, from {setup.source.path}"
 
 
 def _describe_experts(setup: RunSetup, prediction: Prediction) -> str:
-    active, num_experts = count_experts(setup.source.config)
+    active, num_experts = count_experts(setup.architecture)
     if num_experts == 1:
         return ""
     return f" ({num_experts} experts, {active} active: {render_count(prediction.count_active())} parameters)"
@@ -215,7 +215,7 @@ def show_end(
         show_panel(f"done: {step} steps, not saved (save_final=false)", facts)
         return
     facts["exported"] = f"{folder.export}, a {'Hugging Face model' if setup.adapter is None else 'peft adapter'}"
-    if not is_reward_model(setup.source.config):
+    if not is_reward_model(setup.architecture):
         facts["talk to it"] = f"python scripts/generate.py --model_name_or_path {folder.export}"
     resume = "latest" if best is None or best.step == step else folder.checkpoints / f"global_step{best.step}"
     facts["evaluate it"] = f"the same command with evaluate_only=true resume={resume} eval_file=FILE"

@@ -133,21 +133,18 @@ def find_hardware(machine: Machine) -> str | None:
 
 def _predict(hardware: str, overrides: Sequence[str], measured: float | None) -> Prediction:
     from benchmarks.workload import compose_run
-    from models.architecture.lookup import build_layers
-    from models.sharding.tensor_parallel import shard_layers
     from training.costs.hardware import complete_hardware
-    from training.planner.run import build_plan, load_architecture
+    from training.planner.run import build_plan, resolve_planned
 
     config = compose_run(*overrides, f"hardware={hardware}")
-    architecture = load_architecture(config)
-    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
+    model = resolve_planned(config)
     machine = complete_hardware(config.hardware, config.precision, config.world_size)
 
     def predict_rate(efficiency: float) -> float:
-        plan = build_plan(config, architecture, layers, replace(machine, efficiency=efficiency))
+        plan = build_plan(config, model, replace(machine, efficiency=efficiency))
         return plan.tokens_per_second
 
-    plan = build_plan(config, architecture, layers, machine)
+    plan = build_plan(config, model, machine)
     peak = max(stage.memory.peak for stage in plan.stages)
     times_layers = config.hardware.peak_flops is None  # then no efficiency is assumed
     fitting = None if measured is None or times_layers else fit_efficiency(predict_rate, measured)

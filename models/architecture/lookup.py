@@ -89,22 +89,31 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
     return name_wrapped_pieces(config, layers, wrapper)
 
 
-def choose_attention(config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None) -> str:
+def choose_attention(
+    config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None, is_planned: bool = False
+) -> str:
     """The kernel for `attn_implementation=requested`. `auto` means the family's first; but on a GPU torch's kernel for
     packed rows where that can be used, since it leaves other rows to SDPA.
 
-    gpu_dtype: of a model on this process's GPU; None on a CPU. Raises UserError for a kernel that the family cannot
-    use.
+    gpu_dtype: of a model on a GPU; None on a CPU. is_planned: the GPU is not that of this process. Raises UserError for
+    a kernel that the family cannot use.
     """
     available = _list_attention(config)
     if requested == "auto":
-        packs = gpu_dtype is not None and VARLEN in available and find_obstacle(config, gpu_dtype) is None
+        packs = (
+            gpu_dtype is not None
+            and not is_planned
+            and VARLEN in available
+            and find_obstacle(config, gpu_dtype) is None
+        )
         return VARLEN if packs and _passes_documents(config) else available[0]
     if requested not in available:
         raise UserError(
             f"attn_implementation={requested} cannot be used with '{config.model_type}'; it has {', '.join(available)}"
         )
-    obstacle = find_obstacle(config, gpu_dtype) if requested == VARLEN and gpu_dtype is not None else None
+    obstacle = None
+    if requested == VARLEN and gpu_dtype is not None:
+        obstacle = find_obstacle(config, gpu_dtype, is_planned)
     if obstacle is None and requested in (VARLEN, *FLASH) and not _passes_documents(config):
         obstacle = f"the layers of '{config.model_type}' do not tell their attention where documents begin"
     if obstacle is not None:
@@ -130,6 +139,8 @@ def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: t
     where that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped
     product needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
     chosen: str | None = config._experts_implementation
+    if chosen is None and getattr(config, "num_experts_per_tok", None):
+        chosen = GROUPED
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
     widths = (config.hidden_size, inner // tensor_parallel_size)
     return "eager" if chosen == "grouped_mm" and any(width * dtype.itemsize % 16 for width in widths) else chosen

@@ -35,6 +35,8 @@ class ModuleStub:
         return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_of":  # while it is copied
+            raise AttributeError(name)
         return getattr(self._of, name)
 
 

@@ -28,11 +28,12 @@ _PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # they grew 
 _DROPOUTS = ("attention_dropout", "attn_pdrop")  # the names that configs have for it
 
 
-def find_obstacle(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
-    """Why a model in `dtype` cannot use torch's kernel on the GPU of this process; None where it can."""
+def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, is_planned: bool = False) -> str | None:
+    """Return why a model in `dtype` cannot use torch's kernel on the GPU of this process, or on one that is planned
+    for; None where it can."""
     if "window_size" not in _PARAMETERS:
         return f"torch {torch.__version__} has no varlen_attn with windows"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
+    if not is_planned and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8):
         return "its kernel needs a CUDA device of compute capability 8.0 or higher"
     if dtype not in (torch.bfloat16, torch.float16):
         return "its kernel takes bf16 and fp16"

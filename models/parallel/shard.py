@@ -65,6 +65,15 @@ class ContextParallel:
 NO_CP = ContextParallel()
 
 
+def find_length_multiple(parts: ContextParallel, sequence_parallel_size: int) -> int:
+    """Return what the length of rows is a multiple of.
+
+    parts: of their tokens, by context parallelism. sequence_parallel_size: ranks that have a part of those between the
+    blocks of a layer; 1 without.
+    """
+    return math.lcm(parts.num_chunks, parts.size * sequence_parallel_size)
+
+
 def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
     """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
     sizes = [length // size + (rank < length % size) for rank in range(size)]

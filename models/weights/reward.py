@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from errors import UserError
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.layers.score_head import ScoreHead, describe_reward_model, is_reward_model
@@ -45,11 +44,6 @@ class WithScoreHead:
 
 
 def as_reward_model(source: WeightSource, seed: int) -> WeightSource:
-    """`source`, where it is a reward model already; else with a new head. Raises UserError for a model that cannot be
-    one."""
-    if source.wrapper is not None:
-        raise UserError(
-            f"{source.path}: a reward model of a text model inside another one ('{source.wrapper.name}') is not "
-            "supported; give the text model's own folder"
-        )
+    """Return `source` where it is a reward model already; else the same weights with a new head. Not for a text model
+    inside another one."""
     return source if is_reward_model(source.config) else WithScoreHead(source, seed)

@@ -13,15 +13,20 @@ from models.layers.wrapped import Wrapper
 from models.storage.safetensors_writer import TensorInfo
 
 
-class WeightSource(Protocol):
-    """Where weights come from. `path` is the folder with config.json (and the tokenizer, if there is one).
+class DescribedModel(Protocol):
+    """What config.json says of a model.
 
-    config: of the text model. wrapper: the model that it is a part of; None where it is all of it.
+    path: the folder with config.json, and the tokenizer if there is one. config: of the text model. wrapper: the model
+    that it is a part of; None where it is all of it.
     """
 
     path: Path
     config: PretrainedConfig
     wrapper: Wrapper | None
+
+
+class WeightSource(DescribedModel, Protocol):
+    """Where the weights of a model come from."""
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         """The tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns none."""
@@ -47,6 +52,6 @@ class StoredWeights(WeightSource, Protocol):
         """What `read_layer` gives, on the meta device: names, shapes and dtypes, without reading numbers."""
 
 
-def get_whole_config(source: WeightSource) -> PretrainedConfig:
+def get_whole_config(source: DescribedModel) -> PretrainedConfig:
     """That of the whole model, the one that others load."""
     return source.config if source.wrapper is None else source.wrapper.config

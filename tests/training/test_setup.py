@@ -12,13 +12,13 @@ from support.tiny import save_llama
 from data.loading.row_lengths import RowLengths
 from training import setup as setups
 from training.distributed.ranks import SINGLE_PROCESS
-from training.planner import prediction
+from training.resolution import counts
 
 
 def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path / "hf")
-    count = Mock(wraps=prediction.count_costs)
-    monkeypatch.setattr(prediction, "count_costs", count)
+    count = Mock(wraps=counts.count_layers)
+    monkeypatch.setattr(counts, "count_layers", count)
     monkeypatch.setattr(setups, "describe_device", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(setups, "has_accelerator", lambda: True)
     config = build_config(
@@ -37,10 +37,13 @@ def test_costs_are_counted_once_for_the_split_and_the_plan(tmp_path: Path, monke
     assert machine is not None and predicted.hardware is machine and predicted.peak_flops == machine.peak_flops["bf16"]
 
 
-def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path) -> None:
+def test_a_run_that_only_evaluates_counts_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path / "hf")
+    count = Mock()
+    monkeypatch.setattr(counts, "count_layers", count)
     config = build_config(
         f"model_name_or_path={tmp_path}/hf", f"output_dir={tmp_path}/out", "micro_batch_size=1", "global_batch_size=2",
         "eval_file=eval.jsonl", "evaluate_only=true",
     )  # fmt: skip
-    assert setups.check_run(config, SINGLE_PROCESS).costs is None
+    setups.check_run(config, SINGLE_PROCESS)
+    assert not count.called

@@ -401,6 +401,11 @@ class RunConfig:
     plan: Any = MISSING
     world_size: int | None = MISSING
 
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that have a part of every sequence between the blocks of a layer."""
+        return self.tensor_parallel_size if self.sequence_parallel else 1
+
 
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""

@@ -58,6 +58,11 @@ def _load_own(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"no tokenizer in {path} ({str(error).splitlines()[0]}); set tokenizer_name_or_path") from None
 
 
+def has_tokenizer(config: RunConfig, path: str) -> bool:
+    """Return whether the run's tokenizer lies on this machine. path: the model's folder."""
+    return any(Path(config.tokenizer_name_or_path or path).expanduser().glob("tokenizer*"))
+
+
 def list_new_tokens(config: RunConfig, path: str) -> list[str]:
     """The tokens that `data` brings and the tokenizer (of the folder `path`, by default) does not have."""
     tokens = build_chat_template(config.data).tokens

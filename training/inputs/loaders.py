@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.loading import loader as loaders
 from data.order import GlobalOrder
 from data.storage.mismatched import mismatched_path
+from models.parallel.shard import find_length_multiple
 from training.config.schema import RunConfig
 from training.config.sources import list_evaluations
 from training.distributed.process import current_device
@@ -23,7 +24,6 @@ from training.inputs.datasets import build_row_plan
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
-from training.pipeline.sequence_parts import find_length_multiple
 
 
 def build_options(
@@ -43,7 +43,7 @@ def build_options(
         dp_size=layout.dp_size,
         chunks=module.sequence_part.chunks,
         num_chunks=module.sequence_part.num_chunks,
-        length_multiple=find_length_multiple(config, module.sequence_part),
+        length_multiple=find_length_multiple(module.sequence_part, config.sequence_parallel_size),
         micro_batch_size=layout.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         pad_to=config.data.pad_to,

@@ -49,11 +49,13 @@ class Group:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """interval: `activation_checkpoint_interval`; 0 keeps all activations. offloads: `activation_offload`."""
+    """interval: `activation_checkpoint_interval`; 0 keeps all activations. offloads: `activation_offload`. in_layers:
+    each layer checkpoints itself, inside its compiled code, and the engine none of them."""
 
     interval: int
     mode: CheckpointMode = CheckpointMode.grouped
     offloads: bool = False
+    in_layers: bool = False
 
     @property
     def is_selective(self) -> bool:
@@ -85,12 +87,15 @@ class ActivationCheckpointing:
 
 
 def build_activation_checkpointing(config: RunConfig) -> ActivationCheckpointing:
-    """What the run does, and what its plan counts."""
+    """Return what the stage does and the plan counts."""
     recompute = ActivationCheckpointing(
         config.activation_checkpoint_interval, config.activation_checkpoint_mode, config.activation_offload
     )
-    # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
-    return replace(recompute, interval=1) if recompute.is_selective and config.compile else recompute
+    # The compiler has to see what selective checkpointing keeps of a layer
+    return replace(recompute, interval=1, in_layers=True) if recompute.is_selective and config.compile else recompute
+
+
+KEEP_ALL = ActivationCheckpointing(0)
 
 
 def choose_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,15 +23,14 @@ from models.layers.documents import DocumentBounds
 from models.layers.fused_kernels import fuse_kernels
 from models.layers.layer import Layer
 from models.layers.neftune import EmbeddingNoise
-from models.losses.cross_entropy import Loss, build_loss
+from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel, sum_over_ranks
 from models.sharding.context_parallel import share_sequence
 from models.sharding.tensor_parallel import list_partial_gradients, list_shard_specs, shard_module
 from models.weights.source import WeightSource
-from training.config.schema import CheckpointMode
 from training.distributed.ranks import raise_together
 from training.distributed.topology import CONTEXT, PIPE, TENSOR, Topology, join_group
-from training.pipeline.activation_checkpoint import ActivationCheckpointing
+from training.pipeline.activation_checkpoint import KEEP_ALL, ActivationCheckpointing
 from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import Placement
 from training.pipeline.routers import StageRouters
@@ -77,6 +76,41 @@ def join_context_parallel(topology: Topology, rank: int, parts: ContextParallel)
     return replace(parts, rank=topology.index(rank, CONTEXT), group=join_group(topology, CONTEXT))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageRanks:
+    """A rank's place in the model.
+
+    topology: of all ranks. schedule: says which chunks are this rank's, and whether gradients of weights are put off.
+    parallel: the ranks that share its layers. sequence_part: those that share its sequences.
+    """
+
+    topology: Topology
+    schedule: Schedule
+    parallel: TensorParallel = NO_TP
+    sequence_part: ContextParallel = NO_CP
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How a stage computes, and what of it is trained.
+
+    adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
+    trained. routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise. compiles:
+    the decoder layers, each by itself. fuses: parts of layers (`models.layers.fused_kernels`). weight_sharding: over
+    the replicas, each layer as soon as it is loaded.
+    """
+
+    dtype: torch.dtype
+    checkpointing: ActivationCheckpointing = KEEP_ALL
+    adapter: Adapter | None = None
+    freeze: Sequence[str] = ()
+    routers: RouterOptions | None = None
+    neftune_noise_alpha: float = 0.0
+    compiles: bool = False
+    fuses: bool = False
+    weight_sharding: WeightSharding | None = None
+
+
 class StageModule(PipelineModule):
     """This rank's stage of the model.
 
@@ -95,60 +129,27 @@ class StageModule(PipelineModule):
         layers: Sequence[Layer],
         bounds: Sequence[int],
         source: WeightSource,
-        dtype: torch.dtype,
-        activation_checkpoint_interval: int,
-        adapter: Adapter | None = None,
-        freeze: Sequence[str] = (),
-        *,
-        topology: Topology,
-        loss: Loss | None = None,
-        checkpoint_mode: CheckpointMode = CheckpointMode.grouped,
-        activation_offload: bool = False,
-        compiles: bool = False,
-        fuses: bool = False,
-        parallel: TensorParallel = NO_TP,
-        sequence_part: ContextParallel = NO_CP,
-        routers: RouterOptions | None = None,
-        neftune_noise_alpha: float = 0.0,
-        schedule: Schedule,
-        weight_sharding: WeightSharding | None = None,
+        loss: Loss,
+        ranks: StageRanks,
+        options: StageOptions,
     ) -> None:
-        """bounds: see `training.pipeline.partition`; of several chunks per stage where there are more than stages.
-        adapter: put on the layers; then nothing else is trained. freeze: patterns of Hugging Face names that are not
-        trained. activation_offload: what recomputation keeps goes to the host. topology: of all ranks. loss: of the
-        last stage; next-token cross entropy by default. compiles: the decoder layers, each by itself. fuses: parts of
-        layers, by `models.layers.fused_kernels`. parallel: the ranks that share the layers, which
-        `models.sharding.tensor_parallel.shard_layers` has described. sequence_part: the ranks that share each sequence.
-        routers: None for a dense model. neftune_noise_alpha: see `models.layers.neftune`; 0: no noise. schedule: says
-        which chunks are this rank's, and whether gradients of weights are put off. weight_sharding: over the replicas,
-        each layer as soon as it is loaded (`training.pipeline.weight_sharding`). Needs an initialised process group.
+        """Build this rank's layers and load their weights. Needs an initialised process group.
 
-        Raises UserError when a tensor is missing or has another shape than config.json makes it.
+        layers: of the whole model, as `models.sharding.tensor_parallel.shard_layers` describes them. bounds: of its
+        chunks (`training.pipeline.partition`). loss: of the last stage. Raises UserError when a tensor is missing or
+        has another shape than config.json makes it.
         """
-        self._layers, self._source, self._dtype, self.adapter, self._freeze = (
-            list(layers),
-            source,
-            dtype,
-            adapter,
-            list(freeze),
-        )
-        self.rank_topology, self.parallel, self._router_options = topology, parallel, routers
-        self.sequence_part = sequence_part
-        self._schedule, self._weight_sharding = schedule, weight_sharding
+        self._layers, self._source, self._ranks, self._options = list(layers), source, ranks, options
+        self.rank_topology, self.parallel, self.sequence_part = ranks.topology, ranks.parallel, ranks.sequence_part
+        self.adapter, self._schedule = options.adapter, ranks.schedule
         self.deferred = DeferredGradients()
-        self._recompute, self._compiles, self._fuses = (
-            ActivationCheckpointing(activation_checkpoint_interval, checkpoint_mode, activation_offload),
-            compiles,
-            fuses,
-        )
-        # The compiler has to see what selective checkpointing keeps of a layer, so each then checkpoints itself
-        self._noise = EmbeddingNoise(neftune_noise_alpha, sequence_part) if neftune_noise_alpha else None
-        self._by_layer = compiles and self._recompute.is_selective
-        self._by_group = ActivationCheckpointing(0) if self._by_layer else self._recompute
+        alpha = options.neftune_noise_alpha
+        self._noise = EmbeddingNoise(alpha, ranks.sequence_part) if alpha else None
+        self._by_group = KEEP_ALL if options.checkpointing.in_layers else options.checkpointing
         super().__init__(
             layers=build_layer_specs(layers),
-            topology=build_deepspeed_topology(topology),
-            loss_fn=loss or build_loss(source.config, parallel),
+            topology=build_deepspeed_topology(ranks.topology),
+            loss_fn=loss,
             partition_method=list(bounds),
             activation_checkpoint_interval=self._by_group.group_size,
             activation_checkpoint_func=self._by_group.build_function(),
@@ -207,10 +208,10 @@ class StageModule(PipelineModule):
             assert isinstance(embedding, Embedding), type(embedding)
             self._noise.attach(embedding)
         self.fused: set[str] = set()  # names of kernels
-        if self._fuses:
+        if self._options.fuses:
             self.fused = set().union(*(fuse_kernels(module) for _, _, module in self.local_layers()))
         self.deferred_share = self._split_projections() if self._schedule.splits_backward else None
-        if self._compiles:
+        if self._options.compiles:
             self._compile_layers()
         self.placeholders = torch.nn.ParameterList()
         for parameter in self.parameters():
@@ -218,10 +219,10 @@ class StageModule(PipelineModule):
 
     def _watch_routers(self) -> StageRouters | None:
         """None for a dense model."""
-        if self._router_options is None:
+        if self._options.routers is None:
             return None
         return StageRouters(
-            self._router_options,
+            self._options.routers,
             [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)],
             topology=self.rank_topology,
             parallel=self.parallel,
@@ -232,15 +233,18 @@ class StageModule(PipelineModule):
         with progress("loading weights", len(self._functions), "layers", shown=self.global_rank == 0) as bar:
             for index, _, module in bar.follow(self.local_layers()):
                 self._load(module, index)
-                if self._weight_sharding is not None:
-                    shard_weights(module, self._dtype, self._weight_sharding)
+                if self._options.weight_sharding is not None:
+                    shard_weights(module, self._options.dtype, self._options.weight_sharding)
 
     def _compile_layers(self) -> None:
         """Each decoder layer. One piece of code serves all layers of a kind, and lengths that change from step to step
         make it general once.
         """
         layers = [module for _, _, module in self.local_layers() if isinstance(module, PipelineDecoderLayer)]
-        recompute = self._recompute.build_function() if self._by_layer else None  # one object, or each has its own code
+        checkpointing = self._options.checkpointing
+        recompute = (
+            checkpointing.build_function() if checkpointing.in_layers else None
+        )  # one object, or each has its own code
         for layer in layers:
             layer.recompute = recompute
         compile_layers(layers, self.global_rank)
@@ -275,7 +279,7 @@ class StageModule(PipelineModule):
         alone, or one where all is frozen).
         """
         device = get_accelerator().device_name(self.local_rank)
-        placeholder = torch.nn.Parameter(torch.zeros((1,), dtype=self._dtype, device=device))
+        placeholder = torch.nn.Parameter(torch.zeros((1,), dtype=self._options.dtype, device=device))
         placeholder.model_parallel, placeholder.ds_pipe_replicated = True, False  # type: ignore[attr-defined]
         self.placeholders.append(placeholder)
         return placeholder
@@ -297,7 +301,7 @@ class StageModule(PipelineModule):
         tensors = self._read(self._source, index, module)
         kept = self._layers[index].buffer_names()
         copies = {
-            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._dtype, copy=True)
+            name: tensor.to(device=device, dtype=tensor.dtype if name in kept else self._options.dtype, copy=True)
             for name, tensor in tensors.items()
         }
         module.load_state_dict(copies, strict=True, assign=True)
@@ -308,7 +312,7 @@ class StageModule(PipelineModule):
             raise UserError(f"layer {index} ({type(module).__name__}): '{stray[0]}' is in no file and cannot be loaded")
         if self.sequence_part.size > 1:
             share_sequence(module, self.sequence_part)
-        choose_trained(module, index, self._layers[index], self.adapter, self._freeze, self.parallel)
+        choose_trained(module, index, self._layers[index], self.adapter, self._options.freeze, self.parallel)
         self._mark_parameters(index, module)
 
     def _mark_parameters(self, index: int, module: torch.nn.Module) -> None:
@@ -446,7 +450,7 @@ class StageModule(PipelineModule):
 
     @property
     def shards_weights(self) -> bool:
-        return self._weight_sharding is not None
+        return self._options.weight_sharding is not None
 
     @property
     def has_first_layer(self) -> bool:

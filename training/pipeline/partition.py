@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
@@ -24,29 +25,35 @@ Fits = Callable[[int, int, int], bool]  # whether stage s can hold layers start 
 METHODS = "balanced, uniform, parameters, type:REGEX, or a list of layers per stage"
 
 
-def compute_bounds(
-    layers: Sequence[Layer], num_stages: int, method: Any, *, fits: Fits | None = None, schedule: Schedule | None = None
-) -> list[int]:
-    """Bounds of the split that `partition_method` names. fits: what `balanced` respects, where some split can and a
-    stage is one chunk. schedule: says which chunks a stage has; None for one.
+def weigh_layers(layers: Sequence[Layer], method: Any) -> list[int]:
+    """Return the weight of each layer by `partition_method`; a list of layers per stage weighs none of them.
 
-    Raises UserError for an unknown method, a REGEX that matches nothing, or a list that does not add up.
+    Raises UserError for an unknown method, and a REGEX that matches nothing.
+    """
+    if isinstance(method, list | tuple) or method == "uniform":
+        return [1] * len(layers)
+    if method == "balanced":
+        return [compute_work(layer) for layer in layers]
+    if method == "parameters":
+        return [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
+    if isinstance(method, str) and method.startswith("type:"):
+        return _matching_types(layers, method.removeprefix("type:"))
+    raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
+
+
+def split_layers(
+    weights: Sequence[int], num_stages: int, method: Any, *, fits: Fits | None = None, schedule: Schedule | None = None
+) -> list[int]:
+    """Return the bounds of the split that `partition_method` names.
+
+    weights: as `weigh_layers` returns them. fits: what `balanced` respects, where some split can and a stage is one
+    chunk. schedule: says which chunks a stage has; None for one. Raises UserError for a list that does not add up.
     """
     if isinstance(method, list):
-        return _bounds_of_list(method, len(layers), num_stages, schedule.num_chunks if schedule else 1)
-    if method == "balanced":
-        weights = [compute_work(layer) for layer in layers]
-    elif method == "uniform":
-        weights = [1] * len(layers)
-    elif method == "parameters":
-        weights = [_num_parameters(layer) if layer.owns_weights else 0 for layer in layers]
-    elif isinstance(method, str) and method.startswith("type:"):
-        weights = _matching_types(layers, method.removeprefix("type:"))
-    else:
-        raise UserError(f"partition_method={method} is unknown; one of {METHODS}")
+        return _bounds_of_list(method, len(weights), num_stages, schedule.num_chunks if schedule else 1)
     if schedule is not None and schedule.num_chunks > 1:
-        return balance_chunks(weights, schedule)
-    return _balance_within(weights, num_stages, fits if method == "balanced" else None)
+        return list(_balance_chunks(tuple(weights), schedule))
+    return _balance_within(tuple(weights), num_stages, fits if method == "balanced" else None)
 
 
 def compute_work(layer: Layer) -> int:
@@ -81,10 +88,21 @@ def balance(weights: Sequence[int], num_stages: int, fits: Fits | None = None) -
     return found[1]
 
 
-def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
-    """`balance` under `fits`, or without it where no split fits: then the plan reports what is missing."""
+@lru_cache(maxsize=256)  # a search of layouts asks for the same splits again and again
+def _balance_evenly(weights: tuple[int, ...], num_stages: int) -> list[int]:
     bounds = balance(weights, num_stages)
     assert bounds is not None
+    return bounds
+
+
+@lru_cache(maxsize=256)
+def _balance_chunks(weights: tuple[int, ...], schedule: Schedule) -> list[int]:
+    return balance_chunks(weights, schedule)
+
+
+def _balance_within(weights: Sequence[int], num_stages: int, fits: Fits | None) -> list[int]:
+    """`balance` under `fits`, or without it where no split fits: then the plan reports what is missing."""
+    bounds = list(_balance_evenly(tuple(weights), num_stages))
     if fits is None or all(fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
         return bounds
     return balance(weights, num_stages, fits) or bounds

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from models.layers.layer import Layer
 from training.config.schema import AdapterName, RunConfig
 from training.distributed.topology import Layout
-from training.pipeline.partition import compute_work
 from training.pipeline.schedules import find_schedule
 from training.pipeline.zero_bubble import PassTimes
 
@@ -23,17 +21,18 @@ _OTHER_FORWARD, _OTHER_BACKWARD = 0.1, 0.25
 
 
 def time_passes(
-    layout: Layout, config: RunConfig, layers: Sequence[Layer], bounds: Sequence[int], remakes_logits: bool
+    layout: Layout, config: RunConfig, work: Sequence[int], bounds: Sequence[int], remakes_logits: bool
 ) -> Layout:
-    """The layout with the times that its schedule is ordered by, where it asks for any. bounds: of its chunks.
-    remakes_logits: see `Objective`."""
+    """Return the layout with the times that its schedule is ordered by, where it asks for any.
+
+    work: of each layer, as `compute_work` counts it. bounds: of the layout's chunks. remakes_logits: see `Objective`.
+    """
     if not find_schedule(layout.schedule).splits_backward:
         return layout
-    work = [compute_work(layer) for layer in layers]
     recomputes, trains_matrices = config.activation_checkpoint_interval > 0, config.adapter.name is AdapterName.none
     times = []
     for start, stop in pairwise(bounds):
-        of_head = work[-1] if stop == len(layers) else 0
+        of_head = work[-1] if stop == len(work) else 0
         of_layers = sum(work[start:stop]) - of_head
         forward = (1 + _OTHER_FORWARD) * of_layers
         # The loss makes the gradients of its logits, and the products with them, while it has the logits

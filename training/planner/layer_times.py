@@ -8,6 +8,7 @@ D hidden.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -97,19 +98,18 @@ def build_task(
 
 
 def measure(task: Task) -> LayerTimes:
-    """All ranks of the default process group call it. Leaves random numbers and the attention kernel as they were."""
-    chosen, dtype = task.architecture._attn_implementation, DTYPES[task.config.precision]
+    """All ranks of the default process group call it. Leaves random numbers as they were."""
+    dtype = DTYPES[task.config.precision]
+    architecture = copy.deepcopy(task.architecture)
+    architecture._attn_implementation = task.attention  # which a config that is sent to another process loses
+    task = replace(task, architecture=architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        task.architecture._attn_implementation = task.attention
-        try:
-            return LayerTimes(
-                pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
-                memory_bandwidth=count_update_bytes(8, Precision.fp32) * task.updated / _time_update(task.updated),
-                exchange_bandwidth=_measure_exchange(task, dtype) if dist.get_world_size() > 1 else None,
-            )
-        finally:
-            task.architecture._attn_implementation = chosen
+        return LayerTimes(
+            pass_seconds=[_time_kind(task, indices, dtype) for indices in task.kinds],
+            memory_bandwidth=count_update_bytes(8, Precision.fp32) * task.updated / _time_update(task.updated),
+            exchange_bandwidth=_measure_exchange(task, dtype) if dist.get_world_size() > 1 else None,
+        )
 
 
 def apply_times(

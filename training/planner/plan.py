@@ -10,29 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
-from transformers import PretrainedConfig
-
-from models.layers.layer import Layer
-from models.sharding.context_parallel import choose_parts
-from training.config.precision import DTYPES
-from training.config.schema import RunConfig
 from training.cost_terms import table
 from training.cost_terms.context_parallel import ModeCost, compare_modes
 from training.cost_terms.cost_term import Chunk, PlannedRun, Stage
-from training.costs.cost import LayerCost, count_layers
-from training.costs.hardware import GB, GIB
+from training.costs.cost import LayerCost
+from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Memory
 from training.costs.time import Sent, compute_sending_seconds, find_bandwidth
 from training.distributed.topology import PIPE, Layout
-from training.objectives.registry import get_objective
-from training.pipeline.partition import Fits
 from training.pipeline.schedule import Schedule
-from training.pipeline.schedules import build_schedule, find_schedule
-from training.pipeline.trainable import build_adapter
+from training.pipeline.schedules import build_schedule
 from training.planner.disk import CheckpointSize, estimate_size
 from training.planner.simulation import Pass, simulate
+from training.resolution.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -174,29 +166,10 @@ class Plan:
         return self.missing_memory <= 0 and self.missing_host_memory <= 0
 
 
-def count_costs(
-    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], layout: Layout
-) -> list[LayerCost]:
-    """What `compute_plan` takes. layers: as `shard_layers` makes them for the layout. Moves what the layers share to
-    the meta device."""
-    return count_layers(
-        layers,
-        architecture,
-        micro_batch_size=layout.micro_batch_size * get_objective(config).rows_per_sample,
-        seq_length=config.max_seq_length,
-        dtype=DTYPES[config.precision],
-        adapter=build_adapter(config, layers),
-        freeze=config.freeze,
-        tensor_parallel_size=layout.tensor_parallel_size,
-        parts=choose_parts(
-            architecture,
-            config.context_parallel_mode.value,
-            layout.context_parallel_size,
-            layout.tensor_parallel_size,
-        ),
-        sequence_parallel=config.sequence_parallel,
-        splits_backward=find_schedule(layout.schedule).splits_backward,
-    )
+def plan_resolved(run: ResolvedRun, machine: Machine, costs: Sequence[LayerCost] | None = None) -> Plan:
+    """Return the plan of a resolved run on `machine`. costs: of its layers, where they were timed; else as counted."""
+    planned = PlannedRun(run.config, run.layout, run.architecture.vocab_size, machine)
+    return compute_plan(costs or run.costs, run.bounds, planned)
 
 
 def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: PlannedRun) -> Plan:
@@ -292,31 +265,6 @@ def _plan_chunk(chunk: Chunk) -> ChunkPlan:
         boundary_bytes=cost.boundary_bytes if is_sent else 0,
         transfer_seconds=cost.boundary_bytes / 2 / link if is_sent else 0.0,
     )
-
-
-def build_fits(costs: Sequence[LayerCost], run: PlannedRun) -> Fits:
-    """Says of a stage whether a card holds it; for `training.pipeline.partition`. costs: as for `compute_plan`.
-
-    Layers of one kind share one cost (`count_layers`), and a stage of so many of them is counted once, wherever it
-    starts; nor is one counted that begins with layers which are too much already.
-    """
-    kinds = [id(cost) for cost in costs]
-    known: dict[tuple[int, ...], bool] = {}
-    too_many: dict[tuple[int, int], int] = {}  # (stage_id, start) -> the least stop that does not fit
-
-    @cache
-    def fits(stage_id: int, start: int, stop: int) -> bool:
-        if stop >= too_many.get((stage_id, start), stop + 1):
-            return False
-        held = (stage_id, *kinds[start:stop])
-        if held not in known:
-            memory = table.sum_memory(Stage(run, stage_id, costs, [range(start, stop)]))
-            known[held] = memory.peak <= run.hardware.usable_bytes
-        if not known[held]:
-            too_many[stage_id, start] = stop
-        return known[held]
-
-    return fits
 
 
 def compute_model_flops(costs: Sequence[LayerCost], seq_length: float) -> float:

@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from data.loading.row_lengths import RowLengths
-from models.architecture.lookup import build_layers
-from models.sharding.tensor_parallel import shard_layers
 from training.config.schema import Device, HardwareConfig, RunConfig, load_hardware
 from training.cost_terms.cost_term import PlannedRun
 from training.costs.cost import LayerCost
@@ -21,10 +18,9 @@ from training.costs.memory import HOST_BYTES_A_RANK
 from training.distributed.process import broadcast_from_main
 from training.distributed.ranks import Ranks
 from training.distributed.topology import Layout
-from training.objectives.registry import get_objective
-from training.pipeline.partition import Fits
 from training.planner.layer_times import LayerTimes, apply_times, build_task, list_kinds, measure
-from training.planner.plan import Plan, build_fits, compute_model_flops, compute_plan, count_costs, list_owners
+from training.planner.plan import Plan, compute_model_flops, compute_plan, list_owners
+from training.resolution.resolve import ResolvedRun
 
 # Of the layers of a kind that are timed, and of the optimizer step; seconds for all kinds together
 _TIMED_ELEMENTS, _FEWEST_ELEMENTS, _PATIENCE = 2**23, 2**14, 1.0
@@ -85,22 +81,12 @@ def find_machine(hardware: HardwareConfig, device_name: str, config: RunConfig, 
     return None
 
 
-def time_layers(
-    config: RunConfig,
-    architecture: PretrainedConfig,
-    costs: Sequence[LayerCost] | None,
-    layout: Layout,
-    lengths: RowLengths,
-    ranks: Ranks,
-) -> list[LayerTimes]:
+def time_layers(run: ResolvedRun, lengths: RowLengths, ranks: Ranks) -> list[LayerTimes]:
     """The layers of a run that is about to start on a CPU, timed by all its ranks at once; what each of them has seen,
-    on the main rank. About a second.
-
-    All ranks call it. costs: on the main rank.
-    """
-    kinds, updated = broadcast_from_main(lambda: _choose_timed(costs or (), layout), ranks)
+    on the main rank. About a second. All ranks call it."""
+    kinds, updated = broadcast_from_main(lambda: _choose_timed(run.costs, run.layout), ranks)
     task = replace(
-        build_task(replace(config, max_seq_length=lengths.padded), architecture, layout, kinds),
+        build_task(replace(run.config, max_seq_length=lengths.padded), run.architecture, run.layout, kinds),
         updated=updated,
         patience=_PATIENCE / len(kinds),
     )
@@ -120,28 +106,27 @@ def _choose_timed(costs: Sequence[LayerCost], layout: Layout) -> tuple[list[list
 
 
 def predict(
-    config: RunConfig,
-    architecture: PretrainedConfig,
-    costs: Sequence[LayerCost],
-    *,
-    bounds: Sequence[int],
-    layout: Layout,
+    run: ResolvedRun,
     machine: Machine | None,
     device: Device,
     lengths: RowLengths,
     times: Sequence[LayerTimes] = (),
 ) -> Prediction:
-    """The plan of a run that is about to start. costs: those of `count_run_costs`. machine: complete, or None when it
-    is unknown. times: those of `time_layers`."""
+    """Return the plan of a run that is about to start.
+
+    machine: complete, or None when it is unknown. lengths: of its rows. times: those of `time_layers`.
+    """
+    config, layout = run.config, run.layout
     assumed = machine or replace(complete_hardware(config.hardware, config.precision, layout.world_size), device=device)
 
     def plan_rows(length: int) -> tuple[Plan, Sequence[LayerCost], Machine]:
         rows = replace(config, max_seq_length=length)
-        counted, seen = (costs if rows == config else count_run_costs(rows, architecture, layout)), assumed
+        counted, seen = run.counts.count_costs(layout, length), assumed
         if times:
             tokens = layout.micro_batch_size * length
             counted, seen = apply_times(times, counted, assumed, list_stated(config.hardware), tokens=tokens)
-        return compute_plan(counted, bounds, PlannedRun(rows, layout, architecture.vocab_size, seen)), counted, seen
+        planned = PlannedRun(rows, layout, run.architecture.vocab_size, seen)
+        return compute_plan(counted, run.bounds, planned), counted, seen
 
     plan, costs_of_plan, hardware = plan_rows(lengths.padded)
     fullest = plan if lengths.longest == lengths.padded else plan_rows(lengths.longest)[0]
@@ -151,32 +136,7 @@ def predict(
         peak_memory=[stage.memory.peak + host for stage, host in zip(fullest.stages, on_host, strict=True)],
         peak_flops=machine.peak_flops[config.precision.value] * layout.world_size if machine else None,
         costs=costs_of_plan,
-        rows_per_step=layout.global_batch_size * get_objective(config).rows_per_sample,
+        rows_per_step=layout.global_batch_size * run.objective.rows_per_sample,
         hardware=hardware,
         filled=lengths.filled,
     )
-
-
-def find_fits(
-    config: RunConfig,
-    costs: Sequence[LayerCost],
-    *,
-    vocab_size: int,
-    layout: Layout,
-    device_name: str,
-    local_size: int,
-) -> Fits | None:
-    """What a card of this machine holds of a run that trains, for the split; None where that is not known, and on a
-    CPU.
-
-    costs: those of `count_run_costs`. device_name, local_size: as in `find_machine`.
-    """
-    machine = None if device_name == "cpu" else find_machine(config.hardware, device_name, config, local_size)
-    return None if machine is None else build_fits(costs, PlannedRun(config, layout, vocab_size, machine))
-
-
-def count_run_costs(config: RunConfig, architecture: PretrainedConfig, layout: Layout) -> Sequence[LayerCost]:
-    """The costs of the layers of a run, once for its split and its plan. architecture: with the run's attention
-    kernel."""
-    layers = shard_layers(architecture, build_layers(architecture), layout.tensor_parallel_size)
-    return count_costs(config, architecture, layers, layout)

@@ -11,31 +11,25 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
-from training.cost_terms.cost_term import PlannedRun
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine, list_stated
 from training.planner.layer_times import LayerTimes, Task, apply_times, build_task, list_kinds, measure
+from training.resolution.resolve import ResolvedRun
 
 
-def profile_layers(
-    run: PlannedRun, architecture: PretrainedConfig, costs: Sequence[LayerCost]
-) -> tuple[list[LayerCost], Machine]:
-    """`costs` with the seconds that layers take here, and `run.hardware` with the bandwidths that were seen.
-
-    costs: as `count_layers` returns them, equal layers the same object. Takes 10 to 20 seconds, and memory of a few
-    layers a process.
-    """
+def profile_layers(run: ResolvedRun, machine: Machine) -> tuple[list[LayerCost], Machine]:
+    """Return the costs of the run's layers with the seconds that they take here, and `machine` with the bandwidths that
+    were seen. Takes 10 to 20 seconds, and memory of a few layers a process."""
     config, layout = run.config, run.layout
     available = sorted(os.sched_getaffinity(0))
     size = min(layout.world_size, len(available))
     share = len(available) // size
     cores = [available[rank * share : (rank + 1) * share] for rank in range(size)]
     return apply_times(
-        _run_at_once(build_task(config, architecture, layout, list_kinds(costs)), cores),
-        costs,
-        run.hardware,
+        _run_at_once(build_task(config, run.architecture, layout, list_kinds(run.costs)), cores),
+        run.costs,
+        machine,
         list_stated(config.hardware),
         tokens=layout.micro_batch_size * config.max_seq_length,
         turns=max(1.0, layout.world_size / len(available)),  # more ranks than cores take turns

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,33 +15,22 @@ from transformers import PretrainedConfig
 
 from console import fit, measure_width
 from errors import UserError
-from models.architecture.lookup import apply_rope_overrides, build_layers, check_length, choose_attention
-from models.layers.layer import Layer
-from models.layers.score_head import describe_reward_model, is_reward_model
 from models.layers.wrapped import Wrapper
-from models.sharding.tensor_parallel import shard_layers
 from models.weights.config_file import load_config, parse_config
 from training.checkpoint.run_folder import RunFolder
 from training.config.schema import NOT_GIVEN, RunConfig, to_typed
-from training.config.validate import check_config, check_model_fields
-from training.cost_terms.cost_term import PlannedRun
 from training.costs.hardware import Machine, complete_hardware
 from training.distributed.ranks import SINGLE_PROCESS, exit_on_user_error
-from training.distributed.topology import PIPE, build_layout, name_sizes, read_sizes
-from training.objectives.registry import check_objective, get_objective
-from training.pipeline.packing import check_run_packing
-from training.pipeline.partition import compute_bounds
-from training.pipeline.pass_times import time_passes
-from training.pipeline.routers import build_router_options
-from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
-from training.pipeline.sequence_parts import check_run_sequences
-from training.pipeline.trainable import check_freeze
-from training.planner.plan import Plan, build_fits, compute_plan, count_costs
+from training.distributed.topology import PIPE, name_sizes, read_sizes
+from training.inputs.datasets import count_added_rows, has_tokenizer
+from training.planner.plan import Plan, plan_resolved
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
 from training.planner.report import render_plan
 from training.planner.search import render_search, search_plans
 from training.planner.timeline import predicted_timeline
+from training.resolution.resolve import ResolvedModel, check_keys, resolve_layout, resolve_model
+from training.resolution.target import Target
 
 
 def run_plan(composed: Any) -> None:
@@ -55,28 +44,28 @@ def run_plan(composed: Any) -> None:
 def plan_run(config: RunConfig, width: int | None = None) -> Iterator[str]:
     """What is printed, each text as soon as it is known. width: of tables, None for as wide as they are. Raises
     UserError."""
-    check_config(config, has_accelerator=True)
-    find_schedule(config.schedule)
-    check_objective(config)
-    world_size = check_world_size(config)
-    architecture, wrapper = read_architecture(config)
-    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
-    check_run_sequences(config, architecture, layers)
-    build_router_options(config, architecture, layers)
-    hardware = complete_hardware(config.hardware, config.precision, world_size)
-    if wrapper is not None:
-        yield f"text only: the plan of the '{architecture.model_type}' in {wrapper.name}; the rest is on no card"
-    again = partial(build_plan, architecture=architecture, layers=layers, hardware=hardware)
+    model = resolve_planned(config)
+    machine = complete_hardware(config.hardware, config.precision, check_world_size(config))
+    if (wrapper := model.wrapper) is not None:
+        yield f"text only: the plan of the '{model.architecture.model_type}' in {wrapper.name}; the rest is on no GPU"
+    again = partial(build_plan, model=model, machine=machine)
     if config.plan == "search":
-        found = search_plans(config, architecture, layers, hardware)
+        found = search_plans(config, model, machine)
         remedies = [] if found[0].plan.fits else find_remedies(found[0].plan, replace(found[0].keys, plan=True), again)
-        yield render_search(found, config, hardware, width, remedies)
+        yield render_search(found, config, machine, width, remedies)
         return
-    plan = build_plan(config, architecture, layers, hardware)
+    plan = build_plan(config, model, machine)
     steps = count_steps(config, plan.layout.global_batch_size)
     remedies = [] if plan.fits else find_remedies(plan, config, again)
-    yield render_plan(plan, config, hardware, steps, width=width, remedies=remedies)
+    yield render_plan(plan, config, machine, steps, width=width, remedies=remedies)
     yield f"picture of the schedule: {save_picture(plan, config)}"
+
+
+def resolve_planned(config: RunConfig) -> ResolvedModel:
+    """Return the resolved model of a plan. Raises UserError for all that the run would refuse, but for what depends on
+    its machine and files."""
+    check_keys(config, has_accelerator=True)
+    return resolve_model(config, describe_model(config), Target(check_world_size(config), True, is_planned=True))
 
 
 def save_picture(plan: Plan, config: RunConfig) -> Path:
@@ -108,56 +97,49 @@ def check_world_size(config: RunConfig) -> int:
     return config.world_size
 
 
-def load_architecture(config: RunConfig) -> PretrainedConfig:
-    """The text model to plan: `read_architecture` without what is around it."""
-    return read_architecture(config)[0]
+@dataclass
+class ModelFolder:
+    """A `DescribedModel` without weights."""
+
+    path: Path
+    config: PretrainedConfig
+    wrapper: Wrapper | None = None
 
 
-def read_architecture(config: RunConfig) -> tuple[PretrainedConfig, Wrapper | None]:
-    """The weights' own config.json where `model_name_or_path` exists, else what `conf/model/` states; and the model
-    around it, if there is one.
+def describe_model(config: RunConfig) -> ModelFolder:
+    """Return the model to plan: that of `model_name_or_path` where it exists, else what `conf/model/` states; with a
+    row for each token that the run adds, where the tokenizer is there.
 
-    Raises UserError when there is neither, or when they differ.
+    Raises UserError when there is neither.
     """
-    wrapper = None
     path = Path(config.model_name_or_path).expanduser()
     if path.exists():
         folder = path.parent if path.name.startswith("global_step") else path
         architecture, wrapper = load_config(folder, config.trust_remote_code)
-        check_model_fields(config.model, architecture, str(folder))
     elif config.model:
-        architecture = parse_config(config.model, Path("conf/model"))
+        folder = Path("conf/model")
+        architecture, wrapper = parse_config(config.model, folder), None
     else:
         where = "" if config.model_name_or_path == NOT_GIVEN else f"model_name_or_path={path} is not there, and "
         raise UserError(
             f"{where}model=from_checkpoint states no architecture to plan; "
             "choose one of conf/model, such as model=llama_7b"
         )
-    apply_rope_overrides(architecture, config.rope_parameters.list_given())
-    if get_objective(config).scores_rows and not is_reward_model(architecture):
-        architecture = describe_reward_model(architecture)
-    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
-    check_length(architecture, config.max_seq_length)
-    check_run_packing(config, architecture)
-    return architecture, wrapper
+    if has_tokenizer(config, str(folder)):
+        architecture.vocab_size = count_added_rows(config, architecture, str(folder)) or architecture.vocab_size
+    return ModelFolder(folder, architecture, wrapper)
 
 
-def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[Layer], hardware: Machine) -> Plan:
-    """The plan of exactly this config on complete `hardware`."""
-    layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
-    layout = schedule_layout(layout, config, len(layers))
-    check_freeze(config, layers)
-    costs = count_costs(config, architecture, layers, layout)
-    run = PlannedRun(config, layout, architecture.vocab_size, hardware)
-    fits = build_fits(costs, run)
-    bounds = compute_bounds(
-        layers, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
-    )
-    layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
-    run = replace(run, layout=layout)
-    if config.hardware.peak_flops is None:  # this machine
-        costs, hardware = profile_layers(run, architecture, costs)
-    return compute_plan(costs, bounds, replace(run, hardware=hardware))
+def build_plan(config: RunConfig, model: ResolvedModel, machine: Machine) -> Plan:
+    """Return the plan of exactly this config on complete `machine`.
+
+    config: that of the model, or one that differs as `resolve_layout` allows.
+    """
+    run = resolve_layout(model, config, Target(check_world_size(config), True, machine, is_planned=True))
+    if config.hardware.peak_flops is not None:
+        return plan_resolved(run, machine)
+    costs, measured = profile_layers(run, machine)  # this machine
+    return plan_resolved(run, measured, costs)
 
 
 def count_steps(config: RunConfig, global_batch_size: int) -> int | None:

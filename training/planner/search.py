@@ -17,25 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from transformers import PretrainedConfig
-
 from errors import UserError
-from models.layers.layer import Layer
 from training.config.incompatible import Run, check_together
 from training.config.schema import CheckpointMode, ContextParallelMode, Offload, RunConfig
 from training.config.validate import check_config
-from training.cost_terms.cost_term import PlannedRun
-from training.costs.cost import LayerCost
 from training.costs.hardware import GIB, Machine
 from training.distributed.topology import CONTEXT, DATA, PIPE, Layout, Topology, build_layout, read_sizes
-from training.objectives.registry import get_objective
-from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
-from training.pipeline.pass_times import time_passes
-from training.pipeline.schedules import SCHEDULES, build_schedule, find_schedule, schedule_layout
-from training.pipeline.sequence_parts import check_run_sequences
-from training.planner.plan import Plan, build_fits, compute_plan, count_costs
+from training.pipeline.schedules import SCHEDULES, schedule_layout
+from training.planner.plan import Plan, plan_resolved
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind, render_rows, render_seconds
+from training.resolution.resolve import ResolvedModel, place_layers
+from training.resolution.sequences import check_run_sequences
+from training.resolution.target import Target
 
 # (mode, interval): from keeping all activations to making all of them again. The last takes the same time in groups of
 # any size, so the size with the least memory is taken. Where two are equally fast, the first is.
@@ -81,7 +75,8 @@ class Sharing(NamedTuple):
 @dataclass(frozen=True)
 class Candidate:
     """What was tried. keys: the config of such a run. checkpointing: mode and interval. levers: those of `SAVING` and
-    `ALWAYS`, by key. tries_sequences: others share sequences otherwise."""
+    `ALWAYS`, by key. tries_sequences: others share sequences otherwise. resplits: the config's own split is not
+    used."""
 
     keys: RunConfig
     checkpointing: tuple[CheckpointMode, int]
@@ -89,6 +84,7 @@ class Candidate:
     plan: Plan
     sharing: Sharing
     tries_sequences: bool = False
+    resplits: bool = False
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -105,6 +101,7 @@ class Candidate:
             f"offload_optimizer={(UNUSED | dict(self.levers))['offload_optimizer'].value}",
             f"schedule={layout.schedule}",
             *(_render(key, value) for key, value in (UNUSED | dict(self.levers)).items() if key != "offload_optimizer"),
+            *(["partition_method=balanced"] if self.resplits else []),
         )
 
     def _list_sharing(self) -> list[str]:
@@ -122,14 +119,12 @@ def _render(key: str, value: Any) -> str:
     return f"{key}={str(getattr(value, 'value', value)).lower()}"
 
 
-def search_plans(
-    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: Machine
-) -> list[Candidate]:
+def search_plans(config: RunConfig, model: ResolvedModel, machine: Machine) -> list[Candidate]:
     """All layouts, those that fit first and by tokens/s, then those that do not by the memory they miss.
 
     Raises UserError when the global batch cannot be cut for any split.
     """
-    search = _Search(config, architecture, layers, hardware)
+    search = _Search(config, model, machine)
     found = [
         candidate
         for sharing in search.sharings
@@ -146,17 +141,24 @@ def search_plans(
 
 
 class _Search:
-    def __init__(
-        self, config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], hardware: Machine
-    ) -> None:
+    def __init__(self, config: RunConfig, model: ResolvedModel, machine: Machine) -> None:
         assert config.world_size is not None
-        self._config, self._architecture, self._layers, self._hardware = config, architecture, layers, hardware
-        self._work = [compute_work(layer) for layer in layers]
-        self._costs: dict[tuple[int, Sharing, bool], list[LayerCost]] = {}
-        self._splits: dict[tuple[int, str], list[int]] = {}
+        # A list of layers per stage serves one number of stages only
+        self._resplits = isinstance(config.partition_method, list)
+        self._config = replace(config, partition_method="balanced") if self._resplits else config
+        self._model, self._machine, self._num_layers = model, machine, len(model.layers)
         self._world_size = config.world_size
-        self.global_batch_size = _global_batch_size(config, self._world_size, len(layers))
-        self.sharings = list_sharings(config, architecture, layers, self._world_size)
+        self.global_batch_size = _global_batch_size(config, self._world_size, len(model.layers))
+        self.sharings = list_sharings(config, model, self._world_size)
+        self._models = {sharing: self._share(sharing) for sharing in self.sharings}
+
+    def _share(self, sharing: Sharing) -> ResolvedModel:
+        """The model with its sequences shared so."""
+        own = Sharing(self._config.context_parallel_size, self._config.context_parallel_mode)
+        if sharing == own:
+            return self._model
+        keys = replace(self._config, context_parallel_size=sharing.size, context_parallel_mode=sharing.mode)
+        return self._model.share_sequences(keys)
 
     def list_layouts(self, sharing: Sharing) -> Iterator[Layout]:
         """Under 1F1B and the schedule that the config asks for."""
@@ -164,10 +166,10 @@ class _Search:
         given = {axis: size for axis, size in read_sizes(self._config).items() if axis != PIPE}
         given[CONTEXT] = sharing.size
         replica = self._world_size // math.prod(given.values())
-        for num_stages, micro_batch_size in _list_layouts(replica, len(self._layers), total):
+        for num_stages, micro_batch_size in _list_layouts(replica, self._num_layers, total):
             topology = Topology.of(self._world_size, **given, **{PIPE: num_stages})
             layout = Layout(topology, micro_batch_size, total // (micro_batch_size * topology.size(DATA)))
-            yield from _list_schedules(layout, self._config, len(self._layers))
+            yield from _list_schedules(layout, self._config, self._num_layers)
 
     def try_layout(self, layout: Layout, sharing: Sharing) -> Iterator[Candidate]:
         """With every way of checkpointing, with and without offloading, and where that is not enough with more."""
@@ -212,7 +214,7 @@ class _Search:
             keys = replace(self._config, schedule=name)
             with suppress(UserError):
                 check_together(Run(keys))
-                layout = schedule_layout(candidate.plan.layout, keys, len(self._layers))
+                layout = schedule_layout(candidate.plan.layout, keys, self._num_layers)
                 if name not in known and layout.num_stages * layout.gradient_accumulation_steps <= MOST_PASSES:
                     yield self._try(layout, candidate.sharing, *candidate.checkpointing, candidate.levers)
 
@@ -236,44 +238,17 @@ class _Search:
     def _try(
         self, layout: Layout, sharing: Sharing, mode: CheckpointMode, interval: int, levers: Mapping[str, Any]
     ) -> Candidate:
-        keys = self._keys(layout, sharing, mode, interval, levers)
-        bounds, costs = self._split(layout), self._count(layout, sharing)
-        timed = time_passes(layout, keys, self._layers, bounds, get_objective(keys).remakes_logits)
-        run = PlannedRun(keys, timed, self._architecture.vocab_size, self._hardware)
-        plan = compute_plan(costs, bounds, run)
+        """An uneven split is looked for only where memory may be had by one: that takes long."""
+        keys, model = self._keys(layout, sharing, mode, interval, levers), self._models[sharing]
+        target = Target(self._world_size, True, is_planned=True)
+        plan = plan_resolved(place_layers(model, keys, layout, target), self._machine)
         if layout.num_chunks == 1 and _may_fit_otherwise(plan, self._config):
-            plan = compute_plan(costs, balance(self._work, layout.num_stages, build_fits(costs, run)) or bounds, run)
-        return Candidate(keys, (mode, interval), levers, plan, sharing, tries_sequences=len(self.sharings) > 1)
-
-    def _split(self, layout: Layout) -> list[int]:
-        kind = layout.num_stages, layout.schedule
-        if kind not in self._splits:
-            self._splits[kind] = self._compute_split(layout)
-        return self._splits[kind]
-
-    def _compute_split(self, layout: Layout) -> list[int]:
-        """What `compute_bounds` gives; the work of `balanced` is known."""
-        if _method(self._config) != "balanced":
-            return compute_bounds(
-                self._layers, layout.num_stages, _method(self._config), schedule=build_schedule(layout)
-            )
-        if layout.num_chunks > 1:
-            return balance_chunks(self._work, build_schedule(layout))
-        bounds = balance(self._work, layout.num_stages)
-        assert bounds is not None
-        return bounds
-
-    def _count(self, layout: Layout, sharing: Sharing) -> list[LayerCost]:
-        kind = layout.micro_batch_size, sharing, find_schedule(layout.schedule).splits_backward
-        if kind not in self._costs:
-            keys = replace(self._config, context_parallel_size=sharing.size, context_parallel_mode=sharing.mode)
-            self._costs[kind] = count_costs(keys, self._architecture, self._layers, layout)
-        return self._costs[kind]
+            target = replace(target, machine=self._machine)
+            plan = plan_resolved(place_layers(model, keys, layout, target), self._machine)
+        return Candidate(keys, (mode, interval), levers, plan, sharing, len(self.sharings) > 1, self._resplits)
 
 
-def list_sharings(
-    config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer], world_size: int
-) -> list[Sharing]:
+def list_sharings(config: RunConfig, model: ResolvedModel, world_size: int) -> list[Sharing]:
     """The numbers of ranks of a sequence to try, the config's own first, and powers of two, each in the config's mode
     or, where that is `auto`, in both: as far as the model, the row's length and the other keys allow."""
     own = config.context_parallel_size
@@ -285,7 +260,7 @@ def list_sharings(
             keys = replace(config, context_parallel_size=size, context_parallel_mode=mode)
             with suppress(UserError):
                 check_together(Run(keys))
-                check_run_sequences(keys, architecture, layers)
+                check_run_sequences(keys, model.architecture, model.layers)
                 if world_size % (size * config.tensor_parallel_size) == 0:
                     found.append(Sharing(size, mode))
     return found or [Sharing(own, config.context_parallel_mode)]
@@ -307,7 +282,11 @@ def _list_schedules(layout: Layout, config: RunConfig, num_layers: int) -> Itera
 def _may_fit_otherwise(plan: Plan, config: RunConfig) -> bool:
     """Whether other stages have room for what the fullest one has too much of, and `balanced` may give it to them."""
     total = sum(stage.memory.peak for stage in plan.stages)
-    return _method(config) == "balanced" and plan.missing_memory > 0 and total <= len(plan.stages) * plan.memory_limit
+    return (
+        config.partition_method == "balanced"
+        and plan.missing_memory > 0
+        and total <= len(plan.stages) * plan.memory_limit
+    )
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
@@ -323,11 +302,6 @@ def _global_batch_size(config: RunConfig, world_size: int, num_layers: int) -> i
     if config.global_batch_size is not None:
         return config.global_batch_size
     return build_layout(config, world_size, num_layers, has_accelerator=True).global_batch_size
-
-
-def _method(config: RunConfig) -> str:
-    """A list of layers a stage serves one number of stages only."""
-    return "balanced" if isinstance(config.partition_method, list) else config.partition_method
 
 
 def _list_layouts(world_size: int, num_layers: int, global_batch_size: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from console import progress
 from data.loading.loader import LoaderOptions, ScoringLoader
@@ -32,17 +33,15 @@ from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
-from training.pipeline.attention import choose_run_attention
 from training.pipeline.module import StageModule
 
 _VERSION = 1  # raise it when the same model starts to give other log-probabilities
 _CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline does not count
 
 
-def compute_model_id(reference: WeightSource, config: RunConfig) -> str:
+def compute_model_id(reference: WeightSource, config: RunConfig, attention: str) -> str:
     """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
-    attention = choose_run_attention(config, reference.config)
     positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
     state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
@@ -56,15 +55,16 @@ def prepare_reference(
     options: LoaderOptions,
     reference: WeightSource,
     own: WeightSource,
+    architecture: PretrainedConfig,
     ranks: Ranks,
 ) -> dict[str, Path]:
     """Key of the files -> the file of the reference's log-probabilities, which every rank that holds the loss can read.
 
     All ranks call it. datasets: key of the files -> tokenized folder.
     options: of the training loader. own: where the module's weights come from, which may be the reference too.
-    Raises UserError where one of them is not finite.
+    architecture: of both. Raises UserError where one of them is not finite.
     """
-    model_id = compute_model_id(reference, config)
+    model_id = compute_model_id(reference, config, architecture._attn_implementation)
     files = {key: reference_path(path, model_id) for key, path in datasets.items()}
     module = engine.module
     missing = torch.zeros(len(files), device=engine.device)
@@ -80,7 +80,7 @@ def prepare_reference(
     with _as_reference(module, reference, own):
         for file, key in to_compute.items():
             what = f"reference log-probabilities of {key}"
-            log_probabilities = _score(engine, datasets[key], options, reference, what=what, ranks=ranks)
+            log_probabilities = _score(engine, datasets[key], options, architecture, what=what, ranks=ranks)
             if module.has_loss:
                 save_reference(file, log_probabilities, ranks.rank)
     dist.barrier()
@@ -102,7 +102,7 @@ def _as_reference(module: StageModule, reference: WeightSource, own: WeightSourc
 
 
 def _score(
-    engine: Engine, path: Path, options: LoaderOptions, reference: WeightSource, *, what: str, ranks: Ranks
+    engine: Engine, path: Path, options: LoaderOptions, architecture: PretrainedConfig, *, what: str, ranks: Ranks
 ) -> np.ndarray:
     """The log-probability of each sample's targets, float64 [N], on every rank."""
     per_sample = replace(
@@ -114,7 +114,7 @@ def _score(
     dataset = TokenizedDataset(path, False, False)
     loader = ScoringLoader(path, per_sample, _CHUNK * engine.layout.num_stages)
     found = torch.zeros(len(dataset), dtype=torch.float64, device=engine.device)
-    score = RowScore(reference.config, engine.module.parallel)
+    score = RowScore(architecture, engine.module.parallel)
     with progress(what, len(dataset), "answers", shown=ranks.is_main) as bar:
         for number in range(len(loader)):
             batches, rows = loader.chunk(number)

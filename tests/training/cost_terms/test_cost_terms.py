@@ -11,13 +11,14 @@ from support.configs import build_config
 from training.config.schema import Device
 from training.cost_terms import table
 from training.cost_terms.cost_term import CostTerm, PlannedRun
+from training.cost_terms.fits import build_fits
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, GIB, Machine
 from training.costs.memory import Kept, Memory
 from training.costs.time import PassCost, Sent, StepCost
 from training.distributed.topology import DATA, TENSOR, Layout, Topology
 from training.pipeline.partition import balance
-from training.planner.plan import Plan, build_fits, compute_plan
+from training.planner.plan import Plan, compute_plan
 from training.planner.report import render_plan, render_table
 
 M = 8

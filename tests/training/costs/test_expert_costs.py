@@ -14,7 +14,7 @@ from models.architecture.lookup import build_layers
 from models.experts.grouped import GROUPED
 from models.layers.layer import Layer
 from training.costs.cost import LayerCost, count_layers, mean_keys
-from training.pipeline.partition import compute_bounds, compute_work
+from training.pipeline.partition import compute_work, split_layers, weigh_layers
 
 B, T = 2, 24
 SHORT = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss", "deepseek_v3")
@@ -106,4 +106,4 @@ def test_a_split_is_balanced_by_the_experts_that_a_token_chooses() -> None:
     layers = build_layers(config)
     dense, *sparse = [compute_work(layer) for layer in layers[1:5]]
     assert sparse == [dense + 8 * config.hidden_size] * 3
-    assert compute_bounds(layers, 2, "balanced") == [0, 3, 7]
+    assert split_layers(weigh_layers(layers, "balanced"), 2, "balanced") == [0, 3, 7]

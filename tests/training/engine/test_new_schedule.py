@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 from support.cases import BOUND, CLIPPED, Case, merge, train_case, train_oracle, worst_difference
 from support.instructions import play
+from support.planned import plan_config, search_config
 from support.tiny import save_llama, save_records, save_tokenizer
 
-from models.architecture.lookup import build_layers
-from training.config.schema import RunConfig
-from training.costs.hardware import complete_hardware
 from training.pipeline.schedule import OneForwardOneBackward, Schedule, Unit, UnitKind
 from training.pipeline.schedules import SCHEDULES
-from training.planner.plan import Plan
-from training.planner.run import build_plan, load_architecture, plan_run
-from training.planner.search import search_plans
+from training.planner.run import plan_run
 from training.planner.simulation import simulate
 
 MICRO_BATCHES = 4
@@ -86,15 +82,9 @@ def test_it_is_simulated() -> None:
     assert min(p.start for p in passes if p.kind is UnitKind.backward) == 5
 
 
-def plan(config: RunConfig) -> Plan:
-    architecture = load_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, 2)
-    return build_plan(config, architecture, build_layers(architecture), hardware)
-
-
 def test_it_is_planned_and_drawn(case: Case) -> None:
     config = replace(case.config(), world_size=2, plan=True)
-    found, plain = plan(config), plan(replace(config, schedule="1f1b"))
+    found, plain = plan_config(config), plan_config(replace(config, schedule="1f1b"))
     assert isinstance(found.schedule, GPipe) and isinstance(plain.schedule, OneForwardOneBackward)
     held = [[stage.memory.activations for stage in each.stages] for each in (found, plain)]
     assert held[0] == [held[1][0] * MICRO_BATCHES // 2, held[1][1] * MICRO_BATCHES]  # all of them, not P - stage_id
@@ -106,9 +96,7 @@ def test_it_is_planned_and_drawn(case: Case) -> None:
 
 def test_the_search_tries_it_beside_1f1b(case: Case) -> None:
     config = replace(case.config(), world_size=2, plan="search")
-    architecture = load_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, 2)
-    found = search_plans(config, architecture, build_layers(architecture), hardware)
+    found = search_config(config)
     tried = {(candidate.plan.layout.num_stages, candidate.plan.layout.schedule) for candidate in found}
     assert {(1, "1f1b"), (2, "1f1b"), (2, "gpipe")} <= tried and (1, "gpipe") not in tried
     assert all(f"schedule={candidate.plan.layout.schedule}" in candidate.overrides for candidate in found)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cases import BOUND, Case, mean_loss, train_oracle, train_run, worst_difference
 from support.configs import build_config, compose_config, set_keys
+from support.planned import plan_config
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from models.architecture.lookup import build_layers
 from models.losses.cpo import CPOFormula
 from models.losses.cross_entropy import Loss, build_loss
 from models.losses.dpo import DPOFormula
@@ -30,7 +30,6 @@ from models.losses.pairs import PairFormula, WithNLL
 from models.losses.simpo import SimPOFormula
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
-from training.costs.hardware import complete_hardware
 from training.objectives.objective import Objective
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
@@ -42,7 +41,7 @@ from training.objectives.registry import (
 )
 from training.objectives.user_loss import build_run_loss
 from training.planner.plan import Plan
-from training.planner.run import build_plan, load_architecture, plan_run
+from training.planner.run import plan_run
 
 SCALE = 3.0
 LEARNING_RATE = 0.5
@@ -169,9 +168,7 @@ def test_messages_know_a_new_objective(new_objective: None) -> None:
 def build_small_plan(*overrides: str) -> Plan:
     given = ("model=llama_7b", "plan=true", "world_size=4", "hardware=h100", "global_batch_size=8", *overrides)
     config = to_typed(compose_config("llama_7b_pp4", *given), ("model_name_or_path", "train_file", "output_dir"))
-    architecture = load_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, 4)
-    return build_plan(config, architecture, build_layers(architecture), hardware)
+    return plan_config(config)
 
 
 def test_the_plan_asks_a_new_objective(new_objective: None) -> None:

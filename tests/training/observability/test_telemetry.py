@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import build_config
+from support.planned import resolve_described
 from support.runs import read_metrics
 from transformers import LlamaConfig
 
@@ -20,7 +21,9 @@ from training.distributed.topology import Layout, Topology
 from training.observability.metrics import split_stages
 from training.observability.stage_timer import RankTimes
 from training.observability.telemetry import Telemetry, combine
-from training.planner.prediction import Prediction, count_run_costs, find_machine, predict
+from training.planner.prediction import Prediction, find_machine, predict
+from training.resolution.resolve import resolve_layout
+from training.resolution.target import Target
 
 LAYOUT = Layout(Topology.of(2, pipe=2), 1, 4)
 ARCHITECTURE = LlamaConfig(
@@ -77,7 +80,7 @@ def test_no_step_no_figures() -> None:
 
 
 def build_prediction(*overrides: str) -> Prediction:
-    config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
+    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
     return predict_for(config, complete_hardware(config.hardware, config.precision, 4))
 
 
@@ -87,17 +90,8 @@ FULL = RowLengths(longest=64, padded=64, filled=64)
 def predict_for(
     config: RunConfig, machine: Machine | None, device: Device = Device.cuda, lengths: RowLengths = FULL
 ) -> Prediction:
-    costs = count_run_costs(config, ARCHITECTURE, LAYOUT)
-    return predict(
-        config,
-        ARCHITECTURE,
-        costs,
-        bounds=[0, 3, 8],
-        layout=LAYOUT,
-        machine=machine,
-        device=device,
-        lengths=lengths,
-    )
+    run = resolve_layout(resolve_described(config, ARCHITECTURE, 4), config, Target(4, has_accelerator=False))
+    return predict(replace(run, layout=LAYOUT, bounds=[0, 3, 8]), machine, device, lengths)
 
 
 class Timer:
@@ -135,7 +129,7 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
 
 
 def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:
-    config = build_config("num_stages=2", "max_seq_length=64", "precision=fp32", "hardware=h100")
+    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "precision=fp32", "hardware=h100")
     machine = complete_hardware(config.hardware, config.precision, 4)
     full, half, mixed = (
         predict_for(config, machine, lengths=RowLengths(longest, padded, filled))
@@ -181,7 +175,7 @@ def test_a_run_that_reported_nothing_has_no_table() -> None:
 
 
 def test_on_an_unknown_card_mfu_is_left_out() -> None:
-    config = build_config("num_stages=2", "max_seq_length=64")
+    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64")
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
     telemetry = Telemetry(Timer(), LAYOUT, predict_for(config, None))
     assert "mfu" not in telemetry.describe(telemetry.gather(), 25.6)
@@ -209,7 +203,7 @@ def test_what_a_user_says_of_his_card_counts() -> None:
 
 
 def test_a_cpu_holds_what_is_offloaded_too() -> None:
-    config = build_config("num_stages=2", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
+    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
     on_card, on_host = (
         predict_for(config, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
     )

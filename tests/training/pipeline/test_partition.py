@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
-from training.pipeline.partition import balance, balance_chunks, compute_bounds, compute_work
+from training.pipeline.partition import balance, balance_chunks, compute_work, split_layers, weigh_layers
 from training.pipeline.schedule import Interleaved
 
 D, I, V, HEADS, KV_HEADS, DECODERS = 16, 24, 200, 4, 2, 6
@@ -109,7 +109,7 @@ def test_the_head_is_work_and_the_embedding_is_none(tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_balanced_gives_the_stage_with_the_head_fewer_layers(tied: bool) -> None:
-    assert compute_bounds(build(tied), 2, "balanced") == [
+    assert split_layers(weigh_layers(build(tied), "balanced"), 2, "balanced") == [
         0,
         5,
         9,
@@ -118,25 +118,31 @@ def test_balanced_gives_the_stage_with_the_head_fewer_layers(tied: bool) -> None
 
 def test_uniform_counts_layers_and_parameters_counts_weights() -> None:
     layers = build()
-    assert compute_bounds(layers, 3, "uniform") == [0, 3, 6, 9]
+    assert split_layers(weigh_layers(layers, "uniform"), 3, "uniform") == [0, 3, 6, 9]
     sizes = [V * D, *[DECODER_WORK + 2 * D] * DECODERS, D, V * D]
-    assert compute_bounds(layers, 2, "parameters") == balance(sizes, 2)
-    assert compute_bounds(build(tied=True), 2, "parameters") == balance([*sizes[:-1], 0], 2)
+    assert split_layers(weigh_layers(layers, "parameters"), 2, "parameters") == balance(sizes, 2)
+    assert split_layers(weigh_layers(build(tied=True), "parameters"), 2, "parameters") == balance([*sizes[:-1], 0], 2)
 
 
 def test_a_list_is_taken_as_it_is() -> None:
-    assert compute_bounds(build(), 3, [1, 2, 6]) == [0, 1, 3, 9]
-    assert compute_bounds(build(), 2, [1, 2, 2, 4], schedule=Interleaved(2, 2, 2)) == [0, 1, 3, 5, 9]
+    assert split_layers(weigh_layers(build(), [1, 2, 6]), 3, [1, 2, 6]) == [0, 1, 3, 9]
+    assert split_layers(weigh_layers(build(), [1, 2, 2, 4]), 2, [1, 2, 2, 4], schedule=Interleaved(2, 2, 2)) == [
+        0,
+        1,
+        3,
+        5,
+        9,
+    ]
     with pytest.raises(
         UserError,
         match=r"to 2 stages; it must give 9 layers .* to num_stages=2 x 2 chunks, at least one each",
     ):
-        compute_bounds(build(), 2, [5, 4], schedule=Interleaved(2, 2, 2))
+        split_layers(weigh_layers(build(), [5, 4]), 2, [5, 4], schedule=Interleaved(2, 2, 2))
 
 
 def test_a_type_is_spread_over_the_stages() -> None:
     layers = build()
-    bounds = compute_bounds(layers, 3, "type:decoder")
+    bounds = split_layers(weigh_layers(layers, "type:decoder"), 3, "type:decoder")
     matches = [int(layer.module_class.__name__ == "DecoderLayer") for layer in layers]
     assert stages(matches, bounds) == [2, 2, 2]
 
@@ -158,5 +164,5 @@ def test_a_type_is_spread_over_the_stages() -> None:
 )
 def test_a_method_that_cannot_be(method: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        compute_bounds(build(), 3, method)
+        split_layers(weigh_layers(build(), method), 3, method)
     assert all(part in str(caught.value) for part in parts), caught.value

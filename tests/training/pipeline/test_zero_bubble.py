@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from errors import UserError
 from models.architecture.lookup import build_layers
 from training.distributed.topology import Layout, Topology
-from training.pipeline.partition import balance_chunks, compute_bounds
+from training.pipeline.partition import balance_chunks, compute_work, split_layers, weigh_layers
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedule import Unit, UnitKind
 from training.pipeline.schedules import build_schedule
@@ -105,8 +105,8 @@ def time_chunks(*overrides: str, remakes_logits: bool = False) -> tuple[list[int
     )
     layers = build_layers(model)
     layout = Layout(Topology.of(2, pipe=2), 1, 4, num_chunks=2, schedule="zero_bubble")
-    bounds = compute_bounds(layers, 2, "balanced", schedule=build_schedule(layout))
-    return bounds, time_passes(layout, config, layers, bounds, remakes_logits).pass_times
+    bounds = split_layers(weigh_layers(layers, "balanced"), 2, "balanced", schedule=build_schedule(layout))
+    return bounds, time_passes(layout, config, [compute_work(layer) for layer in layers], bounds, remakes_logits).pass_times
 
 
 def test_the_order_knows_the_head_and_what_cannot_wait() -> None:

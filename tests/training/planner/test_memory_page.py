@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.configs import build_config
+from support.planned import plan_config
 
-from models.architecture.lookup import build_layers
-from models.sharding.tensor_parallel import shard_layers
-from training.costs.hardware import GIB, complete_hardware
+from training.costs.hardware import GIB
 from training.costs.memory import HOST_BYTES_A_RANK
 from training.planner.plan import Plan
-from training.planner.run import build_plan, read_architecture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
 COMMON = ("max_seq_length=4096", "micro_batch_size=1", "global_batch_size=64", "plan=true", "model_name_or_path=none")
@@ -22,10 +20,7 @@ ROWS = re.findall(r"^\| `(model=.*?)` \| ([\d.]+)(.*?) \| ([\d.]+) \| ([\d,]+) \
 
 def plan_row(overrides: str) -> Plan:
     config = build_config(*COMMON, *overrides.split())
-    architecture, _ = read_architecture(config)
-    layers = shard_layers(architecture, build_layers(architecture), config.tensor_parallel_size)
-    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
-    return build_plan(config, architecture, layers, hardware)
+    return plan_config(config)
 
 
 @pytest.mark.parametrize(

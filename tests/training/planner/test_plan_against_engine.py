@@ -19,20 +19,14 @@ from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
 from benchmarks.allocation import AllocationPeak
-from models.architecture.lookup import build_layers, choose_attention
-from models.sharding.tensor_parallel import shard_layers
 from models.weights.sources import open_weights
 from training.config.schema import Device
-from training.cost_terms.cost_term import PlannedRun
 from training.costs.hardware import Machine
 from training.costs.memory import HOST_BYTES_A_RANK
-from training.distributed.topology import build_layout
-from training.objectives.registry import get_objective
 from training.optim import pieces
-from training.pipeline.partition import compute_bounds
-from training.pipeline.pass_times import time_passes
-from training.pipeline.schedules import build_schedule, schedule_layout
-from training.planner.plan import compute_plan, count_costs
+from training.planner.plan import plan_resolved
+from training.resolution.resolve import resolve
+from training.resolution.target import Target
 
 SEQ_LENGTH = 128
 BUCKET = 370_000  # elements: smaller than the model, and nearly filled by whole matrices, as on real ones
@@ -261,17 +255,11 @@ def compare_peaks(
         root / "hf", root / "train.jsonl", tmp_path, num_stages, world_size,
         overrides=("optimizer=adamw", f"max_seq_length={SEQ_LENGTH}", "data.pad_to=max_seq_length", *overrides),
     )  # fmt: skip
-    config, architecture = case.config(), open_weights(str(root / "hf")).config
-    architecture._attn_implementation = choose_attention(architecture, config.attn_implementation.value)
-    layers = shard_layers(architecture, build_layers(architecture), width)
-    layout = schedule_layout(build_layout(config, world_size, len(layers), False), config, len(layers))
-    costs = count_costs(config, architecture, layers, layout)
-    bounds = compute_bounds(layers, num_stages, config.partition_method, schedule=build_schedule(layout))
-    layout = time_passes(layout, config, layers, bounds, get_objective(config).remakes_logits)
-    plan = compute_plan(costs, bounds, PlannedRun(config, layout, architecture.vocab_size, CARD))
+    run = resolve(case.config(), open_weights(str(root / "hf")), Target(world_size, has_accelerator=False))
+    plan = plan_resolved(run, CARD)
     peaks = workers(world_size).run(train_counted, case, bucket)
     for rank, real in enumerate(peaks):
-        memory = plan.stages[layout.stage_id(rank)].memory
+        memory = plan.stages[run.layout.stage_id(rank)].memory
         assert memory.peak + memory.host - HOST_BYTES_A_RANK == pytest.approx(real, rel=0.05), (rank, memory)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from support.configs import CONF, compose_config
 from support.launching import run_alone
+from support.planned import plan_config
 from support.quantized import FP8, write_config
 from support.tiny import save_llama
 
@@ -19,13 +19,11 @@ from errors import UserError
 from models.architecture.lookup import build_layers
 from models.weights.config_file import parse_config
 from training.config.schema import RunConfig, to_typed
-from training.costs.hardware import complete_hardware
-from training.distributed.topology import build_layout
-from training.pipeline.partition import compute_bounds
-from training.planner.plan import Plan
-from training.planner.prediction import count_run_costs, find_fits
+from training.planner.prediction import find_machine
 from training.planner.report import render_rows, render_seconds
-from training.planner.run import build_plan, check_world_size, count_steps, load_architecture, plan_run
+from training.planner.run import check_world_size, count_steps, plan_run, resolve_planned
+from training.resolution.resolve import resolve_layout
+from training.resolution.target import Target
 
 PRIMARY = sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base")
 PLANNED = re.compile(r"# python trainer_base_ds_mp\.py -cn (\S+) (plan=true .*)")
@@ -54,20 +52,12 @@ def of_shipped_size(config: RunConfig) -> RunConfig:
     return config
 
 
-def plan_of(config: RunConfig) -> Plan:
-    architecture = load_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, config.world_size)
-    return build_plan(config, architecture, build_layers(architecture), hardware)
-
-
 @pytest.mark.parametrize("name", PRIMARY)
 def test_every_shipped_config_fits_the_cards_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # test_profile_machine.py times layers on this machine; here it is enough that the plan comes out
-    monkeypatch.setattr(
-        "training.planner.run.profile_layers", lambda run, architecture, costs: (list(costs), run.hardware)
-    )
+    monkeypatch.setattr("training.planner.run.profile_layers", lambda run, machine: (run.costs, machine))
     if name not in PICTURED:
         monkeypatch.setattr("training.planner.run.save_picture", lambda plan, config: tmp_path / "schedule.png")
     config = of_shipped_size(build(name, *planned_arguments(name), f"output_dir={tmp_path}"))
@@ -100,27 +90,20 @@ def test_a_balanced_split_moves_layers_to_stages_with_room() -> None:
         "gradient_accumulation_steps=16",
         "activation_checkpoint_interval=0",
     )
-    free = plan_of(build("llama_7b_pp4", *given))
+    free = plan_config(build("llama_7b_pp4", *given))
     bounds = [stage.chunks[0].first_layer for stage in free.stages]
     missing = 1.5 * 2**30
     tight = build("llama_7b_pp4", *given, f"hardware.memory={(free.fullest.memory.peak - missing) / 0.95 / 2**30}")
-    plan = plan_of(tight)
+    plan = plan_config(tight)
     assert free.fits and plan.fits and plan.imbalance > free.imbalance
     assert [stage.chunks[0].first_layer for stage in plan.stages] != bounds
 
-    architecture = load_architecture(tight)
-    layers = build_layers(architecture)
-    layout = build_layout(tight, 8, len(layers), has_accelerator=True)
-    costs = count_run_costs(tight, architecture, layout)
-    find = partial(find_fits, tight, costs, vocab_size=architecture.vocab_size, layout=layout, local_size=8)
-    fits = find(device_name="NVIDIA A100-SXM4-80GB")
-    assert compute_bounds(layers, 4, "balanced", fits=fits)[:-1] == [
-        stage.chunks[0].first_layer for stage in plan.stages
-    ]
-    assert find(device_name="cpu") is None  # a host's memory is not measured by what it has in all
-    assert find(device_name="Some other card") is None
+    model = resolve_planned(tight)
+    target = Target(8, True, find_machine(tight.hardware, "NVIDIA A100-SXM4-80GB", tight, local_size=8))
+    assert resolve_layout(model, tight, target).bounds[:-1] == [stage.chunks[0].first_layer for stage in plan.stages]
+    assert find_machine(tight.hardware, "Some other card", tight, local_size=8) is None
 
-    hopeless = plan_of(build("llama_7b_pp4", *given, "hardware.memory=20"))
+    hopeless = plan_config(build("llama_7b_pp4", *given, "hardware.memory=20"))
     assert not hopeless.fits and [stage.chunks[0].first_layer for stage in hopeless.stages] == bounds
 
 
@@ -134,7 +117,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 def test_the_shape_comes_from_conf_and_parameters_from_the_real_layers() -> None:
     """Llama 7B: 6,738,415,616 parameters, as published."""
-    plan = plan_of(build("llama_7b_pp4", "plan=true", "world_size=4"))
+    plan = plan_config(build("llama_7b_pp4", "plan=true", "world_size=4"))
     assert sum(stage.num_parameters for stage in plan.stages) == 6_738_415_616
 
 
@@ -169,7 +152,7 @@ def test_a_host_that_is_too_small(tmp_path: Path) -> None:
 def test_weights_that_are_there_decide(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf", num_hidden_layers=3)
     arguments = ("plan=true", "world_size=2", f"model_name_or_path={tmp_path}/hf", "precision=fp32")
-    assert plan_of(build("llama_tiny_pp2", *arguments)).stages[-1].chunks[-1].last_layer == 3 + 2
+    assert plan_config(build("llama_tiny_pp2", *arguments)).stages[-1].chunks[-1].last_layer == 3 + 2
     with pytest.raises(UserError, match=r"model.vocab_size=32000, but .*config.json says 320"):
         list(plan_run(build("llama_7b_pp4", "plan=true", "world_size=4", f"model_name_or_path={tmp_path}/hf")))
 
@@ -180,7 +163,7 @@ def test_quantized_weights_are_planned_as_what_they_become(tmp_path: Path) -> No
     write_config(tmp_path / "quantized", quantization_config=FP8)
     arguments = ("plan=true", "world_size=2")
     plans = [
-        plan_of(build("llama_tiny_pp2", *arguments, f"model_name_or_path={tmp_path / name}"))
+        plan_config(build("llama_tiny_pp2", *arguments, f"model_name_or_path={tmp_path / name}"))
         for name in ("quantized", "whole")
     ]
     assert plans[0] == plans[1]

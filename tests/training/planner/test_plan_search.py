@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 from support.configs import compose_config
+from support.planned import plan_config, search_config
 
 from errors import UserError
-from models.architecture.lookup import build_layers
-from training.config.schema import RunConfig, to_typed
-from training.costs.hardware import complete_hardware
-from training.planner.run import build_plan, load_architecture, plan_run
-from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharings, render_search, search_plans
+from training.config.schema import ContextParallelMode, RunConfig, to_typed
+from training.planner.run import plan_run, resolve_planned
+from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharings, render_search
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -28,18 +27,8 @@ def build(*overrides: str) -> RunConfig:
     return to_typed(compose_config("llama_7b_pp4", "plan=search", "global_batch_size=16", *overrides), UNREAD)
 
 
-def search(config: RunConfig) -> list[Candidate]:
-    architecture = load_architecture(config)
-    return search_plans(
-        config,
-        architecture,
-        build_layers(architecture),
-        complete_hardware(config.hardware, config.precision, config.world_size),
-    )
-
-
 def test_every_split_that_divides_is_tried() -> None:
-    found = [c for c in search(build("world_size=8")) if c.plan.layout.schedule == "1f1b"]
+    found = [c for c in search_config(build("world_size=8")) if c.plan.layout.schedule == "1f1b"]
     layouts = {(c.plan.layout.num_stages, c.plan.layout.micro_batch_size) for c in found}
     assert layouts == {
         (stages, micro) for stages in (1, 2, 4, 8) for micro in (1, 2, 4, 8, 16) if 16 % (8 // stages * micro) == 0
@@ -51,7 +40,7 @@ def test_every_split_that_divides_is_tried() -> None:
 
 @pytest.mark.full
 def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
-    found = search(build("world_size=8", "schedule=interleaved"))
+    found = search_config(build("world_size=8", "schedule=interleaved"))
     plain, interleaved = (
         {
             (c.plan.layout.num_stages, c.plan.layout.micro_batch_size)
@@ -68,14 +57,14 @@ def test_both_schedules_are_tried_where_a_layout_allows_it() -> None:
 
 def test_the_best_are_tried_without_a_bubble_too_and_win() -> None:
     config = build("world_size=8", "hardware=h200", "global_batch_size=8")
-    found = search(config)
+    found = search_config(config)
     schedules = [candidate.plan.layout.schedule for candidate in found]
     assert schedules.count("zero_bubble") == FINALISTS and "schedule=zero_bubble" in found[0].overrides
-    assert "zero_bubble" not in {c.plan.layout.schedule for c in search(replace(config, compile=True))}
+    assert "zero_bubble" not in {c.plan.layout.schedule for c in search_config(replace(config, compile=True))}
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
-    found = search(build("world_size=8", "hardware=a100_40g"))
+    found = search_config(build("world_size=8", "hardware=a100_40g"))
     fits = [candidate.plan.fits for candidate in found]
     assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
     speeds = [candidate.plan.tokens_per_second for candidate in found if candidate.plan.fits]
@@ -84,15 +73,12 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
 
 def test_the_overrides_make_the_plan_that_was_ranked() -> None:
     config = build("world_size=8", "hardware=a100_40g")
-    best = search(config)[0]
+    best = search_config(config)[0]
     report = "\n".join(plan_run(config))
     used = shlex.split(report.splitlines()[-1].removeprefix("use: "))
     assert tuple(used) == best.overrides
     again = build("world_size=8", "hardware=a100_40g", *used)
-    architecture = load_architecture(again)
-    plan = build_plan(
-        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8)
-    )
+    plan = plan_config(again)
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
 
 
@@ -100,7 +86,9 @@ def test_the_overrides_make_the_plan_that_was_ranked() -> None:
 @pytest.mark.parametrize("machine", ["h100", "h200"])
 def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str) -> None:
     """Gradients are summed once a micro-batch; nothing else tells one size from another in replicas without stages."""
-    found = search(build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none"))
+    found = search_config(
+        build("world_size=8", f"hardware={machine}", "global_batch_size=64", "offload_optimizer=none")
+    )
     assert found[0].plan.layout.micro_batch_size > 1
     replicas = [
         c.plan for c in found if c.plan.layout.num_stages == 1 and c.overrides[4:7] == KEEP_ALL and not c.levers
@@ -113,7 +101,7 @@ def test_fewer_larger_micro_batches_are_faster_where_memory_permits(machine: str
 def test_where_a_card_is_too_small_replicas_share_out_or_the_host_helps() -> None:
     """Of every layout, what gives memory for time is tried only where the run without it does not fit; and a run of
     one replica has nothing to share out."""
-    found = [c for c in search(build("world_size=8", "hardware=a100_40g")) if c.plan.layout.schedule == "1f1b"]
+    found = [c for c in search_config(build("world_size=8", "hardware=a100_40g")) if c.plan.layout.schedule == "1f1b"]
     by_layout: dict[tuple[int, int, int], list[Candidate]] = {}
     for c in found:
         way = next(number for number, choices in enumerate(CHECKPOINTING) if c.checkpointing in choices)
@@ -129,25 +117,24 @@ def test_where_a_card_is_too_small_replicas_share_out_or_the_host_helps() -> Non
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_overrides_of_a_stage_of_zero_make_its_plan(zero_stage: int) -> None:
-    found = search(build("world_size=8", "hardware=a100_40g"))
+    found = search_config(build("world_size=8", "hardware=a100_40g"))
     used = next(c for c in found if c.plan.fits and c.levers == {"zero_stage": zero_stage})
     again = build("world_size=8", "hardware=a100_40g", *used.overrides)
-    architecture = load_architecture(again)
-    plan = build_plan(
-        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 8)
-    )
+    plan = plan_config(again)
     assert plan.step_seconds == used.plan.step_seconds and plan.fullest.memory.peak == used.plan.fullest.memory.peak
 
 
 def test_a_list_of_layers_gives_way_to_a_balanced_split() -> None:
-    assert len({c.plan.layout.num_stages for c in search(build("world_size=4", "partition_method=[9,9,9,8]"))}) == 3
+    assert (
+        len({c.plan.layout.num_stages for c in search_config(build("world_size=4", "partition_method=[9,9,9,8]"))}) == 3
+    )
 
 
 def test_nothing_fits_and_by_how_much() -> None:
     config = build("world_size=1", "hardware=rtx4090")
     with pytest.raises(UserError) as caught:
         "\n".join(plan_run(config))
-    nearest = search(config)[0].plan
+    nearest = search_config(config)[0].plan
     assert f"misses {nearest.missing_memory / 2**30:.1f} GiB on a card (stage 0; most of it is " in str(caught.value)
     assert str(caught.value).startswith(
         "no layout fits world_size=1 x hardware=rtx4090; the nearest (num_stages=1 micro_batch_size=1 "
@@ -164,12 +151,12 @@ def test_nothing_fits_but_with_what_the_search_does_not_try() -> None:
 def test_a_host_that_is_too_small_is_named() -> None:
     config = build("world_size=4", "hardware=rtx4090", "hardware.host_memory=140")
     with pytest.raises(UserError, match=r"GiB of host memory a node; raise world_size"):
-        render_search(search(config), config, config.hardware)
+        render_search(search_config(config), config, config.hardware)
 
 
 def test_a_global_batch_that_no_split_divides() -> None:
     with pytest.raises(UserError, match="global_batch_size=7 can be cut for no split of world_size=64"):
-        search(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))
+        search_config(build("world_size=64", "global_batch_size=7", "micro_batch_size=null"))
 
 
 def test_sequences_are_shared_where_samples_are_long() -> None:
@@ -177,7 +164,11 @@ def test_sequences_are_shared_where_samples_are_long() -> None:
         """The modes that are tried, by size."""
         config = build("world_size=8", *overrides)
         found: dict[int, list[str]] = {}
-        for size, mode in list_sharings(config, load_architecture(config), [], 8):
+        for size, mode in list_sharings(
+            config,
+            resolve_planned(replace(config, context_parallel_size=1, context_parallel_mode=ContextParallelMode.auto)),
+            8,
+        ):
             found.setdefault(size, []).append(mode.value)
         return {size: " ".join(modes) for size, modes in found.items()}
 
@@ -195,13 +186,10 @@ def test_sequences_are_shared_where_samples_are_long() -> None:
 def test_the_overrides_share_sequences_too() -> None:
     long = ("world_size=4", "hardware=a100_40g", "max_seq_length=32768", "model=llama_tiny")
     config = build(*long)
-    best = next(candidate for candidate in search(config) if candidate.plan.layout.context_parallel_size > 1)
+    best = next(candidate for candidate in search_config(config) if candidate.plan.layout.context_parallel_size > 1)
     assert {f"context_parallel_size={best.sharing.size}", f"context_parallel_mode={best.sharing.mode.value}"} < {
         *best.overrides
     }
     again = build(*long, *best.overrides)
-    architecture = load_architecture(again)
-    plan = build_plan(
-        again, architecture, build_layers(architecture), complete_hardware(again.hardware, again.precision, 4)
-    )
+    plan = plan_config(again)
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak

@@ -7,19 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.configs import build_config
+from support.planned import resolve_described
 from support.workers import WorkerGroup
 from transformers import LlamaConfig
 
 from data.loading.row_lengths import RowLengths
-from models.architecture.lookup import build_layers
-from training.cost_terms.cost_term import PlannedRun
 from training.costs.hardware import complete_hardware
 from training.distributed.ranks import read_ranks
-from training.distributed.topology import Layout, Topology
 from training.planner.layer_times import LayerTimes
-from training.planner.plan import count_costs
 from training.planner.prediction import time_layers
 from training.planner.profile_machine import profile_layers
+from training.resolution.resolve import ResolvedRun, resolve_layout
+from training.resolution.target import Target
 
 ARCHITECTURE = LlamaConfig(
     vocab_size=2000,
@@ -33,13 +32,17 @@ ARCHITECTURE = LlamaConfig(
 ARCHITECTURE._attn_implementation = "sdpa"
 
 
+def resolve_run(*overrides: str) -> ResolvedRun:
+    """On two stages, four micro-batches of two rows."""
+    config = build_config("num_stages=2", "micro_batch_size=2", "gradient_accumulation_steps=4", *overrides)
+    return resolve_layout(resolve_described(config, ARCHITECTURE, 2), config, Target(2, has_accelerator=False))
+
+
 def time_run_layers() -> tuple[list[LayerTimes], bool]:
     """What a rank of a run gets, and whether random numbers go on as if nothing had happened."""
-    config, layout = build_config("max_seq_length=64", "precision=fp32"), Layout(Topology.of(2, pipe=2), 2, 4)
-    ranks = read_ranks()
-    costs = count_costs(config, ARCHITECTURE, build_layers(ARCHITECTURE), layout) if ranks.is_main else None
+    run, ranks = resolve_run("max_seq_length=64", "precision=fp32"), read_ranks()
     before = torch.get_rng_state()
-    seen = time_layers(config, ARCHITECTURE, costs, layout, RowLengths(longest=64, padded=24, filled=20.0), ranks)
+    seen = time_layers(run, RowLengths(longest=64, padded=24, filled=20.0), ranks)
     return seen, torch.equal(before, torch.get_rng_state())
 
 
@@ -53,12 +56,9 @@ def test_the_ranks_of_a_run_time_their_layers_together(workers: Callable[[int], 
 
 
 def test_two_ranks_time_every_kind_of_layer_once() -> None:
-    config = build_config("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
-    layers, layout = build_layers(ARCHITECTURE), Layout(Topology.of(2, pipe=2), 2, 4)
-    costs = count_costs(config, ARCHITECTURE, layers, layout)
-    hardware = complete_hardware(config.hardware, config.precision, layout.world_size)
-    run = PlannedRun(config, layout, ARCHITECTURE.vocab_size, hardware)
-    timed, measured = profile_layers(run, ARCHITECTURE, costs)
+    run = resolve_run("hardware=here", "hardware.intra_node_bandwidth=7", "max_seq_length=64", "precision=bf16")
+    hardware = complete_hardware(run.config.hardware, run.config.precision, 2)
+    timed, measured = profile_layers(run, hardware)
     embedding, first, second, third, norm, head = (cost.pass_seconds[0] for cost in timed)
     assert first == second == third and 0 < norm < first
     assert 0 < embedding < head, "a tied head makes logits, a lookup does not"

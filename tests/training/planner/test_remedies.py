@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from support.configs import build_config
+from support.planned import build_planner
 
-from models.architecture.lookup import build_layers
-from training.costs.hardware import complete_hardware
 from training.planner.remedies import find_remedies
 from training.planner.report import render_verdict
-from training.planner.run import build_plan, read_architecture
 
 KEYS = (
     "model=llama_7b",
@@ -38,9 +34,7 @@ KEYS = (
 )
 def test_keys_that_make_it_fit(keys: tuple[str, ...], expected: list[str]) -> None:
     config = build_config(*KEYS, "model_name_or_path=none", *keys)
-    architecture, _ = read_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, 1)
-    build = partial(build_plan, architecture=architecture, layers=build_layers(architecture), hardware=hardware)
+    build = build_planner(config)
     plan = build(config)
     remedies = find_remedies(plan, config, build)
     assert not plan.fits and all(remedy.plan.fits for remedy in remedies)
@@ -61,9 +55,7 @@ def test_several_keys_where_one_does_not_do() -> None:
     )
     given = ("hardware=a100_80g", "hardware.memory=48", "activation_checkpoint_interval=0", "model_name_or_path=none")
     config = build_config(*keys, *given)
-    architecture, _ = read_architecture(config)
-    hardware = complete_hardware(config.hardware, config.precision, 2)
-    build = partial(build_plan, architecture=architecture, layers=build_layers(architecture), hardware=hardware)
+    build = build_planner(config)
     (remedy,) = find_remedies(build(config), config, build)
     assert remedy.plan.fits
     assert remedy.overrides == (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
 from models.layers.layer import Layer
-from models.parallel.shard import ContextParallel
+from models.parallel.shard import ContextParallel, find_length_multiple
 from models.sharding.context_parallel import check_sequences, choose_parts
 from models.sharding.sequence_obstacles import check_sequence_parts
 from training.config.schema import RunConfig
@@ -19,12 +18,6 @@ def choose_run_parts(config: RunConfig, architecture: PretrainedConfig) -> Conte
     return choose_parts(
         architecture, config.context_parallel_mode.value, config.context_parallel_size, config.tensor_parallel_size
     )
-
-
-def find_length_multiple(config: RunConfig, parts: ContextParallel) -> int:
-    """What the length of rows is a multiple of. parts: of their tokens, by context parallelism."""
-    parallel = config.tensor_parallel_size if config.sequence_parallel else 1
-    return math.lcm(parts.num_chunks, parts.size * parallel)
 
 
 def check_run_sequences(config: RunConfig, architecture: PretrainedConfig, layers: Sequence[Layer]) -> ContextParallel:
@@ -39,5 +32,10 @@ def check_run_sequences(config: RunConfig, architecture: PretrainedConfig, layer
     )
     parts = choose_run_parts(config, architecture)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
-        check_sequence_parts(architecture, layers, find_length_multiple(config, parts), config.max_seq_length)
+        check_sequence_parts(
+            architecture,
+            layers,
+            find_length_multiple(parts, config.sequence_parallel_size),
+            config.max_seq_length,
+        )
     return parts

@@ -1,0 +1,97 @@
+"""The architecture of a run: the model's own config, completed by the keys of the run. Nothing changes it later."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+from transformers import PretrainedConfig
+
+from data.encoders.kinds import find_kind
+from data.options import Packing
+from errors import UserError
+from models.architecture.lookup import (
+    apply_rope_overrides,
+    check_length,
+    check_packing,
+    choose_attention,
+    choose_experts,
+)
+from models.layers.score_head import describe_reward_model, is_reward_model
+from models.weights.source import DescribedModel
+from training.config.precision import DTYPES
+from training.config.schema import RunConfig
+from training.config.validate import check_model_fields
+from training.inputs.datasets import build_chat_template
+from training.objectives.registry import get_objective
+from training.resolution.target import Target
+
+
+def complete_architecture(config: RunConfig, model: DescribedModel, target: Target) -> PretrainedConfig:
+    """Return a copy of the text model's config with the run's rotary positions, head, attention kernel and way to
+    compute experts.
+
+    Raises UserError for what the run asks of the model and it cannot be, such as rows longer than its positions.
+    """
+    check_stated_fields(config, model)
+    check_head(config, model)
+    architecture = _override_positions(config, model)
+    if get_objective(config).scores_rows and not is_reward_model(architecture):
+        architecture = describe_reward_model(architecture)
+    dtype = DTYPES[config.precision]
+    architecture._attn_implementation = choose_attention(
+        architecture, config.attn_implementation.value, dtype if target.has_accelerator else None, target.is_planned
+    )
+    architecture._experts_implementation = choose_experts(architecture, config.tensor_parallel_size, dtype)
+    check_length(architecture, config.max_seq_length)
+    _check_packing(config, architecture)
+    return architecture
+
+
+def check_stated_fields(config: RunConfig, model: DescribedModel) -> None:
+    """Raises UserError where `conf/model` and the model's config.json disagree. The model may have more rows, for the
+    tokens that the run adds."""
+    adds = bool(build_chat_template(config.data)) and config.model.get("vocab_size", math.inf) < model.config.vocab_size
+    stated = {key: value for key, value in config.model.items() if not (adds and key == "vocab_size")}
+    check_model_fields(stated, model.config, str(model.path))
+
+
+def check_head(config: RunConfig, model: DescribedModel) -> None:
+    """Raises UserError where the model's head is not one that the task can train or evaluate."""
+    task, is_reward = get_objective(config).name, is_reward_model(model.config)
+    if not get_objective(config).scores_rows:
+        if is_reward:
+            raise UserError(
+                f"{model.path} is a reward model ({model.config.architectures[0]}), which has no LM head; "
+                f"give task=reward, or another model for task={task}"
+            )
+        return
+    if config.evaluate_only and not is_reward:
+        raise UserError(
+            f"evaluate_only=true with task={task}: {model.path} is not a reward model, its head would be a new one; "
+            "give a reward model in model_name_or_path, or resume"
+        )
+    if model.wrapper is not None:
+        raise UserError(
+            f"{model.path}: a reward model of a text model inside another one ('{model.wrapper.name}') is not "
+            "supported; give the text model's own folder"
+        )
+
+
+def _override_positions(config: RunConfig, model: DescribedModel) -> PretrainedConfig:
+    given = config.rope_parameters.list_given()
+    if given and model.wrapper is not None:
+        raise UserError(
+            f"rope_parameters: {model.path} has its text model in '{model.wrapper.name}', where positions of images "
+            "count too; omit it"
+        )
+    architecture = copy.deepcopy(model.config)
+    apply_rope_overrides(architecture, given)
+    return architecture
+
+
+def _check_packing(config: RunConfig, architecture: PretrainedConfig) -> None:
+    """A user's collator may lay several documents in a row too."""
+    packing = find_kind(config.data.name).choose_packing(config.data.packing)
+    if packing is not Packing.NONE or config.data.collator is not None:
+        check_packing(architecture)

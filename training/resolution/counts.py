@@ -1,0 +1,70 @@
+"""What is counted of a model's layers, each question once: a search of layouts asks thousands of times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from models.adapters.adapter import Adapter
+from models.layers.layer import Layer
+from models.parallel.shard import ContextParallel
+from training.config.precision import DTYPES
+from training.config.schema import RunConfig
+from training.costs.cost import LayerCost, count_layers
+from training.distributed.topology import Layout
+from training.objectives.registry import get_objective
+from training.pipeline.partition import weigh_layers
+from training.pipeline.schedules import find_schedule
+
+
+class LayerCounts:
+    """Costs and weights of the layers of one model, under the keys that shape them: precision, adapter, tensor and
+    context parallelism."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        architecture: PretrainedConfig,
+        layers: Sequence[Layer],
+        adapter: Adapter | None,
+        parts: ContextParallel,
+    ) -> None:
+        """layers: as `shard_layers` makes them. adapter: put on them. parts: of sequences, of no rank in particular."""
+        self._config, self._architecture, self._adapter, self._parts = config, architecture, adapter, parts
+        self._given = layers
+        self.weigh_layers = cache(self._weigh_layers)
+        self._count = cache(self._count_costs)
+
+    @cached_property
+    def _layers(self) -> Sequence[Layer]:
+        """A copy: counting moves what layers share to the meta device."""
+        return copy.deepcopy(self._given)
+
+    def count_costs(self, layout: Layout, seq_length: int) -> Sequence[LayerCost]:
+        """Return the cost of each layer for one micro-batch of the layout, its rows `seq_length` tokens long."""
+        rows = layout.micro_batch_size * get_objective(self._config).rows_per_sample
+        return self._count(rows, seq_length, find_schedule(layout.schedule).splits_backward)
+
+    def _count_costs(self, rows: int, seq_length: int, splits_backward: bool) -> Sequence[LayerCost]:
+        config = self._config
+        return count_layers(
+            self._layers,
+            self._architecture,
+            micro_batch_size=rows,
+            seq_length=seq_length,
+            dtype=DTYPES[config.precision],
+            adapter=self._adapter,
+            freeze=config.freeze,
+            tensor_parallel_size=config.tensor_parallel_size,
+            parts=self._parts,
+            sequence_parallel=config.sequence_parallel,
+            splits_backward=splits_backward,
+        )
+
+    def _weigh_layers(self, method: Any) -> tuple[int, ...]:
+        """Return the weight of each layer by `partition_method`. Raises UserError as `weigh_layers` does."""
+        return tuple(weigh_layers(self._layers, method))

@@ -1,0 +1,186 @@
+"""The one resolution: from a checked config and a model to all that follows from them, before a weight is read.
+
+    resolve_model     what is the same at any number of ranks: architecture, layers, adapter, objective
+    resolve_layout    where the layers go: stages, replicas, the split, the times that a schedule is ordered by
+    resolve           both
+
+Runs, evaluations, plans, the candidates of a search, benchmarks and tests start here, so a plan refuses what its run
+would, in the same words. What depends on files, packages or this machine is `training/setup.py`'s to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.adapters.adapter import Adapter
+from models.architecture.lookup import build_layers
+from models.experts.router import RouterOptions
+from models.layers.layer import Layer
+from models.layers.wrapped import Wrapper
+from models.parallel.shard import ContextParallel
+from models.sharding.tensor_parallel import shard_layers
+from models.weights.source import DescribedModel, get_whole_config
+from training.config.incompatible import Run, check_together
+from training.config.schema import RunConfig
+from training.config.validate import check_config
+from training.cost_terms.cost_term import PlannedRun
+from training.cost_terms.fits import build_fits
+from training.costs.cost import LayerCost
+from training.distributed.topology import Layout, build_layout
+from training.inputs.custom import build_callbacks, build_collator
+from training.inputs.datasets import build_encoder, has_tokenizer, list_new_tokens
+from training.objectives.objective import Objective
+from training.objectives.registry import check_objective, get_objective
+from training.objectives.user_loss import build_run_loss
+from training.optim.optimizer import check_optimizer
+from training.optim.parameter_groups import check_parameter_groups
+from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
+from training.pipeline.partition import split_layers
+from training.pipeline.pass_times import time_passes
+from training.pipeline.routers import build_router_options
+from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
+from training.pipeline.trainable import build_adapter, check_added_tokens, check_freeze, check_peft_names
+from training.resolution.architecture import complete_architecture
+from training.resolution.counts import LayerCounts
+from training.resolution.sequences import check_run_sequences
+from training.resolution.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModel:
+    """What follows from config and model at any number of ranks.
+
+    architecture: complete; nothing changes it. wrapper: the model around a text model. layers: as tensor parallelism
+    shards them. parts: of sequences, of no rank in particular. adapter, routers: None without. callbacks: the user's,
+    each with its name. counts: of the layers, shared by all that is derived from this.
+    """
+
+    config: RunConfig
+    objective: Objective
+    architecture: PretrainedConfig
+    wrapper: Wrapper | None
+    layers: list[Layer]
+    parts: ContextParallel
+    adapter: Adapter | None
+    routers: RouterOptions | None
+    callbacks: Sequence[tuple[str, Any]]
+    counts: LayerCounts
+
+    def share_sequences(self, config: RunConfig) -> ResolvedModel:
+        """Return the same model with its sequences over as many ranks as `config` says, all other keys alike. Raises
+        UserError where they cannot be shared."""
+        parts = check_run_sequences(config, self.architecture, self.layers)
+        counts = LayerCounts(config, self.architecture, self.layers, self.adapter, parts)
+        return replace(self, config=config, parts=parts, counts=counts)
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        return build_activation_checkpointing(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(ResolvedModel):
+    """A resolved model at a layout. layout: complete. bounds: of its chunks, P x V + 1 indices of layers."""
+
+    layout: Layout
+    bounds: list[int]
+
+    @cached_property
+    def costs(self) -> Sequence[LayerCost]:
+        """The cost of each layer for one micro-batch of full rows, counted when it is first asked for."""
+        return self.counts.count_costs(self.layout, self.config.max_seq_length)
+
+
+def check_keys(config: RunConfig, has_accelerator: bool) -> None:
+    """Raises UserError for keys that are wrong whatever the model is. Cheap: no file of weights is touched."""
+    check_config(config, has_accelerator)
+    find_schedule(config.schedule)
+    check_objective(config)
+    build_collator(config.data)
+    build_encoder(config.data)
+    if not config.evaluate_only:
+        check_optimizer(config)
+
+
+def resolve(config: RunConfig, model: DescribedModel, target: Target) -> ResolvedRun:
+    """Return all that follows from `config`, which `check_keys` has passed. Raises UserError."""
+    return resolve_layout(resolve_model(config, model, target), config, target)
+
+
+def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> ResolvedModel:
+    """Return what is the same at any number of ranks. Raises UserError for what config and model cannot do together."""
+    check_together(Run(config, target.has_accelerator))
+    objective, architecture = get_objective(config), complete_architecture(config, model, target)
+    layers = build_layers(architecture, model.wrapper)
+    layers = shard_layers(architecture, layers, config.tensor_parallel_size)
+    parts = check_run_sequences(config, architecture, layers)
+    check_freeze(config, layers)
+    adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
+    if not config.evaluate_only:
+        check_parameter_groups(config, layers, adapter)
+    routers = build_router_options(config, architecture, layers)
+    build_run_loss(config, architecture)
+    return ResolvedModel(
+        config=config,
+        objective=objective,
+        architecture=architecture,
+        wrapper=model.wrapper,
+        layers=layers,
+        parts=parts,
+        adapter=adapter,
+        routers=routers,
+        callbacks=build_callbacks(config),
+        counts=LayerCounts(config, architecture, layers, adapter, parts),
+    )
+
+
+def resolve_layout(model: ResolvedModel, config: RunConfig, target: Target) -> ResolvedRun:
+    """Return `model` at the layout that the keys ask for.
+
+    config: that of the model, or one that differs in keys of the layout, of recomputation or of where state is kept.
+    Raises UserError for keys that contradict each other, the ranks, or the model's layers.
+    """
+    layout = build_layout(config, target.world_size, len(model.layers), target.has_accelerator)
+    return place_layers(model, config, schedule_layout(layout, config, len(model.layers)), target)
+
+
+def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target: Target) -> ResolvedRun:
+    """Return `model` at `layout`, whose schedule is set: its split, and the times of its passes."""
+    weights = model.counts.weigh_layers(_hashable(config.partition_method))
+    fits = None
+    if target.machine is not None:
+        costs = model.counts.count_costs(layout, config.max_seq_length)
+        fits = build_fits(costs, PlannedRun(config, layout, model.architecture.vocab_size, target.machine))
+    bounds = split_layers(
+        weights, layout.num_stages, config.partition_method, fits=fits, schedule=build_schedule(layout)
+    )
+    work = model.counts.weigh_layers("balanced")
+    timed = time_passes(layout, config, work, bounds, model.objective.remakes_logits)
+    kept = {field.name: getattr(model, field.name) for field in fields(ResolvedModel)}
+    return ResolvedRun(**kept | {"config": config}, layout=timed, bounds=bounds)
+
+
+def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Layer], target: Target) -> Adapter | None:
+    adapter = build_adapter(config, layers, is_part=model.wrapper is not None)
+    if adapter is None:
+        return None
+    path = str(model.path)
+    if not target.is_planned or has_tokenizer(config, path):
+        check_added_tokens(config, list_new_tokens(config, path), layers)
+    if adapter.config.modules_to_save and get_objective(config).needs_reference:
+        raise UserError(
+            f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"
+            " without the adapter, and modules_to_save cannot be disabled; omit it, or use adapter=none"
+        )
+    check_peft_names(adapter, get_whole_config(model))
+    return adapter
+
+
+def _hashable(method: Any) -> Any:
+    return tuple(method) if isinstance(method, list) else method
