@@ -18,6 +18,9 @@ from data.loading.row_lengths import measure_rows
 from data.order import GlobalOrder
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
+from models.adapters.freeze import check_freeze
+from models.adapters.options import AdapterName
 from models.architecture.lookup import apply_rope_overrides, build_layers, check_length, choose_experts
 from models.experts.router import RouterOptions
 from models.layers.layer import Layer
@@ -30,12 +33,13 @@ from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
+from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
 from models.weights.vocabulary import resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
 from training.config.incompatible import Run, check_together
 from training.config.precision import DTYPES
-from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
+from training.config.schema import AttnImplementation, Device, Init, RunConfig
 from training.config.validate import check_config, check_deepspeed_version, check_model_fields
 from training.costs.cost import LayerCost
 from training.costs.hardware import Machine
@@ -56,14 +60,6 @@ from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.pipeline.sequence_parts import check_run_sequences, find_length_multiple
-from training.pipeline.trainable import (
-    build_adapter,
-    check_added_tokens,
-    check_freeze,
-    check_peft_names,
-    check_same_adapter,
-    read_trained_adapter,
-)
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import (
     Prediction,
@@ -127,7 +123,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     check_stated_fields(config, source)
     setup = build_setup(config, source, ranks, plans=not config.evaluate_only)
     if not config.evaluate_only:
-        check_same_adapter(config, setup.adapter, resume_from)
+        check_same_adapter(setup.adapter, resume_from)
     build_collator(config.data)
     if not config.evaluate_only:
         check_optimizer(config)
@@ -166,10 +162,13 @@ def build_setup(config: RunConfig, source: WeightSource, ranks: Ranks, plans: bo
         source.config, config.tensor_parallel_size, DTYPES[config.precision]
     )
     source.check_complete(layers)
-    check_freeze(config, layers)
-    adapter = None if config.evaluate_only else build_adapter(config, layers, is_part=source.wrapper is not None)
+    check_freeze(config.freeze, layers)
+    adapter = None
+    if not config.evaluate_only:
+        seed, base_name, is_part = config.seed, config.model_name_or_path, source.wrapper is not None
+        adapter = build_adapter(config.adapter, layers, seed=seed, base_name=base_name, is_part=is_part)
     if adapter is not None:
-        check_added_tokens(config, list_new_tokens(config, str(source.path)), layers)
+        check_added_tokens(config.adapter, list_new_tokens(config, str(source.path)), layers)
         if adapter.config.modules_to_save and get_objective(config).needs_reference:
             raise UserError(
                 f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from models.adapters.options import AdapterName
 from models.layers.layer import Layer
-from training.config.schema import AdapterName, RunConfig
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.pipeline.partition import compute_work
 from training.pipeline.schedules import find_schedule

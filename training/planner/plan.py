@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 
 from transformers import PretrainedConfig
 
+from models.adapters.build import build_adapter
 from models.layers.layer import Layer
 from models.sharding.context_parallel import choose_parts
 from training.config.precision import DTYPES
@@ -30,7 +31,6 @@ from training.objectives.registry import get_objective
 from training.pipeline.partition import Fits
 from training.pipeline.schedule import Schedule
 from training.pipeline.schedules import build_schedule, find_schedule
-from training.pipeline.trainable import build_adapter
 from training.planner.disk import CheckpointSize, estimate_size
 from training.planner.simulation import Pass, simulate
 
@@ -185,7 +185,7 @@ def count_costs(
         micro_batch_size=layout.micro_batch_size * get_objective(config).rows_per_sample,
         seq_length=config.max_seq_length,
         dtype=DTYPES[config.precision],
-        adapter=build_adapter(config, layers),
+        adapter=build_adapter(config.adapter, layers, seed=config.seed, base_name=config.model_name_or_path),
         freeze=config.freeze,
         tensor_parallel_size=layout.tensor_parallel_size,
         parts=choose_parts(

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from console import fit, measure_width
 from errors import UserError
+from models.adapters.freeze import check_freeze
 from models.architecture.lookup import apply_rope_overrides, build_layers, check_length, choose_attention
 from models.layers.layer import Layer
 from models.layers.score_head import describe_reward_model, is_reward_model
@@ -35,7 +36,6 @@ from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
 from training.pipeline.sequence_parts import check_run_sequences
-from training.pipeline.trainable import check_freeze
 from training.planner.plan import Plan, build_fits, compute_plan, count_costs
 from training.planner.profile_machine import profile_layers
 from training.planner.remedies import find_remedies
@@ -146,7 +146,7 @@ def build_plan(config: RunConfig, architecture: PretrainedConfig, layers: list[L
     """The plan of exactly this config on complete `hardware`."""
     layout = build_layout(config, check_world_size(config), len(layers), has_accelerator=True)
     layout = schedule_layout(layout, config, len(layers))
-    check_freeze(config, layers)
+    check_freeze(config.freeze, layers)
     costs = count_costs(config, architecture, layers, layout)
     run = PlannedRun(config, layout, architecture.vocab_size, hardware)
     fits = build_fits(costs, run)
