@@ -99,9 +99,9 @@ def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraC
 
 
 def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-    """The modules that `adapter.modules_to_save` names, without a tied head, which is the embedding.
+    """Returns the modules that `adapter.modules_to_save` names, except a tied head, which is the embedding.
 
-    Raises UserError for a name that none of the modules around the decoder layers bears.
+    Raises UserError for a name that matches no module around the decoder layers.
     """
     known = [layer.hf_prefix.rstrip(".") for layer in layers if layer.owns_weights]
     around = [name for name in known if not re.search(r"\.\d+$", name)]
@@ -130,7 +130,7 @@ def check_added_tokens(options: AdapterOptions, added: Sequence[str], layers: Se
 
 
 def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for what LoRA on experts, or on a router, cannot do: peft refuses it too."""
+    """Raises UserError for dropout or DoRA on experts or routers, which peft refuses too."""
     named = [
         layer.hf_prefix + name
         for layer in layers
@@ -146,7 +146,7 @@ def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
 
 
 def check_4bit(layers: Sequence[Layer]) -> None:
-    """Raises UserError where bitsandbytes is missing, or a weight is none that it can quantize."""
+    """Raises UserError where bitsandbytes is missing, or cannot quantize one of the weights."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"
@@ -162,7 +162,7 @@ def check_4bit(layers: Sequence[Layer]) -> None:
         if stacks := list_adaptable(module).stacks:
             raise UserError(
                 f"adapter.load_in_4bit=true: the experts of a layer are one tensor, '{layer.hf_prefix}{stacks[0]}', "
-                "which would stay as it is; give adapter.load_in_4bit=false and more num_stages"
+                "which would not be quantized; give adapter.load_in_4bit=false and more num_stages"
             )
 
 
@@ -171,7 +171,7 @@ def check_peft_names(adapter: Adapter | None, config: PretrainedConfig) -> None:
     weights = name_for_peft(adapter.config, config).target_parameters if adapter and adapter.config.use_dora else None
     if weights:
         raise UserError(
-            f"adapter.use_dora=true: of a '{config.model_type}' peft takes '{weights[0].removesuffix('.weight')}' for "
-            "the experts' and could not load the adapter; leave it out of adapter.target_modules, or give "
-            "adapter.use_dora=false"
+            f"adapter.use_dora=true: in a '{config.model_type}' model peft takes "
+            f"'{weights[0].removesuffix('.weight')}' for the experts' matrix and could not load the adapter; remove it "
+            "from adapter.target_modules, or give adapter.use_dora=false"
         )

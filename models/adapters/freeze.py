@@ -21,8 +21,8 @@ def choose_trained(
     freeze: Sequence[str],
     parallel: TensorParallel = NO_TP,
 ) -> None:
-    """Makes trainable, of the module of layer `index`, what is to be trained: the adapter that it puts there, or all
-    but what `freeze` names."""
+    """Set which parameters in the module of layer `index` are trained: those of the adapter, which is attached here, or
+    all of them without one; and of these none whose full name a pattern of `freeze` matches."""
     if adapter is not None:
         adapter.attach(module, index, layer, parallel)
     for name, parameter in module.named_parameters():
@@ -31,7 +31,8 @@ def choose_trained(
 
 
 def check_freeze(freeze: Sequence[str], layers: Sequence[Layer]) -> None:
-    """Raises UserError for a pattern that is none, matches nothing, or leaves nothing to train."""
+    """Raises UserError for a pattern that is not a valid regular expression or matches nothing, and for patterns that
+    leave nothing to train."""
     names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
     frozen: set[str] = set()
     for pattern in freeze:

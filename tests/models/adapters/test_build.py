@@ -1,4 +1,4 @@
-"""Adapters that the config group describes, rightly and wrongly."""
+"""Adapters built from valid and invalid options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
         ({"name_or_path": "nowhere"}, "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
     ],
 )
-def test_an_adapter_that_cannot_be(options: dict[str, Any], expected: str) -> None:
+def test_invalid_adapter_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         build_lora(LLAMA, **options)
     assert expected in str(caught.value)
@@ -66,7 +66,7 @@ def test_an_adapter_that_cannot_be(options: dict[str, Any], expected: str) -> No
         ({"target_parameters": []}, "rank 16 on 32 projections; none on 6 stacks of routed experts ("),
     ],
 )
-def test_what_of_a_mixture_has_adapters_and_what_has_none(options: dict[str, Any], expected: str) -> None:
+def test_adapted_and_unadapted_parts_of_a_mixture_are_counted(options: dict[str, Any], expected: str) -> None:
     adapter = build_lora(DEEPSEEK, **options)
     described = describe_targets(DEEPSEEK, adapter.config)
     assert described.startswith(expected) and "\n" not in described
@@ -97,21 +97,21 @@ def test_what_of_a_mixture_has_adapters_and_what_has_none(options: dict[str, Any
         ),
     ],
 )
-def test_an_adapter_of_experts_that_cannot_be(options: dict[str, Any], expected: str) -> None:
+def test_invalid_adapter_options_of_a_mixture(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         build_lora(DEEPSEEK, **options)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_dense_model_has_no_parameters_of_experts() -> None:
+def test_a_dense_model_has_no_expert_parameters() -> None:
     with pytest.raises(UserError, match="is named 'experts.down_proj'; this model has no experts"):
         build_lora(LLAMA, target_parameters=["experts.down_proj"])
 
 
-def test_names_that_peft_gives_to_the_experts_cannot_have_dora() -> None:
+def test_no_dora_on_names_that_peft_takes_for_the_experts() -> None:
     options: dict[str, Any] = {"target_parameters": [], "use_dora": True}
     adapter = build_lora(DEEPSEEK, **options)
-    with pytest.raises(UserError, match="of a 'deepseek_v3' peft takes 'down_proj' for the experts'"):
+    with pytest.raises(UserError, match="in a 'deepseek_v3' model peft takes 'down_proj' for the experts'"):
         check_peft_names(adapter, build_family_config("deepseek_v3"))
     check_peft_names(build_lora(LLAMA, **options), build_family_config("llama"))
 
@@ -124,7 +124,7 @@ def test_modules_to_save_are_around_the_decoder_layers() -> None:
         build_lora(LLAMA, modules_to_save=["q_proj"])
 
 
-def test_4_bits_want_their_package_and_plain_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bits_need_bitsandbytes_and_linear_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_lora(LLAMA, load_in_4bit=True).in_4bit
     with pytest.raises(
         UserError,

@@ -1,4 +1,4 @@
-"""Patterns of `freeze`."""
+"""Patterns of `freeze` that are invalid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA = build_layers(build_family("llama").config)
         (["."], "freeze=['.'] leaves nothing to train"),
     ],
 )
-def test_weights_that_cannot_be_frozen(freeze: list[str], expected: str) -> None:
+def test_invalid_freeze_patterns(freeze: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         check_freeze(freeze, LLAMA)
     assert expected in str(caught.value)

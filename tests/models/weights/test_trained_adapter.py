@@ -23,7 +23,7 @@ DEEPSEEK = build_layers(build_family_config("deepseek_v3"))  # one dense layer, 
 STACKS = "mlp.experts.down_proj,mlp.experts.gate_up_proj"
 
 
-def test_adapter_and_full_checkpoint_are_not_mixed_up(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_adapter_only(tmp_path: Path) -> None:
     adapter = build_lora(LLAMA, r=4)
     step = tmp_path / "global_step1"
     with pytest.raises(UserError, match="was saved with adapter=none, this run has adapter=lora"):
@@ -41,7 +41,7 @@ def test_adapter_and_full_checkpoint_are_not_mixed_up(tmp_path: Path) -> None:
             check_same_adapter(build_lora(LLAMA, **options), step)
 
 
-def test_an_adapter_of_experts_is_the_same_after_it_was_named_for_peft(tmp_path: Path) -> None:
+def test_an_adapter_on_experts_compares_equal_after_renaming_for_peft(tmp_path: Path) -> None:
     adapter, step = build_lora(DEEPSEEK), tmp_path / "global_step1"
     save_adapter_config(adapter, tmp_path, build_family_config("deepseek_v3"))
     assert "gate_proj" not in json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
@@ -54,8 +54,11 @@ def test_an_adapter_of_experts_is_the_same_after_it_was_named_for_peft(tmp_path:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"peft_type": "IA3"}, "describes IA3; only LoRA"),
-        ({"trainable_token_indices": [3]}, "has trainable_token_indices=[3]; adapters of all layers alike"),
+        ({"peft_type": "IA3"}, "describes IA3; only LoRA adapters are supported"),
+        (
+            {"trainable_token_indices": [3]},
+            "has trainable_token_indices=[3], which is not supported; merge the adapter",
+        ),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": "./nowhere"}, "its base model (base_model_name_or_path) cannot be opened"),
         ({}, "holds adapter_config.json but no adapter_model.safetensors"),
