@@ -202,10 +202,10 @@ def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence
     taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
     if not layers[-1].owns_weights:
         taken.add(TIED_HEAD)
-    if left := sorted(set(names) - taken):
+    if unused := sorted(set(names) - taken):
         raise UserError(
-            f"the adapter's '{left[0]}' does not belong to a projection or an expert of a decoder layer of this model, "
-            "or to a module in modules_to_save; only those are supported"
+            f"the adapter's '{unused[0]}' does not belong to a projection or an expert of a decoder layer of this "
+            "model, or to a module in modules_to_save; only those are supported"
         )
 
 

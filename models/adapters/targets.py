@@ -198,18 +198,18 @@ def _no_parameter(target: str, known: Sequence[str]) -> UserError:
 def describe_targets(layers: Sequence[Layer], config: LoraConfig) -> str:
     """Returns one line that counts what has adapters and what has none, and says which key would add routed experts and
     routers."""
-    taken, left = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    adapted, others = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for layer in layers:
         module = layer.build_on_meta()
         known, targets = list_adaptable(module), list_targets(module, layer, config)
         for kind in ("projections", "stacks", "routers"):
-            taken.update((kind, name) for name in getattr(targets, kind))
-            left.update((kind, name) for name in set(getattr(known, kind)) - set(getattr(targets, kind)))
-    text = f"rank {config.r} on {' and '.join(_list_counts(taken))}"
-    if not left:
+            adapted.update((kind, name) for name in getattr(targets, kind))
+            others.update((kind, name) for name in set(getattr(known, kind)) - set(getattr(targets, kind)))
+    text = f"rank {config.r} on {' and '.join(_list_counts(adapted))}"
+    if not others:
         return text
-    parameters = {name for kind, name in taken if kind != "projections"}
-    return f"{text}; none on {', '.join(_list_counts(left, parameters))}"
+    parameters = {name for kind, name in adapted if kind != "projections"}
+    return f"{text}; none on {', '.join(_list_counts(others, parameters))}"
 
 
 def _list_counts(parts: Counter[tuple[str, str]], parameters: set[str] | None = None) -> list[str]:
