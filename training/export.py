@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from console import progress
+from models.adapters.peft_export import export_adapter, save_adapter_config
 from models.conversion.convert import export_hugging_face
 from models.layers.score_head import is_reward_model
 from models.layers.wrapped import TEXT_CONFIG
@@ -19,11 +20,11 @@ from models.weights.passthrough import write_carried
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
+from models.weights.trained_adapter import read_trained_adapter
 from models.weights.vocabulary import add_eos_token_id, set_pad_token_id
 from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import remove_leftovers
 from training.config.schema import RunConfig
-from training.pipeline.trainable import export_adapter, save_adapter_config
 from training.setup import RunSetup
 
 
@@ -78,7 +79,8 @@ def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True
     shows: how far it is.
     """
     if setup.adapter is not None:
-        export_adapter(step_dir, setup.layers, output_dir)
+        tensors = read_trained_adapter(step_dir, setup.layers)
+        export_adapter(step_dir.parent, tensors, setup.layers, output_dir)
         return
     with progress("exporting", unit="B", shown=shows) as bar:
         export_hugging_face(open_weights(str(step_dir)), output_dir, overwrite=True, progress=bar.reach)

@@ -9,12 +9,12 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from data.loading.row_lengths import measure_rows
 from data.order import GlobalOrder
 from errors import UserError
+from models.adapters.options import AdapterName
 from models.parallel.shard import find_length_multiple
 from models.weights.config_file import parse_config
 from models.weights.random_weights import RandomWeights
@@ -22,26 +22,22 @@ from models.weights.resized_vocab import ResizedVocabWeights
 from models.weights.reward import as_reward_model
 from models.weights.source import WeightSource
 from models.weights.sources import open_weights
+from models.weights.trained_adapter import check_same_adapter, read_trained_adapter
 from models.weights.vocabulary import resize_config
 from training.checkpoint.resume import Resumable, choose_resume, choose_whole, find_resume
 from training.checkpoint.run_folder import RunFolder
-from training.config.schema import AdapterName, AttnImplementation, Device, Init, RunConfig
+from training.config.schema import Device, Init, RunConfig
 from training.config.validate import check_deepspeed_version
 from training.costs.hardware import Machine
 from training.distributed.process import broadcast_from_main, describe_device, has_accelerator
 from training.distributed.ranks import Ranks
 from training.engine.deepspeed_internals import check_internals
 from training.inputs.datasets import build_row_plan, count_added_rows
-from training.pipeline.trainable import check_same_adapter, read_trained_adapter
 from training.planner.layer_times import LayerTimes
 from training.planner.prediction import Prediction, find_machine, predict, time_layers
+from training.resolution.packages import check_packages, has_package
 from training.resolution.resolve import ResolvedRun, check_keys, resolve
 from training.resolution.target import Target
-
-_PACKAGES = {
-    AttnImplementation.flash_attention_2: "flash_attn",
-    AttnImplementation.flash_attention_3: "flash_attn_interface",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
     check_deepspeed_version()
     check_internals(with_adapter=config.adapter.name is AdapterName.lora)
     check_keys(config, has_accelerator())
-    check_attention(config.attn_implementation)
+    check_packages(config)
     if config.compile:
         check_compiler(has_accelerator())
     folder = RunFolder(config.output_dir)
@@ -79,7 +75,7 @@ def check_run(config: RunConfig, ranks: Ranks) -> RunSetup:
         folder.check_keeps(source.path)
     setup = build_setup(config, source, ranks)
     if not config.evaluate_only:
-        check_same_adapter(config, setup.adapter, resume_from)
+        check_same_adapter(setup.adapter, resume_from)
     reference = open_reference(config, setup, resume_from)
     return dataclasses.replace(setup, resume_from=resume_from, resumable=resumable, reference=reference)
 
@@ -205,19 +201,10 @@ def weights_path(config: RunConfig) -> str:
 def check_compiler(has_accelerator: bool) -> None:
     """Raises UserError where `torch.compile` cannot make code."""
     compiler = os.environ.get("CXX", "g++")  # as torch._inductor looks for it
-    if has_accelerator and find_spec("triton") is None:
+    if has_accelerator and not has_package("triton"):
         raise UserError("compile=true needs the package triton on a GPU; install it, or set compile=false")
     if not has_accelerator and shutil.which(compiler) is None:
         raise UserError(
             f"compile=true needs a C++ compiler, and {compiler} is not there; install it, name another in CXX, or set "
             "compile=false"
-        )
-
-
-def check_attention(implementation: AttnImplementation) -> None:
-    """Raises UserError for a kernel whose package is missing."""
-    package = _PACKAGES.get(implementation)
-    if package is not None and find_spec(package) is None:
-        raise UserError(
-            f"attn_implementation={implementation.value} needs the package {package}; install it, or use sdpa"
         )

@@ -1,9 +1,9 @@
-"""LoRA (2106.09685) through peft: put on the layers of a stage, and merged layer by layer; and QLoRA (2305.14314), the
-projections beside the adapters in 4 bits, through bitsandbytes.
+"""LoRA (2106.09685) through peft, attached to the layers of a stage and merged layer by layer; and QLoRA (2305.14314),
+with the projections of those layers in 4 bits through bitsandbytes.
 
-peft works on the modules of one layer at a time, so it never sees a whole model; what it would name
-"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own, and the name in the
-layer (`models/adapters/folder.py`).
+peft works on the module of one layer at a time and never sees a whole model. What it would name
+"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight" is that prefix, the layer's own prefix, and the name in
+the layer's module (`models/adapters/folder.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported on use: peft takes seconds
 
 
-# What peft imports warns, on CPUs with bf16 (bitsandbytes 0.50.2), of a kernel for 4 bits that nobody asked for.
+# On CPUs with bf16, bitsandbytes (0.50.2), which peft imports, warns about a 4-bit kernel that is not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is put on the layers.
+    """A LoRA adapter for the layers of a model.
 
-    tensors: weights to start from, named as in a peft folder; none: peft's random ones, equal at every layout for one
-    seed.
-    in_4bit: whether the projections of the layers that get adapters are kept in 4 bits (nf4).
+    tensors: initial weights, named as in a peft folder; without them peft's random ones, which depend on the seed and
+    not on the layout. in_4bit: whether the projections of the layers that get adapters are quantized to 4 bits (nf4).
     """
 
     config: LoraConfig
@@ -49,10 +48,10 @@ class Adapter:
     in_4bit: bool = False
 
     def attach(self, module: nn.Module, index: int, layer: Layer, parallel: TensorParallel = NO_TP) -> None:
-        """Freezes the module of layer `index`, weights loaded, and puts trainable adapters on its targets; cut as
-        those are.
+        """Freeze the module of layer `index`, whose weights are loaded, and put trainable adapters on its targets,
+        sharded as those are. A module in `modules_to_save` stays trainable and gets no adapter.
 
-        Raises UserError for start weights that do not fit.
+        Raises UserError for initial weights that do not fit.
         """
         if is_saved(layer, self.config):
             self._fill_saved(module, layer, parallel)
@@ -72,8 +71,8 @@ class Adapter:
         if parallel.size > 1:
             for adapted in _list_adapted(module):
                 shard_adapter(adapted, parallel)
-            if tensors is None and not is_meta:  # drawn whole: so they are the same however they are cut
-                whole = _build_hollow(layer)
+            if tensors is None and not is_meta:  # drawn for the whole layer: the same at every sharding
+                whole = _build_shape_only(layer)
                 self._inject_random(whole, index, layer)
                 tensors = {name: whole.get_parameter(name) for name in adapter_names(whole)}
             shard_specs = list_shard_specs(module)
@@ -85,7 +84,7 @@ class Adapter:
             fill_adapter(module, tensors)
 
     def _fill_saved(self, module: nn.Module, layer: Layer, parallel: TensorParallel) -> None:
-        """Of a module that is trained as it is."""
+        """Load the initial weights of a module in `modules_to_save`."""
         if not self.tensors:
             return
         shard_specs = list_shard_specs(module)
@@ -106,19 +105,19 @@ class Adapter:
             inject_adapter(self.config, module, layer)
 
 
-def _build_hollow(layer: Layer) -> nn.Module:
-    """The layer's module on the CPU, each parameter one number seen many times: peft looks at shapes alone."""
+def _build_shape_only(layer: Layer) -> nn.Module:
+    """Build the layer's module on the CPU, each parameter one number expanded to its shape: peft reads shapes alone."""
     module = layer.build_on_meta()
     for name, parameter in list(module.named_parameters()):
         owner, _, own_name = name.rpartition(".")
-        hollow = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        setattr(module.get_submodule(owner), own_name, nn.Parameter(hollow, requires_grad=False))
+        expanded = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        setattr(module.get_submodule(owner), own_name, nn.Parameter(expanded, requires_grad=False))
     return module
 
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
-    """The layers compute as if there were no adapter on them."""
+    """Disable the module's adapters within the context."""
     adapted = _list_adapted(module)
     for child in adapted:
         child.enable_adapters(False)
@@ -130,15 +129,15 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 
 
 def _list_adapted(module: nn.Module) -> list[Any]:
-    """peft's modules around the parts that have adapters; around experts one for each stack, nested."""
+    """Returns peft's wrappers around the parts that have adapters; around experts one for each stack, nested."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
 
 
 def quantize_projections(module: nn.Module) -> None:
-    """Replaces a layer's projections, weights loaded, by ones in nf4 with quantized constants, which compute in the old
-    dtype.
+    """Replace the projections of a layer, whose weights are loaded, by nf4 ones (with double quantization) that compute
+    in the old dtype.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -160,18 +159,20 @@ def quantize_projections(module: nn.Module) -> None:
 
 
 def adapter_names(module: nn.Module) -> list[str]:
+    """Returns the names of the adapter parameters in a layer's module."""
     return [name for name, _ in module.named_parameters() if "lora_" in name]
 
 
 @torch.no_grad()
 def fill_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Sets adapter parameters by their names in the module. Raises UserError for a missing one or another shape."""
+    """Copy `tensors` into the module's adapter parameters, by name. Raises UserError as `fill_parameters` does."""
     fill_parameters(module, tensors, adapter_names(module))
 
 
 @torch.no_grad()
 def fill_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], names: Sequence[str]) -> None:
-    """Sets these parameters of the module. Raises UserError as `fill_adapter` does."""
+    """Copy `tensors` into the module's parameters `names`. Raises UserError for a tensor that is missing or has another
+    shape."""
     parameters = dict(module.named_parameters())
     for name in names:
         tensor = tensors.get(name)
@@ -185,7 +186,8 @@ def fill_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | None
 
 @torch.no_grad()
 def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Adds the adapters of a layer's module to its weights. Returns these, by their names without adapters."""
+    """Add the adapters of a layer's module to its weights. Returns the changed weights, by their names without
+    adapters."""
     for adapted in _list_adapted(module):
         adapted.merge()
     return {
@@ -196,19 +198,19 @@ def merge_adapter(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_all_taken(names: Collection[str], config: LoraConfig, layers: Sequence[Layer]) -> None:
-    """Raises UserError for a tensor, by peft's name, that no layer takes: what it has learned would be lost."""
+    """Raises UserError for a tensor, by peft's name, that no layer would load: what it has learned would be lost."""
     taken = {name for layer in layers for name in _list_names(config, layer)} if names else set()
     if not layers[-1].owns_weights:
         taken.add(TIED_HEAD)
-    if left := sorted(set(names) - taken):
+    if unused := sorted(set(names) - taken):
         raise UserError(
-            f"the adapter's '{left[0]}' is on no projection or expert of a decoder layer of this model, nor of a "
-            "module in modules_to_save; only those are carried"
+            f"the adapter's '{unused[0]}' does not belong to a projection or an expert of a decoder layer of this "
+            "model, or to a module in modules_to_save; only those are supported"
         )
 
 
 def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
-    """What a peft folder has for a layer."""
+    """Returns the names that the layer's tensors have in a peft folder."""
     module = layer.build_on_meta()
     if is_saved(layer, config):
         return [to_peft_name(name, layer) for name, _ in module.named_parameters()]
@@ -219,19 +221,18 @@ def _list_names(config: LoraConfig, layer: Layer) -> list[str]:
 
 
 def inject_adapter(config: LoraConfig, module: nn.Module, layer: Layer) -> None:
-    """Puts adapters with random matrices on the targets of a layer's module; on meta where that is."""
+    """Put adapters with random matrices on the targets of a layer's module; on meta where the module is."""
     from peft import inject_adapter_in_model
 
-    from models.experts.lora import show_to_peft, use_grouped_products
+    from models.experts.lora import peft_orientation, use_grouped_products
 
     targets = list_targets(module, layer, config)
     exact = copy.deepcopy(config)
     exact.target_modules, exact.target_parameters = list(targets.projections), list(targets.parameters) or None
     exact.modules_to_save, exact.ensure_weight_tying = None, False  # those are other layers
     weight = next(module.parameters())
-    with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), show_to_peft(module):
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # of patterns of ranks that are another layer's, or a parameter's
+    with warnings.catch_warnings(), torch.device("meta" if weight.is_meta else "cpu"), peft_orientation(module):
+        # about rank patterns for another layer, or for a parameter
+        warnings.simplefilter("ignore", RuntimeWarning)
         inject_adapter_in_model(exact, module, adapter_name=ADAPTER_NAME)
     use_grouped_products(module)

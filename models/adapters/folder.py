@@ -1,4 +1,4 @@
-"""A standard peft folder: its config and tensors, in and out."""
+"""A standard peft folder: reading its config and tensors, and the names that peft gives them."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ if TYPE_CHECKING:
 
 ReadAdapter = Callable[
     [int, Layer, list[str]], dict[str, torch.Tensor]
-]  # number, layer, names in its module -> its adapter's tensors
+]  # index, layer, names in its module -> the tensors of its adapter
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"  # peft's own for an adapter that has none
 _PREFIX = "base_model.model."
-TIED_HEAD = _PREFIX + "lm_head.weight"  # of a model whose head is its embedding: beside that in `modules_to_save`
-# Fields of peft's config that single out layers or train more than an adapter: a layer by itself cannot follow them
-_NOT_CARRIED = ("bias", "layers_to_transform", "exclude_modules", "trainable_token_indices")
+TIED_HEAD = _PREFIX + "lm_head.weight"  # of a head tied to an embedding in `modules_to_save`, in addition to it
+# Fields of peft's config that single out layers or train more than an adapter: layers are adapted one by one
+_UNSUPPORTED = ("bias", "layers_to_transform", "exclude_modules", "trainable_token_indices")
 
 
 def to_peft_name(name: str, layer: Layer) -> str:
-    """The name in a peft folder of the adapter parameter `name` of the layer's module."""
-    ending = (
-        f".{ADAPTER_NAME}.weight" if "lora_magnitude_vector" in name else f".{ADAPTER_NAME}"
-    )  # DoRA's vector goes without
+    """Returns the name in a peft folder of the parameter `name` of the layer's module."""
+    # peft's files have DoRA's vector without ".weight"
+    ending = f".{ADAPTER_NAME}.weight" if "lora_magnitude_vector" in name else f".{ADAPTER_NAME}"
     return _PREFIX + layer.hf_prefix + name.replace(ending, "")
 
 
 def load_lora_config(path: Path) -> LoraConfig:
-    """The adapter's config in the folder `path`. Raises UserError when peft cannot read it, or it is not a LoRA."""
+    """Load the adapter's config from the folder `path`. Raises UserError when peft cannot read it, or it is not LoRA on
+    all layers alike."""
     from peft import LoraConfig
 
     fields = load_json(path / ADAPTER_CONFIG)
     if fields.get("peft_type") != "LORA":
-        raise UserError(f"{path / ADAPTER_CONFIG} describes {fields.get('peft_type')}; only LoRA adapters are carried")
-    if strange := [key for key in _NOT_CARRIED if fields.get(key) not in (None, {}, [], "none")]:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} has {strange[0]}={fields[strange[0]]}; "
-            "adapters of all layers alike are carried, without it"
+            f"{path / ADAPTER_CONFIG} describes {fields.get('peft_type')}; only LoRA adapters are supported"
+        )
+    if unsupported := [key for key in _UNSUPPORTED if fields.get(key) not in (None, {}, [], "none")]:
+        raise UserError(
+            f"{path / ADAPTER_CONFIG} has {unsupported[0]}={fields[unsupported[0]]}, which is not supported; "
+            "merge the adapter with peft first"
         )
     patterns = [key for name in ("alpha_pattern", "rank_pattern") for key in fields.get(name) or {}]
     if single := [key for key in patterns if re.search(r"\d", key)]:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; "
-            "adapters of all layers alike are carried, without it"
+            f"{path / ADAPTER_CONFIG} has a pattern for '{single[0]}'; patterns of single layers are not supported; "
+            "merge the adapter with peft first"
         )
     modules = fields.get("target_modules")
     if not isinstance(modules, list) and not (modules is None and fields.get("target_parameters")):
@@ -70,16 +72,14 @@ def load_lora_config(path: Path) -> LoraConfig:
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor]) -> ReadAdapter:
-    """How a peft folder's tensors are read, by their names in a layer's module."""
+    """Returns a function that picks a layer's tensors from those of a peft folder, by their names in its module."""
     return lambda index, layer, names: {
         name: tensors[to_peft_name(name, layer)] for name in names if to_peft_name(name, layer) in tensors
     }
 
 
 def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a peft folder, by peft's names. They are small. Raises UserError when they are not there or
-    damaged.
-    """
+    """Load all tensors of a peft folder, by peft's names. Raises UserError when the file is missing or damaged."""
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{path} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}; the adapter is incomplete")
@@ -88,12 +88,12 @@ def load_adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def name_for_peft(lora: LoraConfig, config: PretrainedConfig) -> LoraConfig:
-    """The config as `PeftModel.from_pretrained` takes it for this model.
+    """Returns the config in the form that `PeftModel.from_pretrained` accepts for this model.
 
-    Of many mixtures peft (0.21.2, utils/transformers_weight_conversion.py) takes `gate_proj`, `up_proj` and the like in
-    `target_modules` for the experts' matrices of transformers 4, and puts adapters on the stacked ones instead, of
-    another rank. What those names match, dense layers and shared experts, it finds as `target_parameters`: by weight.
-    For those it wants no dropout, which is for training.
+    For many mixtures of experts peft (0.21.2, utils/transformers_weight_conversion.py) takes `gate_proj`, `up_proj` and
+    the like in `target_modules` for the experts' matrices of transformers 4, and puts adapters of another rank on the
+    stacked experts instead. So the modules that these names match, in dense layers and shared experts, are named by
+    their weights in `target_parameters`. Those allow no dropout, which matters in training alone.
     """
     named = copy.deepcopy(lora)
     renamed = {target for target in lora.target_modules or () if _is_renamed(target, config)}
@@ -112,13 +112,14 @@ def _is_renamed(target: str, config: PretrainedConfig) -> bool:
     model.config = config  # type: ignore[assignment]
     try:
         convert_peft_config_for_transformers(probe, model, None)
-    except ValueError:  # a part alone of what is fused
+    except ValueError:  # the name is one part of a fused matrix
         return True
     return target not in (probe.target_modules or ())
 
 
 def fold_weights(lora: LoraConfig) -> tuple[set[str], set[str]]:
-    """What the config targets as (modules, parameters), a module's weight as the module: as `name_for_peft` got it."""
+    """Returns the config's targets as (modules, parameters), as they were before `name_for_peft`: a module that is
+    named by its weight counts as a module."""
     parameters = set(lora.target_parameters or ())
     weights = {name for name in parameters if name.endswith(".weight")}
     return {*(lora.target_modules or ()), *(name.removesuffix(".weight") for name in weights)}, parameters - weights

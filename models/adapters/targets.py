@@ -28,7 +28,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Targets:
-    """Parts of a layer, by their names in its module. stacks: the experts' stacked parameters. routers: weights."""
+    """Parts of a layer, by their names in its module. stacks: the experts' stacked parameters. routers: the
+    routers' weights."""
 
     projections: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Targets:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """What peft calls target_parameters."""
+        """The parts that peft calls target_parameters."""
         return (*self.stacks, *self.routers)
 
     @property
@@ -49,7 +50,7 @@ class Targets:
 
 
 def list_projections(module: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Name -> matrices inside a decoder layer, but for those that an adapter would not reach."""
+    """Returns the projections inside a decoder layer by name, except those on which an adapter has no effect."""
     others = {*_list_routers(module), *_list_read(module)}
     return {
         name: child
@@ -63,8 +64,8 @@ def _list_read(module: nn.Module) -> set[str]:
 
 
 def _list_routers(module: nn.Module) -> list[str]:
-    """What of a mixture lies beside its experts, has a matrix and is of the family's own making; a matrix itself, where
-    it returns more than a product (phimoe).
+    """Returns the names of the modules next to a mixture's experts whose weight is a matrix and whose class is the
+    family's own; some are subclasses of `nn.Linear` that return more than a product (phimoe).
     """
     blocks = {name.rpartition(".")[0] for name, child in module.named_modules() if is_stack(child)}
     return [
@@ -77,12 +78,12 @@ def _list_routers(module: nn.Module) -> list[str]:
 
 
 def list_adaptable(module: nn.Module) -> Targets:
-    """All that an adapter can be put on."""
+    """Returns all parts of a layer's module that can have an adapter."""
     stacks = (
-        f"{name}.{of}"
+        f"{name}.{stack}"
         for name, child in module.named_modules()
         if is_stack(child)
-        for of, parameter in child.named_parameters(recurse=False)
+        for stack, parameter in child.named_parameters(recurse=False)
         if parameter.ndim == 3
     )
     return Targets(
@@ -91,8 +92,8 @@ def list_adaptable(module: nn.Module) -> Targets:
 
 
 def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> Targets:
-    """What of the layer's module the config puts an adapter on. A projection may also be named as a parameter, by its
-    weight; peft's own lists may name parts of one layer alone.
+    """Returns the parts of the layer's module that the config puts an adapter on. A projection may also be named as a
+    parameter, by its weight. Lists that peft has written may name parts of a single layer.
     """
     modules, parameters = config.target_modules or (), config.target_parameters or ()
     known, prefix = list_adaptable(module), layer.hf_prefix
@@ -108,14 +109,14 @@ def list_targets(module: nn.Module, layer: Layer, config: LoraConfig) -> Targets
 
 
 def is_saved(layer: Layer, config: LoraConfig) -> bool:
-    """Whether the config trains and saves the layer's module as it is (peft's `modules_to_save`); whole ones, such as
-    the embedding and the head, alone."""
+    """Returns whether the config trains and saves the layer's whole module (peft's `modules_to_save`), such as the
+    embedding or the head."""
     return layer.owns_weights and is_named(layer.hf_prefix.rstrip("."), config.modules_to_save or ())
 
 
 def list_full_names(layers: Sequence[Layer], config: LoraConfig) -> list[str]:
-    """The projections that the config targets, by their whole names: for a model that has others beside these layers,
-    where a part of a name would match those too."""
+    """Returns the full names of the projections that the config targets, for a model with modules outside of these
+    layers that the end of a name would match too."""
     return [
         layer.hf_prefix + name
         for layer in layers
@@ -124,6 +125,7 @@ def list_full_names(layers: Sequence[Layer], config: LoraConfig) -> list[str]:
 
 
 def is_named(name: str, targets: Iterable[str]) -> bool:
+    """Returns whether one of `targets` is the name, or its end after a dot."""
     return any(name == target or name.endswith("." + target) for target in targets)
 
 
@@ -133,12 +135,12 @@ def build_lora_config(
     target_parameters: Sequence[str] | None = None,
     **options: Any,
 ) -> LoraConfig:
-    """peft's config for the layers' model.
+    """Build peft's config for the model that has these layers.
 
-    target_modules: names of projections, or "all-linear" for every one in the decoder layers (not the head), and the
-    experts of a mixture unless `target_parameters` says which. target_parameters: names of stacked parameters of
+    target_modules: names of projections, or "all-linear" for all of them in the decoder layers (not the head), and for
+    the experts of a mixture unless `target_parameters` names some. target_parameters: names of stacked parameters of
     experts, or of routers' weights. options: further fields of `peft.LoraConfig`.
-    Raises UserError for a name that nothing bears.
+    Raises UserError for a name that matches nothing.
     """
     from peft import LoraConfig
 
@@ -194,24 +196,25 @@ def _no_parameter(target: str, known: Sequence[str]) -> UserError:
 
 
 def describe_targets(layers: Sequence[Layer], config: LoraConfig) -> str:
-    """One line: what has adapters and what has none, with counts, and how routed experts would get them."""
-    taken, left = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    """Returns one line that counts what has adapters and what has none, and says which key would add routed experts and
+    routers."""
+    adapted, others = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for layer in layers:
         module = layer.build_on_meta()
         known, targets = list_adaptable(module), list_targets(module, layer, config)
         for kind in ("projections", "stacks", "routers"):
-            taken.update((kind, name) for name in getattr(targets, kind))
-            left.update((kind, name) for name in set(getattr(known, kind)) - set(getattr(targets, kind)))
-    text = f"rank {config.r} on {' and '.join(_list_counts(taken))}"
-    if not left:
+            adapted.update((kind, name) for name in getattr(targets, kind))
+            others.update((kind, name) for name in set(getattr(known, kind)) - set(getattr(targets, kind)))
+    text = f"rank {config.r} on {' and '.join(_list_counts(adapted))}"
+    if not others:
         return text
-    parameters = {name for kind, name in taken if kind != "projections"}
-    return f"{text}; none on {', '.join(_list_counts(left, parameters))}"
+    parameters = {name for kind, name in adapted if kind != "projections"}
+    return f"{text}; none on {', '.join(_list_counts(others, parameters))}"
 
 
 def _list_counts(parts: Counter[tuple[str, str]], parameters: set[str] | None = None) -> list[str]:
-    """parts: (kind, name in the layer) -> layers that have it. parameters: what has adapters already, where the text
-    is to say how to include the parts; the key replaces the default, so it has to name both.
+    """parts: (kind, name in the layer) -> number of layers that have it. parameters: those that have adapters already,
+    for a hint at the key that includes the parts too; the key replaces the default, so it has to name both.
     """
     counted = []
     for kind, called in (
@@ -219,7 +222,7 @@ def _list_counts(parts: Counter[tuple[str, str]], parameters: set[str] | None = 
         ("stacks", "stacks of routed experts"),
         ("routers", "routers"),
     ):
-        names = sorted(name for of, name in parts if of == kind)
+        names = sorted(name for part_kind, name in parts if part_kind == kind)
         if not names:
             continue
         hint = ""

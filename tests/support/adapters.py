@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,21 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from models.adapters.adapter import Adapter
+from models.adapters.build import build_adapter
 from models.adapters.folder import name_for_peft, to_peft_name
+from models.adapters.options import AdapterName, AdapterOptions
 from models.adapters.targets import ALL_LINEAR, build_lora_config
 from models.architecture.lookup import build_layers
+from models.layers.layer import Layer
+
+
+def build_lora(layers: Sequence[Layer], **options: Any) -> Adapter:
+    """The adapter of `adapter=lora` with these options."""
+    chosen = AdapterOptions(name=AdapterName.lora, **options)
+    adapter = build_adapter(chosen, layers, seed=3, base_name="model")
+    assert adapter is not None
+    return adapter
 
 
 def make_adapter(

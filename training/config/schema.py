@@ -19,6 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo, TrainOn
 from errors import UserError
+from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
 
 Schema = TypeVar("Schema")
@@ -87,11 +88,6 @@ class FusedKernels(Enum):
 class Init(Enum):
     pretrained = "pretrained"
     random = "random"
-
-
-class AdapterName(Enum):
-    none = "none"
-    lora = "lora"
 
 
 class OnNonfinite(Enum):
@@ -245,21 +241,6 @@ class ParameterGroup:
 
 
 @dataclass
-class AdapterConfig:
-    name: AdapterName = AdapterName.none
-    r: int = 16
-    lora_alpha: float = 32
-    lora_dropout: float = 0.0
-    target_modules: Any = "all-linear"
-    target_parameters: list[str] | None = None
-    modules_to_save: list[str] | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-    load_in_4bit: bool = False
-    name_or_path: str | None = None
-
-
-@dataclass
 class LoggerConfig:
     name: LoggerName = LoggerName.none
     project: str = "llm-pipeline"
@@ -294,7 +275,7 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    adapter: AdapterOptions = field(default_factory=AdapterOptions)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
+from models.adapters.freeze import choose_trained
 from models.experts.sizes import active_share, count_experts, list_matrices
 from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
@@ -27,7 +28,6 @@ from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
-from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
 
 INPUT_BYTES = 8  # of a token on its way into the first layer: input_ids are int64

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -110,11 +109,6 @@ def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
 def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """bitsandbytes'. Without its exception for small tensors, of which ZeRO's flat pieces hold many: what is kept would
     depend on the layout. Raises UserError where the package is missing."""
-    if find_spec("bitsandbytes") is None:
-        raise UserError(
-            "optimizer=adamw_8bit needs the package bitsandbytes (pip install bitsandbytes); without it give "
-            "optimizer=adamw optimizer.state_dtype=bf16"
-        )
     from bitsandbytes.optim import AdamW8bit  # imported on use: it takes a second
 
     return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)

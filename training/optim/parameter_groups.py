@@ -16,10 +16,10 @@ import torch
 
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.freeze import choose_trained
 from models.layers.layer import Layer
 from training.config.schema import RunConfig
 from training.pipeline.module import StageModule
-from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_sharding import whole_shape
 
 # Of a group: its learning rate over that of the run, whose schedule scales all of them.

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from console import progress
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.freeze import choose_trained
 from models.experts.router import RouterOptions
 from models.layers.decoder import Embedding, PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
@@ -35,7 +36,6 @@ from training.pipeline.compilation import compile_layers
 from training.pipeline.placement import Placement
 from training.pipeline.routers import StageRouters
 from training.pipeline.schedule import Schedule
-from training.pipeline.trainable import choose_trained
 from training.pipeline.weight_gradients import DeferredGradients, split_projections
 from training.pipeline.weight_sharding import WeightSharding, shard_weights, whole_weights
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from training.config.schema import AdapterName, RunConfig
+from models.adapters.options import AdapterName
+from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.pipeline.schedules import find_schedule
 from training.pipeline.zero_bubble import PassTimes

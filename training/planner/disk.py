@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from training.config.schema import AdapterName, Precision, RunConfig
+from models.adapters.options import AdapterName
+from training.config.schema import Precision, RunConfig
 from training.costs.memory import bytes_of
 from training.optim.optimizer import count_state_bytes
 

@@ -23,6 +23,8 @@ from transformers import PretrainedConfig
 
 from data.collator import shift_labels
 from models.adapters.adapter import Adapter
+from models.adapters.build import build_adapter
+from models.adapters.freeze import choose_trained
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from models.layers.score_head import is_reward_model
@@ -34,7 +36,6 @@ from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
 from training.distributed.topology import Layout
 from training.optim.gradient_sums import add_gradient
-from training.pipeline.trainable import build_adapter, choose_trained
 
 CHAIN = 4  # layers that run one after the other, so that weights and activations leave the caches as they do in a stage
 ROUNDS = 5
@@ -150,7 +151,9 @@ def _time_kind(task: Task, indices: Sequence[int], dtype: torch.dtype) -> tuple[
     """Seconds of a micro-batch through one layer, forward and back, what the engine does with the gradients
     included."""
     layers = build_layers(task.architecture)
-    adapter = build_adapter(task.config, layers)
+    adapter = build_adapter(
+        task.config.adapter, layers, seed=task.config.seed, base_name=task.config.model_name_or_path
+    )
     built = partial(_build, dtype=dtype, adapter=adapter, freeze=task.config.freeze)
     chain = [(layers[index], built(layers[index], index)) for index in indices]
     shape = (task.micro_batch_size, task.config.max_seq_length)

@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 
 from errors import UserError
 from models.adapters.adapter import Adapter
+from models.adapters.build import build_adapter, check_added_tokens, check_peft_names
+from models.adapters.freeze import check_freeze
 from models.architecture.lookup import build_layers
 from models.experts.router import RouterOptions
 from models.layers.layer import Layer
@@ -27,7 +29,7 @@ from models.parallel.shard import ContextParallel
 from models.sharding.tensor_parallel import shard_layers
 from models.weights.source import DescribedModel, get_whole_config
 from training.config.incompatible import Run, check_together
-from training.config.schema import RunConfig
+from training.config.schema import OptimizerName, RunConfig
 from training.config.validate import check_config
 from training.cost_terms.cost_term import PlannedRun
 from training.cost_terms.fits import build_fits
@@ -45,9 +47,9 @@ from training.pipeline.partition import split_layers
 from training.pipeline.pass_times import time_passes
 from training.pipeline.routers import build_router_options
 from training.pipeline.schedules import build_schedule, find_schedule, schedule_layout
-from training.pipeline.trainable import build_adapter, check_added_tokens, check_freeze, check_peft_names
 from training.resolution.architecture import complete_architecture
 from training.resolution.counts import LayerCounts
+from training.resolution.packages import BITSANDBYTES, has_package
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
 
@@ -104,7 +106,8 @@ def check_keys(config: RunConfig, has_accelerator: bool) -> None:
     check_objective(config)
     build_collator(config.data)
     build_encoder(config.data)
-    if not config.evaluate_only:
+    needs_bitsandbytes = config.optimizer.name is OptimizerName.adamw_8bit
+    if not config.evaluate_only and (has_package(BITSANDBYTES) or not needs_bitsandbytes):
         check_optimizer(config)
 
 
@@ -120,7 +123,7 @@ def resolve_model(config: RunConfig, model: DescribedModel, target: Target) -> R
     layers = build_layers(architecture, model.wrapper)
     layers = shard_layers(architecture, layers, config.tensor_parallel_size)
     parts = check_run_sequences(config, architecture, layers)
-    check_freeze(config, layers)
+    check_freeze(config.freeze, layers)
     adapter = None if config.evaluate_only else _resolve_adapter(config, model, layers, target)
     if not config.evaluate_only:
         check_parameter_groups(config, layers, adapter)
@@ -167,12 +170,18 @@ def place_layers(model: ResolvedModel, config: RunConfig, layout: Layout, target
 
 
 def _resolve_adapter(config: RunConfig, model: DescribedModel, layers: list[Layer], target: Target) -> Adapter | None:
-    adapter = build_adapter(config, layers, is_part=model.wrapper is not None)
+    adapter = build_adapter(
+        config.adapter,
+        layers,
+        seed=config.seed,
+        base_name=config.model_name_or_path,
+        is_part=model.wrapper is not None,
+    )
     if adapter is None:
         return None
     path = str(model.path)
     if not target.is_planned or has_tokenizer(config, path):
-        check_added_tokens(config, list_new_tokens(config, path), layers)
+        check_added_tokens(config.adapter, list_new_tokens(config, path), layers)
     if adapter.config.modules_to_save and get_objective(config).needs_reference:
         raise UserError(
             f"adapter.modules_to_save does not go together with data={config.data.name}: the reference is the model"

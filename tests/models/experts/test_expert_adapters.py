@@ -35,7 +35,7 @@ NUM_EXPERTS, D = 8, 48
 
 
 def _gpt_oss() -> nn.Module:
-    """Transposed, with biases, gate and up interleaved."""
+    """Returns experts with transposed weights, biases, and gate and up interleaved."""
     return GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=D, intermediate_size=24))
 
 
@@ -52,7 +52,7 @@ FAMILIES_WITH_EXPERTS = [
 
 
 class Holder(nn.Module):
-    """What peft sees of a layer."""
+    """A parent module for the experts, as peft needs one."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Holder(nn.Module):
 
 
 def build_pair(family: str, **options: Any) -> tuple[Holder, Holder]:
-    """The same experts with the same adapter: by peft alone, on transformers' own loop; and by grouped products."""
+    """Returns the same experts with the same adapter twice: peft's own module on transformers' loop, and grouped
+    products."""
     torch.manual_seed(1)
     holder = Holder(STACKS[family]())
     for parameter in holder.parameters():
@@ -81,7 +82,7 @@ def get_experts(holder: Holder) -> Any:
 
 
 def route(num_tokens: int = 24, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, and two experts a token; the last expert gets none."""
+    """Returns hidden states, and two experts per token with their weights; the last expert gets no token."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, NUM_EXPERTS - 1, generator=generator)
     weights, chosen = scores.topk(2, dim=-1)
@@ -89,7 +90,8 @@ def route(num_tokens: int = 24, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 
 def compute(holder: Holder, run: Callable[..., torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Outputs, and the gradients of a random direction of them. run: what computes the experts, where not they."""
+    """Returns the outputs, and the gradients of a weighted sum of them. run: computes the experts in place of their own
+    forward pass."""
     hidden_states, chosen, weights = route()
     hidden_states.requires_grad_()
     outputs = (holder.experts if run is None else run)(hidden_states, chosen, weights)
@@ -121,8 +123,8 @@ def test_the_low_rank_part_by_grouped_products_equals_peft(family: str, options:
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_by_the_kernels_of_a_card_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card all groups are multiplied at once; here by the same operators, computed on the CPU."""
+def test_gpu_operators_give_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one operator multiplies all groups; here the same operators run on the CPU."""
     _, ours = build_pair(family, r=3)
     expected = compute(ours)
     monkeypatch.setattr("models.experts.adapted_products._takes_groups_in_turn", lambda rows: False)
@@ -131,7 +133,7 @@ def test_by_the_kernels_of_a_card_the_same(family: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("mode", [CheckpointMode.grouped, CheckpointMode.selective], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("family", STACKS)
-def test_recomputed_the_same(family: str, mode: CheckpointMode) -> None:
+def test_recomputation_gives_the_same(family: str, mode: CheckpointMode) -> None:
     _, ours = build_pair(family, r=4)
     run = partial(ActivationCheckpointing(1, mode).build_function(), ours.experts)
     again = compute(ours, run)
@@ -140,14 +142,14 @@ def test_recomputed_the_same(family: str, mode: CheckpointMode) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", STACKS)
-def test_compiled_the_same(family: str) -> None:
+def test_compilation_gives_the_same(family: str) -> None:
     _, ours = build_pair(family, r=4)
     compiled = compute(ours, torch.compile(ours.experts, fullgraph=True))
     assert all(relative_difference(compiled[name], tensor) < BOUND for name, tensor in compute(ours).items())
 
 
-def test_a_trained_stack_has_its_gradient_beside_an_adapter() -> None:
-    """Of a stack without the adapter whose weights are W + B A."""
+def test_a_trained_stack_with_an_adapter_has_its_gradient() -> None:
+    """It is the gradient of a stack without an adapter whose weights are W + B A."""
     _, ours = build_pair("deepseek_v3", r=4)
     experts = get_experts(ours).requires_grad_()
     found = compute(ours)
@@ -160,7 +162,7 @@ def test_a_trained_stack_has_its_gradient_beside_an_adapter() -> None:
         assert relative_difference(found[ours_name], tensor) < BOUND, name
 
 
-def test_no_stack_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_stacks_are_not_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = build_pair("deepseek_v3", r=4)
     before = compute(ours)
     monkeypatch.delattr("peft.tuners.lora.layer.ParamWrapper._activate_lora")
@@ -168,8 +170,8 @@ def test_no_stack_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_experts_one_by_one_have_their_adapters_too(family: str) -> None:
-    """As where the rows of a shard are no multiples of 16 bytes."""
+def test_adapters_without_grouped_products(family: str) -> None:
+    """Shards whose rows are not multiples of 16 bytes are computed this way."""
     theirs, ours = build_pair(family, r=4)
     get_experts(ours).config._experts_implementation = "eager"
     expected, found = compute(theirs), compute(ours)
@@ -177,7 +179,7 @@ def test_experts_one_by_one_have_their_adapters_too(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_an_adapter_switched_off_leaves_the_experts_and_switched_on_comes_back(family: str) -> None:
+def test_an_adapter_can_be_disabled_and_enabled_again(family: str) -> None:
     _, ours = build_pair(family, r=4)
     plain = Holder(get_experts(ours))
     with torch.no_grad():
@@ -187,13 +189,13 @@ def test_an_adapter_switched_off_leaves_the_experts_and_switched_on_comes_back(f
         assert torch.equal(ours.experts(*route()), adapted)
         for part in ours.modules():
             if isinstance(part, GroupedLora):
-                part.join(False)
+                part.set_low_rank(False)
         assert torch.equal(plain.experts(*route()), off)
     assert relative_difference(off, adapted) > 0.01
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_merged_by_expert_equals_peft(family: str) -> None:
+def test_merging_expert_by_expert_equals_peft(family: str) -> None:
     theirs, ours = build_pair(family, r=4, use_rslora=True)
     theirs.experts.merge()
     theirs.experts.base_layer.merge()
@@ -204,7 +206,7 @@ def test_merged_by_expert_equals_peft(family: str) -> None:
 
 
 def write_folder(folder: Path, model_folder: Path, **options: Any) -> list[Layer]:
-    """A peft folder as a run here writes it, with random matrices on all layers."""
+    """Write a peft folder as a run does, with random matrices on all layers. Returns the layers."""
     model_config = open_weights(str(model_folder)).config
     layers = build_layers(model_config)
     lora = build_lora_config(
@@ -228,7 +230,8 @@ def convert(source: Path, output_dir: Path) -> None:
 
 
 def check_merged(adapted: PeftModel, folder: Path, output_dir: Path) -> None:
-    """The converter makes of the folder what peft makes of it, and both compute what the adapted model does."""
+    """Check that the converter and peft merge the folder into the same weights, and that the merged model computes what
+    the adapted one does."""
     input_ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         logits = adapted.eval()(input_ids).logits
@@ -244,8 +247,8 @@ def check_merged(adapted: PeftModel, folder: Path, output_dir: Path) -> None:
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 def test_peft_loads_what_a_run_exports_on_a_mixture(tmp_path: Path, family: str) -> None:
-    """Dense layers, shared experts and routed ones: peft has a place for each tensor, and the merged model computes
-    what its model does."""
+    """Dense layers, shared experts and routed ones: peft loads every tensor, and the merged model computes what peft's
+    model does."""
     model_folder = save_family(tmp_path / "model", family)
     layers = write_folder(tmp_path / "adapter", model_folder, r=4, lora_alpha=6)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
@@ -258,8 +261,8 @@ def test_peft_loads_what_a_run_exports_on_a_mixture(tmp_path: Path, family: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
-def test_what_peft_itself_takes_for_all_linear_loads_and_merges(tmp_path: Path, family: str) -> None:
-    """Of many what it was in transformers 4: the router too, and gate and up of twice the rank."""
+def test_peft_adapters_on_its_own_all_linear_load_and_merge(tmp_path: Path, family: str) -> None:
+    """For many families that includes the router, and gate and up with twice the rank, as in transformers 4."""
     if family == "phimoe":
         pytest.skip("peft 0.21.2 takes its router for a projection, and cannot run it")
     from peft import get_peft_model

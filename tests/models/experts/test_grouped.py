@@ -1,5 +1,5 @@
 """Experts by grouped products: outputs and gradients are those of transformers' own loop over the experts, whatever the
-routing, and what the backward pass keeps is small.
+routing, and the backward pass keeps little memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermediate_size: int = I) -> nn.Module:
-    """With weights large enough that gpt_oss clamps some of what it multiplies."""
+    """Build experts with weights large enough that gpt_oss clamps some activations."""
     config_class, experts_class = EXPERTS[model_type]
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), intermediate_size)
     counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E)
@@ -47,7 +47,7 @@ def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermedi
 
 
 def route(routing: str) -> torch.Tensor:
-    """[N, K], the experts of each token."""
+    """Returns [N, K], the experts of each token."""
     torch.manual_seed(1)
     if routing == "one token":
         return torch.tensor([[5, 2]])
@@ -61,7 +61,7 @@ Compute = Callable[..., torch.Tensor]
 
 
 def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: Compute | None = None) -> list[Any]:
-    """Outputs, and the gradients of hidden states, weights of the choices, and parameters."""
+    """Returns the outputs, and the gradients of hidden states, router weights and parameters."""
     experts.config._experts_implementation = implementation  # type: ignore[union-attr]
     dtype = next(experts.parameters()).dtype
     torch.manual_seed(2)
@@ -73,7 +73,7 @@ def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: C
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Of the worst tensor; NaN where anything is."""
+    """Returns the largest relative difference of a tensor; NaN where any value is NaN."""
     return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs, strict=True)]).max().item()
 
 
@@ -86,8 +86,8 @@ def test_outputs_and_gradients_are_those_of_a_loop(model_type: str, dtype: torch
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
-    """Beside the loop in fp32 on the same numbers."""
+def test_bf16_is_as_exact_as_in_transformers(model_type: str) -> None:
+    """Compared with the loop in fp64 on the same numbers."""
     experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
     ours, theirs = (compute(experts, name, index) for name in (GROUPED, "grouped_mm"))
     exact = [tensor.float() for tensor in compute(experts.double(), "eager", index)]
@@ -96,8 +96,8 @@ def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_a_router_in_fp32_beside_experts_in_bf16(model_type: str) -> None:
-    """As DeepSeek's: its weights stay fp32, and so do their gradients; what is kept of the rest is bf16."""
+def test_a_router_in_fp32_with_experts_in_bf16(model_type: str) -> None:
+    """As in DeepSeek-V3: router weights and their gradients stay fp32, the rest is bf16."""
     experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
 
     def run(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -110,8 +110,8 @@ def test_a_router_in_fp32_beside_experts_in_bf16(model_type: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_rows_that_torchs_grouped_product_refuses(model_type: str, dtype: torch.dtype) -> None:
-    """3 columns an expert: as shards of tensor parallelism may be."""
+def test_rows_that_the_grouped_product_of_torch_refuses(model_type: str, dtype: torch.dtype) -> None:
+    """3 columns per expert, as in some shards of tensor parallelism."""
     experts, index = build_experts(model_type, dtype, intermediate_size=3), route("empty experts")
     bound = 1e-5 if dtype is torch.float32 else 0.05
     assert difference(compute(experts, GROUPED, index), compute(experts, "eager", index)) <= bound
@@ -119,14 +119,14 @@ def test_rows_that_torchs_grouped_product_refuses(model_type: str, dtype: torch.
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("mode", [CheckpointMode.grouped, CheckpointMode.selective], ids=lambda mode: mode.value)
-def test_recomputed_the_same(model_type: str, mode: CheckpointMode) -> None:
+def test_recomputation_gives_the_same(model_type: str, mode: CheckpointMode) -> None:
     experts, index = build_experts(model_type), route("all experts")
     run = ActivationCheckpointing(1, mode).build_function()
     again = compute(experts, GROUPED, index, partial(run, experts))
     assert difference(again, compute(experts, GROUPED, index)) == 0
 
 
-def test_selective_repeats_no_product() -> None:
+def test_selective_checkpointing_repeats_no_product() -> None:
     experts, index = build_experts("qwen3_moe"), route("all experts")
     counts = []
     for run in (None, partial(checkpoint, experts, use_reentrant=False), partial(_checkpoint_selectively, experts)):
@@ -143,8 +143,8 @@ def _checkpoint_selectively(*args: Any) -> torch.Tensor:
 
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_compiled_the_same(model_type: str) -> None:
-    """In one piece, and in fp32, for which torch's own product has no meta function."""
+def test_compilation_gives_the_same(model_type: str) -> None:
+    """As one graph, and in fp32, for which torch's grouped product has no meta function."""
     experts, index = build_experts(model_type), route("empty experts")
     compiled = torch.compile(experts, fullgraph=True)
     assert difference(compute(experts, GROUPED, index, compiled), compute(experts, GROUPED, index)) <= 1e-5
@@ -152,7 +152,7 @@ def test_compiled_the_same(model_type: str) -> None:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
 def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
-    """Of each row: both inner tensors where their matrices are trained, the first where not, and indices."""
+    """Per row both inner tensors are saved where their matrices are trained, else the first, and indices."""
     experts = build_experts("qwen3_moe").to("meta").requires_grad_(trains)
     experts.config._experts_implementation = GROUPED  # type: ignore[union-attr]
     hidden_states = torch.empty(N, D, device="meta", requires_grad=True)
@@ -164,7 +164,7 @@ def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
     assert saved == rows * (2 + trains) * I * 4 + rows * 4 + tokens + indices
 
 
-def test_the_same_twice() -> None:
+def test_results_are_deterministic() -> None:
     experts, index = build_experts("gpt_oss"), route("one expert")
     first, second = (compute(experts, GROUPED, index) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""What is known of the routers of `transformers`, and the losses on one of them."""
+"""The table of the routers in `transformers`, and the losses on a router."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAST = ("deepseek_v3", "mixtral")
     ],  # its tokens choose one expert
 )
 def test_a_router_scores_as_the_table_says(family: str) -> None:
-    """The weights of two chosen experts are to each other as their scores, whatever they are divided by."""
+    """The weights of two chosen experts have the ratio of their scores, however they are normalized."""
     model = build_family(family).eval()
     block = find_block(model.model.layers[-1])
     assert block is not None and block.num_experts == 8
@@ -62,7 +62,7 @@ def test_dense_layers_have_no_routers() -> None:
 
 @pytest.mark.parametrize("knows_bounds", [True, False])
 def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
-    """Gradients of a mixtral's router: those of each document alone."""
+    """The gradients of a Mixtral router are those of each document by itself."""
     torch.manual_seed(0)
     block = find_block(build_family("mixtral").model.layers[0])
     router, hidden_states = block.router, torch.randn(3 * 6, 48, requires_grad=True)
@@ -97,7 +97,7 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
 
 
 def test_a_layer_that_checkpoints_itself_keeps_its_micro_batch() -> None:
-    """With two of them in flight, as between stages; where it is not compiled, though a layer was to be."""
+    """Two micro-batches are in flight, as in a pipeline stage."""
     config = build_family_config("qwen3_moe")
     config._attn_implementation = "sdpa"
     layer = build_layers(config)[-3]
@@ -122,7 +122,7 @@ def test_a_layer_that_checkpoints_itself_keeps_its_micro_batch() -> None:
     torch.testing.assert_close(differentiate(partial(checkpoint, use_reentrant=False)), differentiate(None))
 
 
-def test_attach_passes_on_all_gradients() -> None:
+def test_attach_passes_all_gradients_on() -> None:
     tensor, loss = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     attached = attach(tensor, loss)
     assert torch.equal(attached, tensor)
@@ -135,7 +135,7 @@ def fit(family: str, **options: float) -> RouterOptions | None:
     return fit_options(RouterOptions(**options), config, build_layers(config))
 
 
-def test_options_that_mean_nothing_to_a_model() -> None:
+def test_options_that_do_not_apply_to_a_model() -> None:
     assert fit("llama") is None and fit("deepseek_v3").scores is Scores.sigmoid
     assert fit("mixtral", aux_loss_coef=0.1) == RouterOptions(0.1, scores=Scores.softmax)
     with pytest.raises(UserError, match="moe.z_loss_coef=0.1: this 'llama' model has no experts; leave it at 0"):
@@ -144,15 +144,15 @@ def test_options_that_mean_nothing_to_a_model() -> None:
         fit("mixtral", update_router_bias=0.001)
 
 
-def test_a_family_whose_scores_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_with_unknown_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(SCORES, "mixtral")
     assert fit("mixtral", z_loss_coef=0.1).scores is None
     with pytest.raises(UserError, match="moe.aux_loss_coef=0.1: how the routers of 'mixtral' score their tokens"):
         fit("mixtral", aux_loss_coef=0.1)
 
 
-def test_what_is_not_trained_is_a_buffer() -> None:
-    """An Ernie keeps its bias in a parameter without a gradient, which a training dtype would round."""
+def test_an_untrained_bias_is_a_buffer() -> None:
+    """Ernie keeps its bias in a parameter without a gradient, which a cast to the training dtype would round."""
     config = build_family_config("ernie4_5_moe")
     layer = build_layers(config)[-3]
     names = {name for name in layer.shapes() if name.endswith("e_score_correction_bias")}
@@ -160,7 +160,7 @@ def test_what_is_not_trained_is_a_buffer() -> None:
     assert isinstance(layer.build_on_meta(), nn.Module)
 
 
-def test_a_bias_that_moves_is_in_fp32() -> None:
+def test_an_updated_bias_is_in_fp32() -> None:
     block = find_block(build_family("deepseek_v3").bfloat16().model.layers[-1])
     before = block.bias.clone()
     assert before.dtype is torch.bfloat16

@@ -80,7 +80,15 @@ def test_no_step_no_figures() -> None:
 
 
 def build_prediction(*overrides: str) -> Prediction:
-    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "precision=fp32", "hardware=h100", *overrides)
+    config = build_config(
+        "num_stages=2",
+        "micro_batch_size=1",
+        "global_batch_size=8",
+        "max_seq_length=64",
+        "precision=fp32",
+        "hardware=h100",
+        *overrides,
+    )
     return predict_for(config, complete_hardware(config.hardware, config.precision, 4))
 
 
@@ -129,7 +137,14 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
 
 
 def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:
-    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "precision=fp32", "hardware=h100")
+    config = build_config(
+        "num_stages=2",
+        "micro_batch_size=1",
+        "global_batch_size=8",
+        "max_seq_length=64",
+        "precision=fp32",
+        "hardware=h100",
+    )
     machine = complete_hardware(config.hardware, config.precision, 4)
     full, half, mixed = (
         predict_for(config, machine, lengths=RowLengths(longest, padded, filled))
@@ -203,7 +218,14 @@ def test_what_a_user_says_of_his_card_counts() -> None:
 
 
 def test_a_cpu_holds_what_is_offloaded_too() -> None:
-    config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64", "offload_optimizer=cpu", "hardware=h100")
+    config = build_config(
+        "num_stages=2",
+        "micro_batch_size=1",
+        "global_batch_size=8",
+        "max_seq_length=64",
+        "offload_optimizer=cpu",
+        "hardware=h100",
+    )
     on_card, on_host = (
         predict_for(config, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
     )

@@ -273,14 +273,14 @@ def test_what_would_be_lost_of_an_adapter_is_refused(tmp_path: Path) -> None:
     open_weights(str(tmp_path / "adapter")).check_complete(layers)
     save_file({**load_file(weights), "base_model.model.lm_head.lora_A.weight": torch.zeros(2, 2)}, weights)
     with pytest.raises(
-        UserError, match=r"'base_model.model.lm_head.lora_A.weight' is on no projection or expert of a decoder layer"
+        UserError, match=r"'base_model.model.lm_head.lora_A.weight' does not belong to a projection or an expert"
     ):
         open_weights(str(tmp_path / "adapter")).check_complete(layers)
     fields = json.loads(config.read_text())
     for key, value, message in (
         ("target_modules", ".*q_proj", "target_modules='.*q_proj'; write a list"),
-        ("layers_to_transform", [1], r"layers_to_transform=\[1\]; adapters of all layers alike"),
-        ("bias", "all", "bias=all; adapters of all layers alike"),
+        ("layers_to_transform", [1], r"layers_to_transform=\[1\], which is not supported"),
+        ("bias", "all", "bias=all, which is not supported"),
     ):
         config.write_text(json.dumps(fields | {key: value}))
         with pytest.raises(UserError, match=message):

@@ -106,7 +106,9 @@ def time_chunks(*overrides: str, remakes_logits: bool = False) -> tuple[list[int
     layers = build_layers(model)
     layout = Layout(Topology.of(2, pipe=2), 1, 4, num_chunks=2, schedule="zero_bubble")
     bounds = split_layers(weigh_layers(layers, "balanced"), 2, "balanced", schedule=build_schedule(layout))
-    return bounds, time_passes(layout, config, [compute_work(layer) for layer in layers], bounds, remakes_logits).pass_times
+    return bounds, time_passes(
+        layout, config, [compute_work(layer) for layer in layers], bounds, remakes_logits
+    ).pass_times
 
 
 def test_the_order_knows_the_head_and_what_cannot_wait() -> None:

@@ -1,0 +1,172 @@
+"""Build a run's adapter from the config group `adapter`, and check what it cannot do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from errors import UserError
+from models.adapters.adapter import Adapter, check_all_taken
+from models.adapters.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    load_adapter_tensors,
+    load_lora_config,
+    name_for_peft,
+)
+from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.targets import (
+    build_lora_config,
+    is_named,
+    list_adaptable,
+    list_full_names,
+    list_projections,
+    list_targets,
+)
+from models.layers.layer import Layer
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported on use: peft takes seconds
+
+HEAD = "lm_head"
+
+
+def build_adapter(
+    options: AdapterOptions, layers: Sequence[Layer], *, seed: int, base_name: str, is_part: bool = False
+) -> Adapter | None:
+    """Build the adapter that `options` describe; None where they ask for none.
+
+    seed: of the random matrices. base_name: the base model's name or path, which peft's config names. is_part: the
+    layers belong to a wrapped model, which may have other modules of the same names.
+    Raises UserError for targets that match nothing, values out of range, and a folder to start from that is not an
+    adapter.
+    """
+    if options.name is AdapterName.none:
+        return None
+    for key, value, fits in (
+        ("r", options.r, options.r >= 1),
+        ("lora_dropout", options.lora_dropout, 0 <= options.lora_dropout < 1),
+    ):
+        if not fits:
+            raise UserError(f"adapter.{key}={value}: " + ("at least 1" if key == "r" else "from 0 to below 1"))
+    if options.load_in_4bit:
+        check_4bit(layers)
+    if options.name_or_path:
+        lora, tensors = _load_adapter(Path(options.name_or_path).expanduser(), layers)
+    else:
+        lora, tensors = _build_new_config(options, layers), {}
+    lora.base_model_name_or_path = base_name
+    check_experts(lora, layers)
+    if is_part:
+        lora.target_modules = list_full_names(layers, lora)
+    return Adapter(lora, seed, tensors, options.load_in_4bit)
+
+
+def _load_adapter(path: Path, layers: Sequence[Layer]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    if not (path / ADAPTER_CONFIG).is_file() or (path / "latest").is_file():
+        raise UserError(
+            f"adapter.name_or_path={path} is not a peft folder ({ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}); to "
+            "continue a run, use resume"
+        )
+    lora, tensors = load_lora_config(path), load_adapter_tensors(path)
+    check_all_taken(tensors.keys(), lora, layers)
+    lora.inference_mode = False
+    return lora, tensors
+
+
+def _build_new_config(options: AdapterOptions, layers: Sequence[Layer]) -> LoraConfig:
+    saved = choose_saved(options.modules_to_save or [], layers)
+    return build_lora_config(
+        layers,
+        options.target_modules,
+        options.target_parameters,
+        r=options.r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+        modules_to_save=saved or None,
+        # peft would give a tied head the embedding of the base model
+        ensure_weight_tying=bool(saved) and not layers[-1].owns_weights,
+    )
+
+
+def choose_saved(names: Sequence[str], layers: Sequence[Layer]) -> list[str]:
+    """Returns the modules that `adapter.modules_to_save` names, except a tied head, which is the embedding.
+
+    Raises UserError for a name that matches no module around the decoder layers.
+    """
+    known = [layer.hf_prefix.rstrip(".") for layer in layers if layer.owns_weights]
+    around = [name for name in known if not re.search(r"\.\d+$", name)]
+    is_tied = not layers[-1].owns_weights
+    for name in names:
+        if not any(is_named(whole, [name]) for whole in around) and not (is_tied and name == HEAD):
+            raise UserError(
+                f"adapter.modules_to_save: no module around the decoder layers is named '{name}'; there are "
+                f"{', '.join(whole.rsplit('.', 1)[-1] for whole in around)}"
+            )
+    return [name for name in names if not (is_tied and name == HEAD)]
+
+
+def check_added_tokens(options: AdapterOptions, added: Sequence[str], layers: Sequence[Layer]) -> None:
+    """Raises UserError where LoRA would never train the rows of `added`, the tokens that the run adds to its
+    tokenizer."""
+    if options.name is AdapterName.none or options.modules_to_save is not None or options.name_or_path or not added:
+        return
+    names = dict.fromkeys([layers[0].hf_prefix.rstrip(".").rsplit(".", 1)[-1], HEAD])
+    raise UserError(
+        f"adapter=lora would never train the rows of the tokens that the tokenizer does not have yet ('{added[0]}', "
+        f"{len(added)} in all); give adapter.modules_to_save=[{','.join(names)}] to train and save embedding and head "
+        "too, a data.chat_template that adds no tokens (alpaca, llama2, mistral, vicuna, zephyr), or "
+        "adapter.modules_to_save=[] to leave them as they are"
+    )
+
+
+def check_experts(lora: LoraConfig, layers: Sequence[Layer]) -> None:
+    """Raises UserError for dropout or DoRA on experts or routers, which peft refuses too."""
+    named = [
+        layer.hf_prefix + name
+        for layer in layers
+        for name in list_targets(layer.build_on_meta(), layer, lora).parameters[:1]
+    ]
+    for key, value in (("lora_dropout", lora.lora_dropout), ("use_dora", lora.use_dora)):
+        if value and named:
+            raise UserError(
+                f"adapter.{key}={str(value).lower()} cannot be used on stacked parameters such as '{named[0]}': B A is "
+                f"added to the weight itself; give adapter.{key}={'0' if key == 'lora_dropout' else 'false'}, or "
+                "adapter.target_parameters=[] to leave the experts without adapters"
+            )
+
+
+def check_4bit(layers: Sequence[Layer]) -> None:
+    """Raises UserError for a weight that bitsandbytes cannot quantize."""
+    for layer in layers:
+        module = layer.build_on_meta()
+        for name, projection in list_projections(module).items():
+            if not isinstance(projection, nn.Linear):
+                raise UserError(
+                    f"adapter.load_in_4bit=true: '{layer.hf_prefix}{name}' is a {type(projection).__name__}, which "
+                    "cannot be quantized"
+                )
+        if stacks := list_adaptable(module).stacks:
+            raise UserError(
+                f"adapter.load_in_4bit=true: the experts of a layer are one tensor, '{layer.hf_prefix}{stacks[0]}', "
+                "which would not be quantized; give adapter.load_in_4bit=false and more num_stages"
+            )
+
+
+def check_peft_names(adapter: Adapter | None, config: PretrainedConfig) -> None:
+    """Raises UserError for an adapter that peft could not load on this model."""
+    weights = name_for_peft(adapter.config, config).target_parameters if adapter and adapter.config.use_dora else None
+    if weights:
+        raise UserError(
+            f"adapter.use_dora=true: in a '{config.model_type}' model peft takes "
+            f"'{weights[0].removesuffix('.weight')}' for the experts' matrix and could not load the adapter; remove it "
+            "from adapter.target_modules, or give adapter.use_dora=false"
+        )

@@ -1,0 +1,47 @@
+"""Which parameters of a model are trained: all of them, all except those that `freeze` names, or an adapter's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from errors import UserError
+from models.adapters.adapter import Adapter
+from models.layers.layer import Layer
+from models.parallel.shard import NO_TP, TensorParallel
+
+
+def choose_trained(
+    module: nn.Module,
+    index: int,
+    layer: Layer,
+    adapter: Adapter | None,
+    freeze: Sequence[str],
+    parallel: TensorParallel = NO_TP,
+) -> None:
+    """Set which parameters in the module of layer `index` are trained: those of the adapter, which is attached here, or
+    all of them without one; and of these none whose full name a pattern of `freeze` matches."""
+    if adapter is not None:
+        adapter.attach(module, index, layer, parallel)
+    for name, parameter in module.named_parameters():
+        if any(re.search(pattern, layer.hf_prefix + name) for pattern in freeze):
+            parameter.requires_grad_(False)
+
+
+def check_freeze(freeze: Sequence[str], layers: Sequence[Layer]) -> None:
+    """Raises UserError for a pattern that is not a valid regular expression or matches nothing, and for patterns that
+    leave nothing to train."""
+    names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
+    frozen: set[str] = set()
+    for pattern in freeze:
+        try:
+            matched = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise UserError(f"freeze: '{pattern}' is not a valid regular expression ({error})") from None
+        if not matched:
+            raise UserError(f"freeze: '{pattern}' matches no weight; they are named like '{min(names)}'")
+        frozen |= matched
+    if names == frozen:
+        raise UserError(f"freeze={list(freeze)} leaves nothing to train")

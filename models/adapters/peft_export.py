@@ -1,0 +1,45 @@
+"""Write what peft loads: an adapter's config next to the checkpoints, and the folder of a trained adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+
+from models.adapters.adapter import Adapter
+from models.adapters.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TIED_HEAD, name_for_peft, to_peft_name
+from models.layers.layer import Layer
+from models.storage.folders import copy_processor_files, copy_tokenizer_files, staged_folder
+
+
+def save_adapter_config(adapter: Adapter, folder: Path, config: PretrainedConfig) -> None:
+    """Write adapter_config.json into `folder`, as peft writes it for this model."""
+    name_for_peft(adapter.config, config).save_pretrained(str(folder))
+
+
+def export_adapter(
+    checkpoints: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[Layer], output_dir: Path
+) -> None:
+    """Write a standard peft folder of a trained adapter, with the tokenizer's and the processor's files.
+
+    checkpoints: the folder of the run's checkpoints, which has the adapter's config. tensors: by peft's names.
+    Raises UserError where `output_dir` cannot be written.
+    """
+    tensors = dict(tensors)
+    fields = json.loads((checkpoints / ADAPTER_CONFIG).read_text())
+    embedding = tensors.get(to_peft_name("weight", layers[0]))
+    if embedding is not None and not layers[-1].owns_weights:  # peft looks for a tied head under its own name too
+        tensors[TIED_HEAD] = embedding.clone()
+    with staged_folder(output_dir, overwrite=True) as folder:
+        save_file(tensors, folder.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        copy_tokenizer_files(checkpoints, folder.path)
+        copy_processor_files(checkpoints, folder.path)
+        for name in ("config.json", "generation_config.json"):  # as the tokenizer, perhaps not the base model's
+            if (checkpoints / name).is_file():
+                shutil.copyfile(checkpoints / name, folder.path / name)
+        (folder.path / ADAPTER_CONFIG).write_text(json.dumps({**fields, "inference_mode": True}, indent=2) + "\n")

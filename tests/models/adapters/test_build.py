@@ -1,0 +1,145 @@
+"""Adapters built from valid and invalid options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.adapters import build_lora
+from support.families import build_family, build_family_config
+
+from errors import UserError
+from models.adapters.build import check_added_tokens, check_peft_names
+from models.adapters.options import AdapterName, AdapterOptions
+from models.adapters.targets import build_lora_config, describe_targets
+from models.architecture.lookup import build_layers
+
+LLAMA, GPT2 = (build_layers(build_family(name).config) for name in ("llama", "gpt2"))
+DEEPSEEK = build_layers(build_family_config("deepseek_v3"))  # one dense layer, three of experts
+STACKS = "mlp.experts.down_proj,mlp.experts.gate_up_proj"
+
+
+def test_all_linear_are_the_projections_of_the_decoder_layers() -> None:
+    assert build_lora_config(LLAMA, "all-linear").target_modules == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    config = build_lora_config(GPT2, "all-linear")
+    assert config.target_modules == {"c_attn", "c_proj", "c_fc"} and config.fan_in_fan_out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"target_modules": ["q_proj", "wqkv"]},
+            "no projection of the model is named 'wqkv'; there are down_proj, gate_proj, k_proj",
+        ),
+        ({"target_modules": "lm_head"}, "named 'lm_head'"),
+        ({"r": 0}, "adapter.r=0: at least 1"),
+        ({"lora_dropout": 1.0}, "adapter.lora_dropout=1.0: from 0 to below 1"),
+        ({"name_or_path": "nowhere"}, "adapter.name_or_path=nowhere is not a peft folder (adapter_config.json"),
+    ],
+)
+def test_invalid_adapter_options(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_lora(LLAMA, **options)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {},
+            "rank 16 on 32 projections and 6 stacks of routed experts; "
+            f"none on 3 routers (adapter.target_parameters=[{STACKS},mlp.gate.weight] includes them)",
+        ),
+        (
+            {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+            "rank 16 on 12 projections; none on 20 projections, "
+            f"6 stacks of routed experts (adapter.target_parameters=[{STACKS}] includes them), 3 routers (",
+        ),
+        (
+            {"target_modules": [], "target_parameters": ["experts.down_proj", "gate.weight"]},
+            "rank 16 on 3 stacks of routed experts and 3 routers; none on 32 projections, 3 stacks of routed experts (",
+        ),
+        ({"target_parameters": []}, "rank 16 on 32 projections; none on 6 stacks of routed experts ("),
+    ],
+)
+def test_adapted_and_unadapted_parts_of_a_mixture_are_counted(options: dict[str, Any], expected: str) -> None:
+    adapter = build_lora(DEEPSEEK, **options)
+    described = describe_targets(DEEPSEEK, adapter.config)
+    assert described.startswith(expected) and "\n" not in described
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"target_parameters": ["mlp.experts.w1"]},
+            "no parameter of experts or of a router is named 'mlp.experts.w1'; there are mlp.experts.down_proj, "
+            "mlp.experts.gate_up_proj, mlp.gate.weight. Projections are named by adapter.target_modules",
+        ),
+        (
+            {"target_modules": ["gate_up_proj"]},
+            "experts are named by adapter.target_parameters: mlp",
+        ),
+        ({"target_modules": []}, "name nothing"),
+        (
+            {"lora_dropout": 0.1},
+            "adapter.lora_dropout=0.1 cannot be used on stacked parameters such as "
+            "'model.layers.1.mlp.experts.gate_up_proj'",
+        ),
+        ({"use_dora": True}, "adapter.target_parameters=[] to leave the experts without adapters"),
+        (
+            {"load_in_4bit": True, "target_parameters": []},
+            "the experts of a layer are one tensor, 'model.layers.1.mlp.experts.gate_up_proj'",
+        ),
+    ],
+)
+def test_invalid_adapter_options_of_a_mixture(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_lora(DEEPSEEK, **options)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dense_model_has_no_expert_parameters() -> None:
+    with pytest.raises(UserError, match="is named 'experts.down_proj'; this model has no experts"):
+        build_lora(LLAMA, target_parameters=["experts.down_proj"])
+
+
+def test_no_dora_on_names_that_peft_takes_for_the_experts() -> None:
+    options: dict[str, Any] = {"target_parameters": [], "use_dora": True}
+    adapter = build_lora(DEEPSEEK, **options)
+    with pytest.raises(UserError, match="in a 'deepseek_v3' model peft takes 'down_proj' for the experts'"):
+        check_peft_names(adapter, build_family_config("deepseek_v3"))
+    check_peft_names(build_lora(LLAMA, **options), build_family_config("llama"))
+
+
+def test_modules_to_save_are_around_the_decoder_layers() -> None:
+    chosen = ["embed_tokens", "lm_head"]
+    assert build_lora(LLAMA, modules_to_save=chosen).config.modules_to_save == chosen
+    assert build_lora(LLAMA).config.modules_to_save is None
+    with pytest.raises(UserError, match="no module around the decoder layers is named 'q_proj'; there are embed_tok"):
+        build_lora(LLAMA, modules_to_save=["q_proj"])
+
+
+def test_4_bits_need_bitsandbytes_and_linear_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build_lora(LLAMA, load_in_4bit=True).in_4bit
+    with pytest.raises(
+        UserError,
+        match=r"adapter.load_in_4bit=true: 'transformer.h.0.attn.c_attn' is a Conv1D, which cannot be quantized",
+    ):
+        build_lora(GPT2, load_in_4bit=True)
+    monkeypatch.setattr("models.adapters.build.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the package bitsandbytes"):
+        build_lora(LLAMA, load_in_4bit=True)
+
+
+def test_added_tokens_need_trained_rows_or_an_explicit_no() -> None:
+    added = ["<|im_start|>", "<|im_end|>"]
+    with pytest.raises(UserError, match=r"'<\|im_start\|>', 2 in all.*modules_to_save=\[embed_tokens,lm_head\]"):
+        check_added_tokens(AdapterOptions(name=AdapterName.lora), added, LLAMA)
+    check_added_tokens(AdapterOptions(name=AdapterName.lora, modules_to_save=[]), added, LLAMA)
+    check_added_tokens(AdapterOptions(name=AdapterName.lora), [], LLAMA)
+    check_added_tokens(AdapterOptions(), added, LLAMA)

@@ -1,0 +1,75 @@
+"""The adapter that a run has saved, when the run is resumed; and peft folders that cannot be opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from safetensors.torch import save_file
+from support.adapters import build_lora
+from support.families import build_family, build_family_config
+
+from errors import UserError
+from models.adapters.peft_export import save_adapter_config
+from models.architecture.lookup import build_layers
+from models.weights.sources import open_weights
+from models.weights.trained_adapter import check_same_adapter
+
+LLAMA = build_layers(build_family("llama").config)
+DEEPSEEK = build_layers(build_family_config("deepseek_v3"))  # one dense layer, three of experts
+STACKS = "mlp.experts.down_proj,mlp.experts.gate_up_proj"
+
+
+def test_a_run_resumes_with_the_same_adapter_only(tmp_path: Path) -> None:
+    adapter = build_lora(LLAMA, r=4)
+    step = tmp_path / "global_step1"
+    with pytest.raises(UserError, match="was saved with adapter=none, this run has adapter=lora"):
+        check_same_adapter(adapter, step)
+    save_adapter_config(adapter, tmp_path, build_family("llama").config)
+    check_same_adapter(adapter, step)
+    with pytest.raises(UserError, match="was saved with adapter=lora, this run has adapter=none"):
+        check_same_adapter(None, step)
+    options: dict[str, Any]
+    for options, expected in (
+        ({"r": 8}, "adapter.r was 4, is 8"),
+        ({"r": 4, "target_modules": ["q_proj"]}, r"was \[down_proj,.*is \[q_proj\]"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            check_same_adapter(build_lora(LLAMA, **options), step)
+
+
+def test_an_adapter_on_experts_compares_equal_after_renaming_for_peft(tmp_path: Path) -> None:
+    adapter, step = build_lora(DEEPSEEK), tmp_path / "global_step1"
+    save_adapter_config(adapter, tmp_path, build_family_config("deepseek_v3"))
+    assert "gate_proj" not in json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    check_same_adapter(adapter, step)
+    expected = rf"resume: adapter.target_parameters was \[{STACKS}\], is \[\]; give the same"
+    with pytest.raises(UserError, match=expected):
+        check_same_adapter(build_lora(DEEPSEEK, target_parameters=[]), step)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"peft_type": "IA3"}, "describes IA3; only LoRA adapters are supported"),
+        (
+            {"trainable_token_indices": [3]},
+            "has trainable_token_indices=[3], which is not supported; merge the adapter",
+        ),
+        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": "./nowhere"}, "its base model (base_model_name_or_path) cannot be opened"),
+        ({}, "holds adapter_config.json but no adapter_model.safetensors"),
+    ],
+)
+def test_an_adapter_folder_that_cannot_be_opened(fields: dict[str, object], expected: str, tmp_path: Path) -> None:
+    LoraConfig(target_modules=["q_proj"], base_model_name_or_path="base").save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    if fields:
+        save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError) as caught:
+        open_weights(str(tmp_path))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)

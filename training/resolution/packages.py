@@ -1,0 +1,37 @@
+"""Packages that some keys need and not every machine has. A run refuses to start without them; a plan does."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from errors import UserError
+from training.config.schema import AttnImplementation, OptimizerName, RunConfig
+
+_ATTENTION = {
+    AttnImplementation.flash_attention_2: "flash_attn",
+    AttnImplementation.flash_attention_3: "flash_attn_interface",
+}
+BITSANDBYTES = "bitsandbytes"
+
+
+def has_package(name: str) -> bool:
+    return find_spec(name) is not None
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raises UserError for the first key whose package is missing, with what to install or to give instead."""
+    package = _ATTENTION.get(config.attn_implementation)
+    if package is not None and not has_package(package):
+        raise UserError(
+            f"attn_implementation={config.attn_implementation.value} needs the package {package}; install it, or use "
+            "sdpa"
+        )
+    if config.adapter.load_in_4bit and not has_package(BITSANDBYTES):
+        raise UserError(
+            "adapter.load_in_4bit=true needs the package bitsandbytes (pip install bitsandbytes), or leave it false"
+        )
+    if config.optimizer.name is OptimizerName.adamw_8bit and not has_package(BITSANDBYTES):
+        raise UserError(
+            "optimizer=adamw_8bit needs the package bitsandbytes (pip install bitsandbytes); without it give "
+            "optimizer=adamw optimizer.state_dtype=bf16"
+        )
