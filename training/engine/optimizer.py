@@ -115,7 +115,7 @@ def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimize
             "optimizer=adamw_8bit needs the package bitsandbytes (pip install bitsandbytes); without it give "
             "optimizer=adamw optimizer.state_dtype=bf16"
         )
-    from bitsandbytes.optim import AdamW8bit  # imported on use: it takes a second
+    from training.engine.adamw_8bit import AdamW8bit  # imported on use: it takes a second
 
     return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)
 
