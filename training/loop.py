@@ -22,7 +22,7 @@ from training.checkpoint.state import TrainerState
 from training.checkpoint.writer import CheckpointWriter
 from training.config.criterion import Criterion
 from training.config.schema import OnNonfinite, Precision, RunConfig
-from training.distributed.interrupts import Interrupt, Interrupts
+from training.distributed.interrupts import Interrupt, Interrupts, tolerate_dead_workers
 from training.distributed.process import make_host_group
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
@@ -178,6 +178,7 @@ class TrainingLoop:
             self._untimed(self._evaluate)
             asks_to_save |= self._handle_requests()
         if self.ended_by:
+            tolerate_dead_workers()  # no further step needs one
             self._report_interval()  # where an evaluation or a callback has ended the run
         is_asked = request.save or asks_to_save or self._is_best_to_keep()
         is_final = bool(self.ended_by) and (self.config.save_final or bool(request.signum))

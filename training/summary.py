@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from models.adapters.adapter.targets import describe_targets
+from models.architecture.lookup.lookup import warn_of_length
+
 from console import show_panel
 from data.storage.tokenized import load_summary
-from models.adapters.targets import describe_targets
-from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
 from models.layers.score_head import is_reward_model
 from models.weights.source import WeightSource
@@ -25,6 +26,7 @@ from training.inputs.cadence import describe_cadence
 from training.inputs.datasets import list_entries
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.observability.metrics import Record, describe_evaluation
+from training.pipeline.schedules import build_schedule
 from training.planner.prediction import Prediction
 from training.planner.report import render_count, render_disk, render_seconds
 from training.setup import RunSetup
@@ -94,7 +96,8 @@ def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, fl
     what = "layers a chunk" if setup.layout.num_chunks > 1 else "layers a stage"
     facts = {"layout": setup.layout.describe(), what: str([stop - start for start, stop in pairwise(setup.bounds)])}
     if len(set(hosts)) > 1:
-        facts["hosts"] = setup.layout.describe_placement(list(hosts), sent)
+        boundaries = build_schedule(setup.layout).list_boundaries()
+        facts["hosts"] = setup.layout.describe_placement(list(hosts), boundaries, sent)
     return facts
 
 

@@ -23,7 +23,10 @@ Single answers that were liked or not have a further column behind it, 1 or 0, f
 """
 
 import math
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,6 +332,9 @@ class _MicroBatches(Dataset):
         return self._build_batch(index)
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # which make a rank save and leave
+
+
 def _iterate(build_batch: Callable[[int], Batch], indices: range, options: LoaderOptions) -> Iterator[Batch]:
     if not (options.num_workers or options.pin_memory):
         return map(build_batch, indices)
@@ -341,14 +347,28 @@ def _iterate(build_batch: Callable[[int], Batch], indices: range, options: Loade
         pin_memory=options.pin_memory,
         # An iterator draws a seed; drawn from the global generator it would shift the dropout of a resumed run.
         generator=torch.Generator(),
-        worker_init_fn=_ignore_interrupt if options.num_workers else None,
+        worker_init_fn=_leave_signals_to_rank if options.num_workers else None,
     )
-    return iter(loader)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # workers inherit it, so that no signal is too early
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """A terminal's Ctrl-C goes to workers too; the rank still needs them for the step that it ends and saves."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals_to_rank(worker: int) -> None:
+    """A terminal and launchers signal workers too; the rank still needs them for the step that it ends and saves."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    threading.Thread(target=_end_when_terminated_by_rank, daemon=True).start()
+
+
+def _end_when_terminated_by_rank() -> None:
+    """An interpreter that exits with workers sends them SIGTERM and then waits for them, forever if they ignore it."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+        pass
+    os._exit(0)
 
 
 def _keep(batch: Any) -> Any:

@@ -52,7 +52,12 @@ def run_supervised(
     return run([*supervisor, *launcher, *arguments], cwd, while_running)
 
 
-def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -> Ended:
+def run_torchrun(
+    arguments: Sequence[str],
+    cwd: Path,
+    nproc_per_node: int = 2,
+    while_running: Callable[[Launch], None] | None = None,
+) -> Ended:
     launcher = [
         "torchrun",
         "--nproc_per_node",
@@ -62,7 +67,7 @@ def run_torchrun(arguments: Sequence[str], cwd: Path, nproc_per_node: int = 2) -
         "--master_port",
         str(free_port()),
     ]
-    return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd)
+    return run([*launcher, str(ROOT / "trainer_base_ds_mp.py"), *arguments], cwd, while_running)
 
 
 def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:

@@ -23,7 +23,8 @@ def test_a_model_learns_the_end_token_of_the_tokenizer_that_it_is_trained_with(t
     for file in (tmp_path / "hf" / name for name in names):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 3}))
     tokenizer, folder = AutoTokenizer.from_pretrained(tmp_path / "hf"), RunFolder(tmp_path / "out")
-    setup: Any = SimpleNamespace(source=open_weights(str(tmp_path / "hf")), adapter=None)
+    source = open_weights(str(tmp_path / "hf"))
+    setup: Any = SimpleNamespace(source=source, architecture=source.config, adapter=None)
     prepare_folder(build_config(), setup, tokenizer, folder)
     for name in names:
         assert json.loads((folder.checkpoints / name).read_text())["eos_token_id"] == [3, tokenizer.eos_token_id]

@@ -39,7 +39,7 @@ from training.checkpoint.manifest import FileRecord, HashedFile, write_manifest
 from training.checkpoint.retention import KEEP_ALL, Retention, prune_checkpoints
 from training.checkpoint.share_file import ShareFile
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState
-from training.distributed.process import synchronize
+from training.distributed.process import make_group_with_timeout, synchronize
 from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 
@@ -109,7 +109,7 @@ class CheckpointWriter:
         self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
         self._asynchronous, self._weights_only, self._export = asynchronous, weights_only, export
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        self._group = make_group_with_timeout(_SLOWEST_RANK)
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file

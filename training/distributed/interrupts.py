@@ -128,8 +128,22 @@ def exit_code(signum: int) -> int:
     return 128 + signum
 
 
+def tolerate_dead_workers() -> None:
+    """From now on, in this process, a data worker that dies raises nothing in the main thread.
+
+    torch's handler of SIGCHLD raises wherever that thread is, during a save for example, which needs no worker. A step
+    that does need one still fails: the loader looks at its workers whenever a batch takes long (torch 2.13.0).
+    """
+    signal.signal(signal.SIGCHLD, _ignore)  # SIG_DFL prints an error where one has arrived already (CPython)
+
+
 def _wake(signum: int, frame: object) -> None:
     """Replaces the default, which would end the process. The byte in the socket does the rest."""
+    tolerate_dead_workers()
+
+
+def _ignore(signum: int, frame: object) -> None:
+    pass
 
 
 def _say(text: str) -> None:

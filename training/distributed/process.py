@@ -39,6 +39,8 @@ _SILENCE = (
     "NCCL_P2P_DISABLE=1 (docs/errors.md, GPUs that never answer)"
 )
 
+_OWN_TIMEOUT = "own_timeout"  # the description of a group whose timeout nobody changes
+
 
 def has_accelerator() -> bool:
     return get_accelerator().device_name() != "cpu"
@@ -137,6 +139,18 @@ def _hint_at_silence() -> Iterator[None]:
 def make_host_group() -> dist.ProcessGroup | None:
     """A group of all ranks for what is in the host's memory; all of them call it. None: the default group is one."""
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def make_group_with_timeout(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks, all of which call it. It keeps its timeout: `limit_collectives` leaves it alone."""
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc=_OWN_TIMEOUT)
+
+
+def limit_collectives(timeout: timedelta) -> None:
+    """Sets the timeout of the default group and of all that were made without one, by DeepSpeed for example."""
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public way (2.13.0)
+        if group.group_desc != _OWN_TIMEOUT:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def leave_process_group() -> None:

@@ -9,7 +9,7 @@ neighbours, and those that share a sequence come next.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,21 +194,23 @@ class Layout:
     def list_stage_ranks(self, stage_id: int) -> list[int]:
         return self.topology.groups(*self.topology.others(PIPE))[stage_id]
 
-    def describe_placement(self, hosts: list[str], sent: Mapping[str, float] | None = None) -> str:
-        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank. sent: bytes
-        that a rank sends in a step over each axis, where they are known."""
+    def describe_placement(
+        self, hosts: list[str], boundaries: Sequence[tuple[int, int]], sent: Mapping[str, float] | None = None
+    ) -> str:
+        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank. boundaries: the
+        pairs of stages that send to each other. sent: bytes that a rank sends in a step over each axis, where they are
+        known."""
         ranks = range(self.world_size)
         stages = {
             host: sorted({self.stage_id(rank) for rank in ranks if hosts[rank] == host})
             for host in dict.fromkeys(hosts)
         }
         text = "; ".join(f"{host}: stage {_ranges(on_host)}" for host, on_host in stages.items())
-        is_ring = self.num_chunks > 1  # chunks lead from the last stage to the first
-        senders = [rank for rank in ranks if is_ring or self.stage_id(rank) < self.num_stages - 1]
-        crossing = sum(hosts[rank] != hosts[self.topology.neighbour(rank, PIPE)] for rank in senders)
+        pairs = [pair for stages in boundaries for pair in zip(*map(self.list_stage_ranks, stages), strict=True)]
+        crossing = sum(hosts[rank] != hosts[peer] for rank, peer in pairs)
         apart = sum(_spans_hosts(self.list_stage_ranks(stage), hosts) for stage in range(self.num_stages))
         text += (
-            f"; {crossing} of {len(senders)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
+            f"; {crossing} of {len(pairs)} stage boundaries and the replicas of {apart} of {self.num_stages} stages "
             "cross hosts"
         )
         return text + "".join(

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import console
+from training.distributed import process
 from training.distributed.p2p import wait_for
 from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_lost_peer
 
@@ -61,7 +62,7 @@ class Watchdog:
             # Two: a wait that times out closes all connections of its group (gloo), and the others are still to be
             # answered.
             longest = self._timeout + timedelta(seconds=2 * _SECONDS_TO_ANSWER)
-            self._to_main, self._from_main = (dist.new_group(backend="gloo", timeout=longest) for _ in range(2))
+            self._to_main, self._from_main = (process.make_group_with_timeout(longest) for _ in range(2))
             self._threads.append(threading.Thread(target=self._exchange_beats, daemon=True))
 
     def __enter__(self) -> Watchdog:
@@ -105,12 +106,8 @@ class Watchdog:
             self._is_watched = watched
 
     def limit_collectives(self) -> None:
-        """Sets a matching timeout on every process group there is."""
-        for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public way (2.13.0)
-            if self._ranks.world_size == 1 or group not in (self._to_main, self._from_main):
-                dist.distributed_c10d._set_pg_timeout(
-                    2 * self._timeout + timedelta(seconds=3 * _SECONDS_TO_ANSWER), group
-                )
+        """Sets a matching timeout on the process groups that have none of their own."""
+        process.limit_collectives(2 * self._timeout + timedelta(seconds=3 * _SECONDS_TO_ANSWER))
 
     def _progress(self, *_: object) -> None:
         self._last_progress = time.monotonic()

@@ -23,7 +23,7 @@ class NonfiniteProbe:
     """Of this rank's stage. `reset` after each step; all ranks call `find_first` together."""
 
     def __init__(self, module: StageModule, device: torch.device) -> None:
-        self._stage_id, self._num_stages = module.stage_id, module.num_stages
+        self._stage_id, self._chunk_numbers = module.stage_id, module.chunk_numbers
         self._sums = torch.zeros(
             len(module.chunks), 2, device=device
         )  # of what goes on, of the gradient that comes back
@@ -39,28 +39,24 @@ class NonfiniteProbe:
         dist.all_gather_object(
             gathered,
             [
-                (number * self._num_stages + self._stage_id, *sums.isfinite().tolist())
-                for number, sums in enumerate(self._sums)
+                (chunk, self._name(number), *sums.isfinite().tolist())
+                for number, (chunk, sums) in enumerate(zip(self._chunk_numbers, self._sums, strict=True))
             ],
         )
-        # in the order of the model; of replicas one after the other
-        of_chunks = sorted(chunk for of_rank in gathered for chunk in of_rank)
-        handed_on = [chunk for chunk, finite, _ in of_chunks if not finite]
-        came_back = [chunk for chunk, _, finite in of_chunks if not finite]
+        chunks = [chunk for chunks_of_rank in gathered for chunk in chunks_of_rank]  # with those of replicas
+        names = {chunk: name for chunk, name, _, _ in chunks}
+        handed_on = [chunk for chunk, _, finite, _ in chunks if not finite]
+        came_back = [chunk for chunk, _, _, finite in chunks if not finite]
         if handed_on:
-            return f"in the output of {self._name(handed_on[0])}"
+            return f"in the output of {names[min(handed_on)]}"
         if not came_back:
-            return f"in the gradients of weights, or behind them in the backward pass of {self._name(0)}"
-        return (
-            "in the loss"
-            if came_back[-1] == of_chunks[-1][0]
-            else f"in the backward pass of {self._name(came_back[-1] + 1)}"
-        )
+            return f"in the gradients of weights, or behind them in the backward pass of {names[0]}"
+        last = max(came_back)
+        return "in the loss" if last == max(names) else f"in the backward pass of {names[last + 1]}"
 
-    def _name(self, chunk: int) -> str:
-        return f"stage {chunk % self._num_stages}" + (
-            f", chunk {chunk // self._num_stages}" if len(self._sums) > 1 else ""
-        )
+    def _name(self, number: int) -> str:
+        """number: of a chunk of this stage, counted from 0."""
+        return f"stage {self._stage_id}" + (f", chunk {number}" if len(self._sums) > 1 else "")
 
     def _see(self, module: StageModule, inputs: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         if module.training and torch.is_grad_enabled():

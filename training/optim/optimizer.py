@@ -109,7 +109,7 @@ def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
 def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
     """bitsandbytes'. Without its exception for small tensors, of which ZeRO's flat pieces hold many: what is kept would
     depend on the layout. Raises UserError where the package is missing."""
-    from bitsandbytes.optim import AdamW8bit  # imported on use: it takes a second
+    from training.optim.adamw_8bit import AdamW8bit  # imported on use: it takes a second
 
     return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)
 

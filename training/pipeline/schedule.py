@@ -97,6 +97,10 @@ class Schedule:
         forth = dict.fromkeys((UnitKind.forward, start, stop) for start, stop in pairs if start != stop)
         return [*forth, *((UnitKind.backward, stop, start) for _, start, stop in forth)]
 
+    def list_boundaries(self) -> list[tuple[int, int]]:
+        """The pairs of ranks that send to each other, the lower rank first."""
+        return sorted({(min(start, stop), max(start, stop)) for _, start, stop in self.list_links()})
+
     def list_units(self, stage_id: int) -> list[Unit]:
         """All passes of one rank in order.
 
@@ -113,9 +117,9 @@ class Schedule:
         stages, total = self.num_stages, self.num_micro_batches
         groups = [range(first, min(first + stages, total)) for first in range(0, total, stages)]
         return [
-            Unit(number * stages + stage_id, micro_batch, UnitKind.forward)
+            Unit(chunk, micro_batch, UnitKind.forward)
             for group in groups
-            for number in range(self.num_chunks)
+            for chunk in self.list_chunks(stage_id)
             for micro_batch in group
         ]
 

@@ -93,7 +93,6 @@ class StagePlan:
 class Plan:
     """What a run is predicted to need and to do. Bytes and seconds.
 
-    boundary_bytes: across each boundary for a micro-batch, forward and backward together [P x V - 1].
     transfer_seconds: either way [P x V - 1]. idle: the share of a stage's time that the simulated step waits, on
     average, uneven stages counted. sequence_modes: of the stage that sends most; none where each rank has whole
     sequences. imbalance: by how much the slowest stage exceeds the mean. model_flops: of a token, as
@@ -102,7 +101,6 @@ class Plan:
 
     layout: Layout
     stages: list[StagePlan]
-    boundary_bytes: list[int]
     idle: float
     imbalance: float
     passes: list[Pass]
@@ -192,7 +190,6 @@ def compute_plan(costs: Sequence[LayerCost], bounds: Sequence[int], run: Planned
     return Plan(
         layout=layout,
         stages=stages,
-        boundary_bytes=[chunk.boundary_bytes for chunk in chunks[:-1]],
         idle=1 - sum(busy) / (len(busy) * pipeline_seconds),
         imbalance=max(busy) / (sum(busy) / len(busy)) - 1,
         passes=passes,

@@ -74,7 +74,7 @@ def list_figures(plan: Plan) -> dict[str, Any]:
 
 
 def render_table(plan: Plan, width: int | None = None) -> list[str]:
-    rows = [_row(stage, plan) for stage in plan.stages]
+    rows = [_row(stage) for stage in plan.stages]
     notes = [
         "memory in GiB on one card; loss and recompute never at once; step: the optimizer step's own, "
         "when activations are gone"
@@ -87,13 +87,13 @@ def render_table(plan: Plan, width: int | None = None) -> list[str]:
     return [*render_rows(COLUMNS, rows, width), *notes]
 
 
-def _row(stage: StagePlan, plan: Plan) -> tuple[str, ...]:
+def _row(stage: StagePlan) -> tuple[str, ...]:
     memory = stage.memory
     kinds = (
         memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.recomputation, memory.loss,
         memory.buffers, memory.step, memory.peak,
     )  # fmt: skip
-    sent = sum(plan.boundary_bytes[stage.stage_id :: plan.layout.num_stages])
+    sent = sum(chunk.boundary_bytes for chunk in stage.chunks)
     boundary = f"{sent / 2**20:.1f} MiB" if sent else "-"
     return (
         str(stage.stage_id),

@@ -1,10 +1,15 @@
 """Loaders: what a rank reads, in which shape, and that the parts of a step add up to its global batch."""
 
 import json
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -28,6 +33,7 @@ from data.storage.rows import RowPlan, Rows
 from data.storage.tokenized import TokenizedDataset
 from data.storage.tokenizing import prepare_dataset
 
+ROOT = Path(__file__).resolve().parents[2]
 PAD = 2
 NUM_SAMPLES = 21
 ORDER = GlobalOrder(num_samples=NUM_SAMPLES, global_batch_size=8, seed=1)
@@ -248,3 +254,46 @@ def test_the_lengths_of_rows_are_those_of_the_batches(path: Path, data: Tokenize
     assert measured.padded == round(np.mean(widths)) and measured.longest >= max(widths)
     assert measured.filled == pytest.approx(np.mean([(ids != PAD).sum(1).float().mean() for ids, *_ in batches]))
     assert measured.longest == (60 if pad_to is PadTo.max_seq_length else min(60, -(-data.lengths.max() // 8) * 8))
+
+
+READING = """
+import multiprocessing, sys
+sys.path.insert(0, {root!r})
+from types import SimpleNamespace
+from data.loading.loader import _iterate
+batches = _iterate(lambda index: index, range(1000), SimpleNamespace(num_workers=2, pin_memory=False))
+next(batches)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+input()
+assert [next(batches) for _ in range(100)] == list(range(1, 101))
+print("read", flush=True)
+input()
+raise ValueError
+"""
+
+
+@pytest.mark.parametrize("end", ["error", pytest.param("kill", marks=pytest.mark.full)])
+def test_workers_outlive_a_signal_but_not_their_rank(end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", READING.format(root=str(ROOT))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdin is not None and rank.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(workers) == 2
+        try:
+            for worker in workers:
+                worker.send_signal(signal.SIGINT)
+                worker.send_signal(signal.SIGTERM)
+            print(file=rank.stdin, flush=True)
+            assert rank.stdout.readline() == "read\n"
+            if end == "kill":
+                rank.kill()
+            else:
+                print(file=rank.stdin, flush=True)
+            assert rank.wait(30) == (-signal.SIGKILL if end == "kill" else 1)
+            assert not psutil.wait_procs(workers, timeout=30)[1]
+        finally:
+            rank.kill()
+            for worker in workers:
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()

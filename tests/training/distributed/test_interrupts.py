@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,11 @@ from support.cases import Case, train_run
 from support.tiny import save_llama, save_records, save_tokenizer
 from support.workers import WorkerGroup
 
+from training.checkpoint.state import TrainerState
+
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 100_000  # steps
+EVERY = ("logging_steps=1", "optimizer=adamw")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
             2,
             2,
             steps,
-            (f"output_dir={out}", "logging_steps=1", "optimizer=adamw", *overrides),
+            (f"output_dir={out}", *EVERY, *overrides),
         )
         workers(2).run(train_while_asked, case, asked)
         return out
@@ -113,6 +118,36 @@ def test_the_file_save_saves_and_goes_on(run) -> None:
 def test_the_clock_saves_and_old_ones_go(run) -> None:
     out = run({}, "save_minutes=1e-6", "keep_last=2", steps=6)
     assert steps_of(out)[1] == [5, 6]
+
+
+def train_with_workers_killed(case: Case, signum: int) -> None:
+    """On a rank: a run whose data workers are killed at its final save. signum: ends the run; 0: the last step does."""
+    from training.checkpoint.writer import CheckpointWriter
+
+    multiprocessing.set_start_method("fork", force=True)  # as in a run; the group's own way would be inherited
+    save = CheckpointWriter.save
+
+    def save_without_workers(writer: CheckpointWriter, state: TrainerState) -> None:
+        workers = multiprocessing.active_children()
+        assert workers
+        for worker in workers:
+            worker.kill()
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        save(writer, state)
+
+    CheckpointWriter.save = save_without_workers
+    asked = {} if signum == 0 else {0: signal.Signals(signum).name}
+    train_while_asked(case, asked)
+
+
+@pytest.mark.parametrize("signum", [0, signal.SIGTERM])
+def test_a_run_that_ends_is_saved_without_its_data_workers(root: Path, tmp_path: Path, signum: int) -> None:
+    out, steps = tmp_path / "out", NEVER if signum else 3
+    case = Case(root / "hf", root / "train.jsonl", root, 1, 1, steps, (f"output_dir={out}", "num_workers=2", *EVERY))
+    with closing(WorkerGroup(1, tmp_path)) as group:  # a process of its own: what it does about dead workers stays
+        group.run(train_with_workers_killed, case, signum)
+    trained, saved = steps_of(out)
+    assert saved == [trained[-1]]
 
 
 STUCK = """

@@ -9,6 +9,7 @@ from support.configs import build_config
 
 from errors import UserError
 from training.distributed.topology import CONTEXT, DATA, PIPE, TENSOR, Layout, Topology, build_layout
+from training.pipeline.schedules import build_schedule
 from training.planner.run import check_world_size
 
 
@@ -115,26 +116,30 @@ def test_ranks_that_share_a_sequence_are_replicas_to_deepspeed() -> None:
         build_layout(build_config(*given, "context_parallel_size=0"), 16, 8, False)
 
 
+def describe_placement(layout: Layout, hosts: list[str], sent: dict[str, float] | None = None) -> str:
+    return layout.describe_placement(hosts, build_schedule(layout).list_boundaries(), sent)
+
+
 def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
     layout = Layout(Topology.of(8, pipe=2, tensor=4), micro_batch_size=1, gradient_accumulation_steps=1)
-    assert "warning" not in layout.describe_placement(["a"] * 4 + ["b"] * 4)
-    text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
+    assert "warning" not in describe_placement(layout, ["a"] * 4 + ["b"] * 4)
+    text = describe_placement(layout, ["a"] * 2 + ["b"] * 6)
     assert (
         "warning: 1 tensor-parallel groups cross hosts, the first of ranks 0-3" in text
         and "four times a micro-batch. Start a multiple of tensor_parallel_size=4 ranks on each host" in text
     )
     both = Layout(Topology.of(16, context=4, tensor=2), micro_batch_size=1, gradient_accumulation_steps=1)
-    assert "warning" not in both.describe_placement(["a"] * 8 + ["b"] * 8)
-    text = both.describe_placement(["a"] * 12 + ["b"] * 4, {CONTEXT: 3 * 2**29, TENSOR: 1.0})
+    assert "warning" not in describe_placement(both, ["a"] * 8 + ["b"] * 8)
+    text = describe_placement(both, ["a"] * 12 + ["b"] * 4, {CONTEXT: 3 * 2**29, TENSOR: 1.0})
     assert text.count("warning") == 1
     assert (
         "2 context-parallel groups cross hosts, the first of ranks 8, 10, 12, 14: each layer then sends queries, keys, "
         "values and outputs over the network four times a micro-batch, 1.50 GiB of a rank a step. Start a multiple of "
         "context_parallel_size=4 x tensor_parallel_size=2 ranks on each host, or give a smaller context_parallel_size"
     ) in text
-    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # which have no room for another
+    large = describe_placement(both, ["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # which have no room for another
     assert "ranks on each host" in large
-    assert "ranks on each host" not in both.describe_placement([host for host in "abcd" for _ in range(4)])
+    assert "ranks on each host" not in describe_placement(both, [host for host in "abcd" for _ in range(4)])
 
 
 def test_a_rank_is_named_by_its_place() -> None:
@@ -145,15 +150,31 @@ def test_a_rank_is_named_by_its_place() -> None:
 
 def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
     four_by_two = Layout(Topology.of(8, pipe=4), micro_batch_size=1, gradient_accumulation_steps=1)
-    assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
+    assert describe_placement(four_by_two, ["a"] * 4 + ["b"] * 4) == (
         "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
     )
-    assert four_by_two.describe_placement(["a", "b"] * 4) == (
+    assert describe_placement(four_by_two, ["a", "b"] * 4) == (
         "a: stage 0-3; b: stage 0-3; 0 of 6 stage boundaries and the replicas of 4 of 4 stages cross hosts"
     )
-    interleaved = Layout(Topology.of(4, pipe=4), micro_batch_size=1, gradient_accumulation_steps=4, num_chunks=2)
-    assert interleaved.describe_placement(["a", "a", "b", "b"]).endswith(
-        "2 of 4 stage boundaries and the replicas of 0 of 4 stages cross hosts"
+
+
+@pytest.mark.parametrize(
+    "schedule, num_stages, crossing",
+    [
+        ("interleaved", 4, "2 of 4"),
+        ("interleaved", 2, "1 of 1"),
+        ("zero_bubble", 4, "1 of 3"),
+        ("zero_bubble", 2, "1 of 1"),
+    ],
+)
+def test_the_boundaries_of_the_placement_are_those_of_the_schedule(
+    schedule: str, num_stages: int, crossing: str
+) -> None:
+    """Interleaved chunks lead from the last stage to the first, those of a V do not."""
+    layout = Layout(Topology.of(num_stages, pipe=num_stages), 1, 4, num_chunks=2, schedule=schedule)
+    hosts = ["a"] * (num_stages // 2) + ["b"] * (num_stages // 2)
+    assert describe_placement(layout, hosts).endswith(
+        f"{crossing} stage boundaries and the replicas of 0 of {num_stages} stages cross hosts"
     )
 
 

@@ -140,3 +140,36 @@ def test_a_rank_that_waits_for_a_transfer_waits_for_another_rank() -> None:
     seen: list[tuple[str, bool]] = []
     wait_for([Work()])
     assert seen[0][0].startswith("training/distributed/p2p.py:") and seen[0][1]
+
+
+def keep_a_group_waiting(folder: Path) -> list[str]:
+    """On a rank: how a wait beyond the limit of collectives ends, in the writer's group and the default one."""
+    from typing import Any
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from training.checkpoint.writer import CheckpointWriter
+    from training.distributed import watchdog
+
+    rank = dist.get_rank()
+    engine: Any = None  # nothing is saved
+    with patch.object(watchdog, "_SECONDS_TO_ANSWER", 0.2):
+        watch = watchdog.Watchdog(Ranks(rank, 2, rank, 2), 0.01)
+        writer = CheckpointWriter(engine, folder)
+        watch.limit_collectives()  # to 1.8 seconds
+    outcomes = []
+    for group in (writer._group, None):  # the default group last: it is lost
+        if rank == 1:
+            time.sleep(3)
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+            outcomes.append("met")
+        except RuntimeError as error:
+            outcomes.append("timed out" if "Timed out" in str(error) else "lost")
+    return outcomes
+
+
+def test_the_limit_of_collectives_leaves_the_time_for_a_slow_save(workers, tmp_path: Path) -> None:
+    waited, _ = workers(2).run(keep_a_group_waiting, tmp_path)
+    assert waited == ["met", "timed out"]

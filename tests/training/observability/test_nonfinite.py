@@ -23,6 +23,7 @@ from training.checkpoint.writer import ShareFile
 
 BAD_STEP = 2  # from 0
 SAMPLES = 24
+MICRO_BATCHES = 4  # of a step
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +86,9 @@ def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
         return ""
 
 
-def train_with_a_bad_stage(case: Case, stage: int, backward: bool, passes: int = 4) -> str:
+def train_with_a_bad_stage(case: Case, stage: int, backward: bool, chunk: int = 0) -> str:
     """On a rank: a run in which one micro-batch of a step becomes infinite, in what a stage computes or in the gradient
-    that it computes.
-
-    passes: forward passes of a stage in a step.
-    """
+    that it computes. chunk: of the stage, counted from 0."""
     from training import loop
 
     build = loop.NonfiniteProbe
@@ -102,7 +100,7 @@ def train_with_a_bad_stage(case: Case, stage: int, backward: bool, passes: int =
         calls = iter(range(1000))
 
         def interfere(_: Any, inputs: Any, outputs: Any) -> Any:
-            if module.stage_id != stage or next(calls) != passes * BAD_STEP + 1:
+            if (module.stage_id, module.exposed) != (stage, chunk) or next(calls) != MICRO_BATCHES * BAD_STEP + 1:
                 return None
             if backward:
                 inputs[0][0].register_hook(spoil)
@@ -142,18 +140,23 @@ def test_the_first_stage_that_saw_it_is_named(
 
 
 @pytest.mark.parametrize(
-    "backward, place",
+    "schedule, backward, chunk",
     [
-        (False, "in the output of stage 1, chunk 0"),
-        pytest.param(True, "in the backward pass of stage 1, chunk 0", marks=pytest.mark.full),
+        ("interleaved", False, 0),
+        pytest.param("interleaved", True, 0, marks=pytest.mark.full),
+        ("zero_bubble", False, 1),
+        ("zero_bubble", True, 1),
     ],
 )
-def test_the_first_chunk_that_saw_it_is_named(workers, case: Case, tmp_path: Path, backward: bool, place: str) -> None:
-    """Stage 0 sees it too, in the chunk that comes after."""
+def test_the_first_chunk_that_saw_it_is_named(
+    workers, case: Case, tmp_path: Path, schedule: str, backward: bool, chunk: int
+) -> None:
+    """A chunk of stage 0 sees it too. Under zero bubble chunk 1 of stage 0 comes after chunk 1 of stage 1."""
     changed = replace(
-        case, num_stages=2, overrides=(*case.overrides, "schedule=interleaved", f"output_dir={tmp_path}/out")
+        case, num_stages=2, overrides=(*case.overrides, f"schedule={schedule}", f"output_dir={tmp_path}/out")
     )
-    error = max(workers(2).run(train_with_a_bad_stage, changed, 1, backward, passes=8))
+    error = max(workers(2).run(train_with_a_bad_stage, changed, 1, backward, chunk))
+    place = f"in the {'backward pass' if backward else 'output'} of stage 1, chunk {chunk}"
     assert error.startswith("step 3: ") and f"first seen {place}. Neither" in error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from training.costs.hardware import GB, GIB, Machine
 from training.costs.time import compute_sending_seconds
 from training.distributed.topology import Layout, Topology
 from training.planner.plan import Plan, compute_host_bytes, compute_model_flops, compute_plan
+from training.planner.report import render_table
 
 HARDWARE = Machine(
     name="round", device=Device.cpu, cards_per_node=4, memory=10, usable_memory=0.5,
@@ -51,6 +53,11 @@ def plan(layout: Layout, layers: list[LayerCost], *overrides: str) -> Plan:
     return compute_plan(layers, bounds, PlannedRun(config(*overrides), layout, V, HARDWARE))
 
 
+def list_boundary_bytes(found: Plan) -> list[int]:
+    """Those after each chunk, by stage."""
+    return [chunk.boundary_bytes for stage in found.stages for chunk in stage.chunks]
+
+
 def test_the_time_of_a_step() -> None:
     found = plan(Layout(Topology.of(2, pipe=2), B, 8), [layer()] * 4, "activation_checkpoint_interval=0")
     micro_batch = 2 * 1e6 * B * T / (1e12 * 0.5)  # forward, a stage of two layers
@@ -59,7 +66,7 @@ def test_the_time_of_a_step() -> None:
     assert found.stages[0].backward_seconds == pytest.approx(2 * micro_batch + SUMS)
     assert found.pipeline_seconds == pytest.approx((8 + 1) * (3 * micro_batch + SUMS), rel=20 * transfer / micro_batch)
     assert found.bubble == pytest.approx(1 / 9) and found.imbalance == pytest.approx(0)
-    assert found.boundary_bytes == [2 * (2 * B * T * 64) + 12 * B * T]
+    assert list_boundary_bytes(found) == [2 * (2 * B * T * 64) + 12 * B * T, 0]
     assert found.tokens_per_second == pytest.approx(8 * B * T / found.step_seconds)
     assert found.mfu == pytest.approx(6 * 4 * N * 8 * B * T / found.step_seconds / 2e12)
 
@@ -82,9 +89,28 @@ def test_an_interleaved_step() -> None:
     assert found.pipeline_seconds == pytest.approx(
         (2 * 8 + 1) * (3 * plain.stages[0].forward_seconds + 2 * SUMS) / 2, abs=2 * transfers
     )
-    assert len(found.boundary_bytes) == 3 and set(found.boundary_bytes) == set(
-        plain.boundary_bytes
-    )  # from the last stage to the first, too
+    across, _ = list_boundary_bytes(plain)
+    assert list_boundary_bytes(found) == [across, across, across, 0]  # from the last stage to the first, too
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "shown"),
+    [
+        ("1f1b", 3, ["1.0 MiB", "2.0 MiB", "-"]),
+        ("interleaved", 2, ["4.0 MiB", "2.0 MiB"]),
+        ("zero_bubble", 2, ["1.0 MiB", "3.0 MiB"]),  # nothing is sent from chunk 1 to 2
+        ("zero_bubble", 3, ["1.0 MiB", "7.0 MiB", "4.0 MiB"]),
+    ],
+)
+def test_a_stage_is_shown_with_the_boundaries_after_its_chunks(
+    schedule: str, num_stages: int, shown: list[str]
+) -> None:
+    """1 MiB crosses the boundary after chunk 0, 2 that after chunk 1, ..., forth and back together."""
+    num_chunks = 1 if schedule == "1f1b" else 2
+    layout = Layout(Topology.of(num_stages, pipe=num_stages), B, 6, num_chunks=num_chunks, schedule=schedule)
+    layers = [replace(layer(), output_bytes=(number + 1) * 2**19) for number in range(num_stages * num_chunks)]
+    rows = render_table(plan(layout, layers))[1 : num_stages + 1]
+    assert [re.split(r"\s\s+", row)[-1] for row in rows] == shown
 
 
 def test_checkpointing_computes_all_but_the_head_again() -> None:
