@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class DPOLossType(Enum):
-    """See `models/losses/dpo.py`."""
+    """See `training/objectives/dpo.py`."""
 
     sigmoid = "sigmoid"
     ipo = "ipo"
@@ -16,7 +16,7 @@ class DPOLossType(Enum):
 
 
 class NLLReduction(Enum):
-    """Of the negative log-likelihood of an answer over its tokens; see `models/losses/cpo.py`."""
+    """Of the negative log-likelihood of an answer over its tokens; see `training/objectives/cpo.py`."""
 
     mean = "mean"
     sum = "sum"

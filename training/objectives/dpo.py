@@ -1,12 +1,86 @@
-"""Direct preference optimization (2305.18290): pairs of answers, against what the model thought of them before."""
+"""Direct preference optimization (2305.18290): pairs of answers, against what a reference model thinks of them.
+
+Of a pair with prompt x, chosen answer y_w and rejected answer y_l, with the policy p trained and the reference r fixed,
+
+    h = (log p(y_w|x) - log r(y_w|x)) - (log p(y_l|x) - log r(y_l|x))
+
+    sigmoid    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+               The paper's; e: label_smoothing, the share of labels that are taken to be wrong ("conservative DPO").
+    hinge      max(0, 1 - beta h)
+               Of SLiC (2305.10425), in the form of 2309.06657: no gradient behind a margin of 1 / beta.
+    robust     (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+               2403.00409: an unbiased estimate of the loss of clean labels where a share e is flipped. It may be
+               negative.
+    ipo        (h - 1 / (2 beta))^2
+               2310.12036, equation 17; its tau is beta. Log-probabilities are means over the answer's tokens, as in trl
+               and as its authors advise: with sums the target 1 / (2 beta) would mean another thing for each length.
+
+Log-probabilities are sums over an answer's tokens, but for ipo. Rewards are beta (log p - log r), of the same sums or
+means.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
 from errors import UserError
-from models.losses.dpo import DPOFormula
-from models.losses.pairs import PairFormula, WithNLL
+from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
+from models.losses.logit_chunks import shard_vocabulary
+from models.losses.options import DPOLossType
+from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
+from models.parallel.shard import NO_TP, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+
+
+@dataclass(frozen=True)
+class DPOFormula:
+    """The loss of a pair, one of the four above."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    loss_type: DPOLossType = DPOLossType.sigmoid
+
+    needs_reference = True
+    reported = ()
+
+    def __call__(self, pairs: Pairs) -> PairTerms:
+        assert pairs.reference is not None
+        log_ratios = pairs.policy - pairs.reference  # [2, B]
+        if self.loss_type is DPOLossType.ipo:
+            log_ratios = log_ratios / pairs.num_tokens
+        return PairTerms(self._compute_losses(log_ratios[0] - log_ratios[1]), self.beta * log_ratios)
+
+    def _compute_losses(self, h: torch.Tensor) -> torch.Tensor:
+        if self.loss_type is DPOLossType.ipo:
+            return (h - 1 / (2 * self.beta)).square()
+        if self.loss_type is DPOLossType.hinge:
+            return torch.relu(1 - self.beta * h)
+        smoothing = self.label_smoothing
+        preferred, flipped = -F.logsigmoid(self.beta * h), -F.logsigmoid(-self.beta * h)
+        if self.loss_type is DPOLossType.robust:
+            return ((1 - smoothing) * preferred - smoothing * flipped) / (1 - 2 * smoothing)
+        return (1 - smoothing) * preferred + smoothing * flipped
+
+
+class RowScore:
+    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: target tokens, and what is
+    not needed.
+    """
+
+    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
+        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target_ids, _, *known = targets
+        log_probabilities, _ = sequence_log_probabilities(
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
+        )
+        return log_probabilities
 
 
 class DPO(PreferenceObjective):

@@ -41,6 +41,18 @@ class NextToken(Objective):
         return TokenAccuracy(loss, device) if isinstance(loss, TokenLoss) and loss.counts_correct else None
 
 
+class SFT(NextToken):
+    """Supervised fine-tuning: the targets are the tokens of completions."""
+
+    name = "sft"
+
+
+class Pretraining(NextToken):
+    """The targets are all tokens of documents, which fill their rows (`data/encoders/kinds.py`)."""
+
+    name = "pretrain"
+
+
 class TokenAccuracy:
     """`eval_token_accuracy`: the share of the evaluation's target tokens that get the largest logit; of equal ones the
     first counts."""

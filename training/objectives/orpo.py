@@ -1,11 +1,52 @@
-"""Odds ratio preference optimization (2403.07691): fine-tuning on the chosen answer and a preference, in one step."""
+"""Odds ratio preference optimization (2403.07691): fine-tuning on the chosen answer, and pairs of answers without a
+reference.
+
+With P(y|x) the geometric mean of the probabilities of the answer's tokens (equation 3) and odds = P / (1 - P),
+
+    log odds ratio = log odds(y_w|x) - log odds(y_l|x)
+    loss           = -log P(y_w|x) - beta log sigmoid(log odds ratio)          equations 6 and 7; their lambda is beta
+
+The first term is `WithNLL` with a coefficient of 1: a mean over the tokens of the answer, then over pairs. trl takes it
+over prompts too, as one mean over the tokens of a micro-batch; here as in the paper only answers count.
+Rewards are beta log P, as in trl.
+"""
 
 from __future__ import annotations
 
-from models.losses.orpo import OddsRatioFormula
-from models.losses.pairs import PairFormula, WithNLL
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective, check_more_than_zero
+
+# A mean log-probability nearer to 0 is rounding, in fp32: its odds would be infinite, and their gradient not a number.
+NEAREST_TO_CERTAIN = -torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class OddsRatioFormula:
+    """The second term alone."""
+
+    beta: float
+
+    needs_reference = False
+    reported = ("log_odds_ratio", "odds_ratio_loss")
+
+    def __call__(self, pairs: Pairs) -> PairTerms:
+        log_odds = compute_log_odds(pairs.policy_means)  # [2, B]
+        ratios = log_odds[0] - log_odds[1]
+        losses = -F.logsigmoid(ratios)
+        reported = {"log_odds_ratio": ratios, "odds_ratio_loss": losses}
+        return PairTerms(self.beta * losses, self.beta * pairs.policy_means, reported)
+
+
+def compute_log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """log(P / (1 - P)) of log P, which is at most 0."""
+    of_the_rest = torch.log(-torch.expm1(log_probabilities.clamp(max=NEAREST_TO_CERTAIN)))
+    return log_probabilities - of_the_rest
 
 
 class ORPO(PreferenceObjective):

@@ -1,4 +1,4 @@
-"""What objectives over pairs of answers share; each gives its formula (`models/losses/pairs.py`), keys and checks."""
+"""What objectives over pairs of answers share (`models/losses/pairs.py`); each gives its formula, keys and checks."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ from training.config.sources import list_evaluations
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
 from training.objectives.kto import KTO
+from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective
 from training.objectives.orpo import ORPO
-from training.objectives.pretrain import Pretraining
 from training.objectives.reward import Reward
-from training.objectives.sft import SFT
 from training.objectives.simpo import SimPO
 
 OBJECTIVES: dict[str, Objective] = {

@@ -1,19 +1,68 @@
-"""Reward models: a score of a whole answer, learned from pairs of which one was preferred."""
+"""The Bradley-Terry loss of reward models (2009.01325): of a pair with scores r_w of the chosen answer and r_l of the
+rejected one,
+
+    -log sigmoid(r_w - r_l) + c (r_w + r_l)^2
+
+c: centering_coef (2312.09244). The difference alone leaves it open where the scores lie; that keeps them around zero.
+
+B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen and rejected.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.losses.reward import RewardLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.preference import check_coefficient
 from training.objectives.reported_means import ReportedMeans
+
+
+class RewardLoss:
+    """The loss of the last stage of a reward model. It also adds up what is reported of all pairs that it has seen,
+    until `take_totals` takes them."""
+
+    metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+
+    def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = NO_CP) -> None:
+        self._centering_coef, self._sequence_part = centering_coef, sequence_part
+        self._totals: torch.Tensor | None = None
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 fills a batch and counts for nothing.
+        targets: target tokens, which are not needed; `loss_denominator`, scalar; and what is not needed either.
+
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; of ranks that share sequences each its
+        equal share of that.
+        """
+        scores, lengths = outputs
+        is_row = lengths > 0
+        _, loss_denominator, *_ = targets
+        is_pair = is_row[::2]  # [B]
+        chosen, rejected = torch.where(is_row, scores.double(), 0.0).view(-1, 2).T
+        losses = -F.logsigmoid(chosen - rejected)
+        if self._centering_coef:
+            losses = losses + self._centering_coef * (chosen + rejected).square()
+        self._add(chosen.detach(), rejected.detach(), is_pair)
+        return ((losses * is_pair).sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
+
+    def _add(self, chosen: torch.Tensor, rejected: torch.Tensor, is_pair: torch.Tensor) -> None:
+        of_pairs = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
+        sums = (of_pairs * is_pair).sum(dim=1)
+        totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """The sums of `metrics` over the pairs since the last call, and the number of pairs in each: float64 [2, 4];
+        None when there were none."""
+        totals, self._totals = self._totals, None
+        return totals
 
 
 class Reward(Objective):

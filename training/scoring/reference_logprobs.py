@@ -27,11 +27,11 @@ from data.storage.rows import RowPlan
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.adapters.adapter import adapter_off
-from models.losses.dpo import RowScore
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
+from training.objectives.dpo import RowScore
 from training.pipeline.attention import choose_run_attention
 from training.pipeline.module import StageModule
 

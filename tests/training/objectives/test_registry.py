@@ -21,17 +21,16 @@ from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.architecture.lookup import build_layers
-from models.losses.cpo import CPOFormula
 from models.losses.cross_entropy import Loss, build_loss
-from models.losses.dpo import DPOFormula
 from models.losses.options import DPOLossType
-from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import PairFormula, WithNLL
-from models.losses.simpo import SimPOFormula
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
 from training.costs.hardware import complete_hardware
+from training.objectives.cpo import CPOFormula
+from training.objectives.dpo import DPOFormula
 from training.objectives.objective import Objective
+from training.objectives.orpo import OddsRatioFormula
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
@@ -40,6 +39,7 @@ from training.objectives.registry import (
     get_objective,
     is_trained_on,
 )
+from training.objectives.simpo import SimPOFormula
 from training.objectives.user_loss import build_run_loss
 from training.planner.plan import Plan
 from training.planner.run import build_plan, load_architecture, plan_run

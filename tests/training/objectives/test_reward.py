@@ -41,6 +41,7 @@ from support.objective_runs import (
 from support.pair_runs import REWARDS
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
+from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from data.storage.tokenized import TokenizedDataset
@@ -49,6 +50,7 @@ from models.architecture.lookup import build_layers
 from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from scripts.generate import load_model
+from training.objectives.reward import RewardLoss
 
 CENTERED = "reward.centering_coef=0.05"
 
@@ -228,3 +230,21 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
     run("begun", "pp1", "stop_after_steps=1")
     with pytest.raises(WorkerError, match="reward.centering_coef was 0, is 0.1. Give the same"):
         run("other", "pp1", f"resume={tmp_path}/begun/checkpoints", "reward.centering_coef=0.1")
+
+
+@pytest.mark.parametrize("centering_coef", [0.0, 0.3])
+def test_the_loss_equals_its_formula(centering_coef: float) -> None:
+    """The last pair fills the batch, with scores that are not finite."""
+    scores = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
+    lengths = torch.tensor([2, 1, 2, 2, 0, 0])
+    loss = RewardLoss(centering_coef)
+    found = loss((scores, lengths), (torch.zeros(6, 2), torch.tensor(2.0)))
+    differences, sums = torch.tensor([3.0, -0.2]), torch.tensor([-1.0, 1.2])
+    expected = (-F.logsigmoid(differences) + centering_coef * sums.square()).sum() / 2
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found, scores)
+    assert gradient.isfinite().all() and gradient[4:].eq(0).all() and gradient[:4].ne(0).all()
+    totals = loss.take_totals()
+    assert totals is not None and totals[1].tolist() == [2, 2, 2, 2]
+    torch.testing.assert_close(totals[0].float(), torch.tensor([1.5, -1.3, 2.8, 1.0]))
+    assert loss.take_totals() is None

@@ -14,13 +14,13 @@ from transformers import Gemma2Config, LlamaConfig
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses.cpo import CPOFormula
-from models.losses.dpo import DPOFormula, RowScore
 from models.losses.options import DPOLossType
-from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
-from models.losses.simpo import SimPOFormula
 from tests.support.logit_pieces import cut_pieces
+from training.objectives.cpo import CPOFormula
+from training.objectives.dpo import DPOFormula, RowScore
+from training.objectives.orpo import OddsRatioFormula
+from training.objectives.simpo import SimPOFormula
 
 R, T, D, V = 6, 12, 16, 40  # rows: three pairs; sequence, hidden, vocabulary
 BETA, GAMMA = 0.7, 0.4
