@@ -71,7 +71,7 @@ def test_another_version_of_the_code_is_tokenized_again(module: str, tokenizer, 
 
 def test_what_json_cannot_hold_is_told_with_its_record(module: str) -> None:
     (record,) = read_records(name_component_source({"_target_": f"{module}.weigh", "path": "a"}))
-    assert record.problem.startswith(f"{module}.weigh: record 1: holds what JSON cannot: ")
+    assert record.problem.startswith(f"{module}.weigh: record 1: cannot be written as JSON: ")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
-"""Contrastive preference optimization (2401.08417): DPO whose reference thinks the same of every answer, and
-fine-tuning on the chosen one.
+"""Contrastive preference optimization (2401.08417): DPO with a uniform reference, plus SFT on the chosen answer.
 
     loss = -log sigmoid(beta log p(y_w|x) - beta log p(y_l|x)) - alpha log p(y_w|x)          alpha is 1 in the paper
 
-In the first term, its equation 3, log-probabilities are sums over an answer's tokens. The second is `WithNLL`. As the
-paper writes it, it is the same sum, and its gradient then some ten times that of the first term (beta is 0.1); the code
-of its authors takes a mean over the tokens of a micro-batch, as trl does with `cpo_alpha`. `nll_reduction` chooses: the
-sum, or the mean over the tokens of each answer. Rewards are beta log p.
+In the first term, equation 3, log-probabilities are sums over an answer's tokens. The second is `WithNLL`. In the paper
+it is the same sum, with a gradient about ten times that of the first term (beta is 0.1); the authors' code takes a mean
+over the tokens of a micro-batch, as trl does with `cpo_alpha`. `nll_reduction` chooses the sum, or the mean over the
+tokens of each answer. Rewards are beta log p.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from training.objectives.preference import PreferenceObjective, check_coefficien
 
 @dataclass(frozen=True)
 class CPOFormula:
-    """The first term alone."""
+    """The first term: equation 3 of 2401.08417."""
 
     beta: float
 

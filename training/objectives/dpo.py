@@ -1,22 +1,23 @@
-"""Direct preference optimization (2305.18290): pairs of answers, against what a reference model thinks of them.
+"""Direct preference optimization (2305.18290): pairs of answers, relative to a reference model.
 
-Of a pair with prompt x, chosen answer y_w and rejected answer y_l, with the policy p trained and the reference r fixed,
+For a pair with prompt x, chosen answer y_w and rejected answer y_l, with the policy p trained and the reference r
+fixed,
 
     h = (log p(y_w|x) - log r(y_w|x)) - (log p(y_l|x) - log r(y_l|x))
 
     sigmoid    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-               The paper's; e: label_smoothing, the share of labels that are taken to be wrong ("conservative DPO").
+               The paper's. e: label_smoothing, the assumed share of wrong labels ("conservative DPO").
     hinge      max(0, 1 - beta h)
-               Of SLiC (2305.10425), in the form of 2309.06657: no gradient behind a margin of 1 / beta.
+               SLiC (2305.10425) in the form of 2309.06657: no gradient beyond a margin of 1 / beta.
     robust     (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
                2403.00409: an unbiased estimate of the loss of clean labels where a share e is flipped. It may be
                negative.
     ipo        (h - 1 / (2 beta))^2
                2310.12036, equation 17; its tau is beta. Log-probabilities are means over the answer's tokens, as in trl
-               and as its authors advise: with sums the target 1 / (2 beta) would mean another thing for each length.
+               and as its authors advise: with sums the target 1 / (2 beta) would depend on the length.
 
-Log-probabilities are sums over an answer's tokens, but for ipo. Rewards are beta (log p - log r), of the same sums or
-means.
+Except for ipo, log-probabilities are sums over an answer's tokens. Rewards are beta (log p - log r), of the same sums
+or means.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from training.objectives.preference import PreferenceObjective, check_coefficien
 
 @dataclass(frozen=True)
 class DPOFormula:
-    """The loss of a pair, one of the four above."""
+    """DPO (2305.18290) or one of its variants above."""
 
     beta: float
     label_smoothing: float = 0.0
@@ -68,8 +69,8 @@ class DPOFormula:
 
 
 class RowScore:
-    """In place of a loss: the log-probability of each row's targets, float64 [B]. targets: target tokens, and what is
-    not needed.
+    """Computes, in place of a loss, the log-probability of each row's targets, float64 [B]. targets: target tokens,
+    `loss_denominator`, which is not read, and `target_indices`.
     """
 
     def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
@@ -92,12 +93,12 @@ class DPO(PreferenceObjective):
         check_more_than_zero("dpo.beta", dpo.beta)
         if not 0 <= dpo.label_smoothing < 0.5:
             raise UserError(
-                f"dpo.label_smoothing={dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left"
+                f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5, which leaves no preference"
             )
         check_coefficient("dpo.sft_coef", dpo.sft_coef)
 
     def describe(self, config: RunConfig) -> dict[str, str]:
-        """Without `sft_coef` where it is off: checkpoints from before there was such a key continue."""
+        """Return its keys, without `sft_coef` where it is off: checkpoints from before that key existed continue."""
         return {
             key: value for key, value in self.describe_keys(config).items() if (key, value) != ("dpo.sft_coef", "0")
         }

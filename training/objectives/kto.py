@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimization (2402.01306): single answers, each desirable or not, against a reference point.
 
-Of an answer y to a prompt x, with the policy p trained and the reference model r fixed,
+For an answer y to a prompt x, with the policy p trained and the reference model r fixed,
 
     h     log p(y|x) - log r(y|x), summed over the answer's tokens
     z0    max(0, mean of log p(y'|x) - log r(y'|x)), y' an answer to another prompt: an estimate of KL(p || r), without
@@ -8,8 +8,8 @@ Of an answer y to a prompt x, with the policy p trained and the reference model 
     loss  w_D (1 - sigmoid(beta (h - z0)))  where y is desirable
           w_U (1 - sigmoid(beta (z0 - h)))  where it is not
 
-z0 is a mean over the whole global batch (of an evaluation: over all of its samples), so it is known before the first of
-the losses: a forward pass over the mismatched answers comes first. Rewards are beta h. B answers in a micro-batch.
+z0 is a mean over the whole global batch (in an evaluation over all samples) that the losses need, so a forward pass
+over the mismatched answers comes first. Rewards are beta h. B answers in a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from training.objectives.reported_means import ReportedMeans
 
 
 class KTOLoss:
-    """The loss of the last stage. It also adds up what is reported of all answers that it has seen, until `take_totals`
-    takes them.
+    """The KTO loss (2402.01306) of the last stage. It also adds up the metrics of all answers until `take_totals` takes
+    them.
     """
 
     metrics: tuple[str, ...] = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
@@ -51,31 +51,32 @@ class KTOLoss:
         self._totals: torch.Tensor | None = None
 
     def take_first_mean(self, mean: torch.Tensor) -> None:
-        """mean: of `sum_log_ratios` over the samples that come next, a scalar on their device."""
+        """Set z0. mean: the mean of `sum_log_ratios` over the samples that come next, a scalar on their device."""
         self._kl = mean.clamp(min=0)
 
     def sum_log_ratios(
         self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The sum of h over the rows of a micro-batch, float64; of ranks that share sequences each its equal share.
-        Arguments as in a call."""
+        """Return the sum of h over the rows of a micro-batch, float64; each of the ranks that share sequences returns
+        an equal part of it. Arguments as in a call.
+        """
         log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
         return (log_ratios * is_answer).sum() / self._sequence_part.size
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: target tokens [B, T]; the reference's log-probability of each row,
         summed over its targets, float64 [B]; whether an answer is desirable, 1 or 0, float64 [B]; `loss_denominator`,
-        scalar; and `target_indices`, see `find_targets`. A row without targets fills a batch and counts for nothing.
+        scalar; and `target_indices`, see `find_targets`. A row without targets is padding and is not counted.
 
-        Returns the sum of the answers' losses over the denominator, fp32 at least; of ranks that share sequences each
-        its equal share of that.
+        Returns the sum of the answers' losses over the denominator, fp32 at least; each of the ranks that share
+        sequences returns an equal part of it.
         """
         assert self._kl is not None, "the forward pass over mismatched answers comes first"
         _, _, desirable, loss_denominator, *_ = targets
         log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
-        of_desirable, of_undesirable = self._weights
+        desirable_weight, undesirable_weight = self._weights
         sign = 2 * desirable - 1
-        weights = of_desirable * desirable + of_undesirable * (1 - desirable)
+        weights = desirable_weight * desirable + undesirable_weight * (1 - desirable)
         losses = weights * torch.sigmoid(-self._beta * sign * (log_ratios - self._kl))  # 1 - sigmoid(x) = sigmoid(-x)
         self._add(log_ratios.detach(), desirable * is_answer, is_answer)
         loss = (losses * is_answer).sum() / loss_denominator / self._sequence_part.size
@@ -84,7 +85,7 @@ class KTOLoss:
     def _compute_log_ratios(
         self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h, and whether a row is an answer, 1 or 0: both float64 [B]."""
+        """Return h, and whether a row is an answer, 1 or 0: both float64 [B]."""
         target_ids, reference, _, _, *known = targets
         policy, num_targets = sequence_log_probabilities(
             outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
@@ -102,15 +103,15 @@ class KTOLoss:
         self._totals = totals if self._totals is None else self._totals + totals
 
     def take_totals(self) -> torch.Tensor | None:
-        """The sums of `metrics` over the answers since the last call, and the number of answers in each: float64 [2,
-        5]; None when there were none.
+        """Return the sums of `metrics` over the answers since the last call, and the number of answers in each: float64
+        [2, 5]; None without answers.
         """
         totals, self._totals = self._totals, None
         return totals
 
 
 class KTO(Objective):
-    """A sample is one answer. Of pairs, both are: the chosen one is desirable, the rejected one is not."""
+    """A sample is one answer. A pair is two: the chosen answer is desirable, the rejected one is not."""
 
     name = "kto"
     data_kinds = ("preference",)

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization (2403.07691): fine-tuning on the chosen answer, and pairs of answers without a
+"""Odds ratio preference optimization (2403.07691): fine-tuning on the chosen answer, plus a preference term without a
 reference.
 
 With P(y|x) the geometric mean of the probabilities of the answer's tokens (equation 3) and odds = P / (1 - P),
@@ -6,8 +6,8 @@ With P(y|x) the geometric mean of the probabilities of the answer's tokens (equa
     log odds ratio = log odds(y_w|x) - log odds(y_l|x)
     loss           = -log P(y_w|x) - beta log sigmoid(log odds ratio)          equations 6 and 7; their lambda is beta
 
-The first term is `WithNLL` with a coefficient of 1: a mean over the tokens of the answer, then over pairs. trl takes it
-over prompts too, as one mean over the tokens of a micro-batch; here as in the paper only answers count.
+The first term is `WithNLL` with a coefficient of 1: a mean over the tokens of the answer, then over pairs. trl
+includes the prompts and takes one mean over the tokens of a micro-batch; here as in the paper only answers count.
 Rewards are beta log P, as in trl.
 """
 
@@ -22,13 +22,13 @@ from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective, check_more_than_zero
 
-# A mean log-probability nearer to 0 is rounding, in fp32: its odds would be infinite, and their gradient not a number.
+# A mean log-probability closer to 0 is a rounding error in fp32: its odds would be infinite, and their gradient NaN.
 NEAREST_TO_CERTAIN = -torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class OddsRatioFormula:
-    """The second term alone."""
+    """The second term: equation 7 of 2403.07691."""
 
     beta: float
 
@@ -44,9 +44,9 @@ class OddsRatioFormula:
 
 
 def compute_log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """log(P / (1 - P)) of log P, which is at most 0."""
-    of_the_rest = torch.log(-torch.expm1(log_probabilities.clamp(max=NEAREST_TO_CERTAIN)))
-    return log_probabilities - of_the_rest
+    """Return log(P / (1 - P)) for log P, which is at most 0."""
+    log_complement = torch.log(-torch.expm1(log_probabilities.clamp(max=NEAREST_TO_CERTAIN)))
+    return log_probabilities - log_complement
 
 
 class ORPO(PreferenceObjective):

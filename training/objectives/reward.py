@@ -1,9 +1,9 @@
-"""The Bradley-Terry loss of reward models (2009.01325): of a pair with scores r_w of the chosen answer and r_l of the
+"""Reward models: the Bradley-Terry loss (2009.01325) of a pair with scores r_w of the chosen answer and r_l of the
 rejected one,
 
     -log sigmoid(r_w - r_l) + c (r_w + r_l)^2
 
-c: centering_coef (2312.09244). The difference alone leaves it open where the scores lie; that keeps them around zero.
+c: centering_coef (2312.09244). The first term depends on the difference alone; the second keeps the scores around zero.
 
 B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen and rejected.
 """
@@ -25,8 +25,9 @@ from training.objectives.reported_means import ReportedMeans
 
 
 class RewardLoss:
-    """The loss of the last stage of a reward model. It also adds up what is reported of all pairs that it has seen,
-    until `take_totals` takes them."""
+    """The loss of the last stage of a reward model. It also adds up the metrics of all pairs until `take_totals` takes
+    them.
+    """
 
     metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
 
@@ -35,11 +36,11 @@ class RewardLoss:
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 fills a batch and counts for nothing.
-        targets: target tokens, which are not needed; `loss_denominator`, scalar; and what is not needed either.
+        """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 is padding and is not counted.
+        targets: target tokens, which are not read; `loss_denominator`, scalar; anything else is not read.
 
-        Returns the sum of the pairs' losses over the denominator, fp32 at least; of ranks that share sequences each its
-        equal share of that.
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
+        returns an equal part of it.
         """
         scores, lengths = outputs
         is_row = lengths > 0
@@ -53,14 +54,15 @@ class RewardLoss:
         return ((losses * is_pair).sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
 
     def _add(self, chosen: torch.Tensor, rejected: torch.Tensor, is_pair: torch.Tensor) -> None:
-        of_pairs = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
-        sums = (of_pairs * is_pair).sum(dim=1)
+        metrics = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
+        sums = (metrics * is_pair).sum(dim=1)
         totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
         self._totals = totals if self._totals is None else self._totals + totals
 
     def take_totals(self) -> torch.Tensor | None:
-        """The sums of `metrics` over the pairs since the last call, and the number of pairs in each: float64 [2, 4];
-        None when there were none."""
+        """Return the sums of `metrics` over the pairs since the last call, and the number of pairs in each: float64 [2,
+        4]; None without pairs.
+        """
         totals, self._totals = self._totals, None
         return totals
 
@@ -79,13 +81,14 @@ class Reward(Objective):
         check_coefficient("reward.centering_coef", config.reward.centering_coef)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`transformers` scores the last token of a row that is not its pad token: where that ends answers too, it
-        would be the token before."""
+        """Raise UserError for a tokenizer whose pad token is missing or also ends answers: `transformers` scores the
+        last token that is not the pad token, which would be the one before the end token.
+        """
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             which = "none" if tokenizer.pad_token_id is None else f"its end token, '{tokenizer.eos_token}'"
             raise UserError(
                 f"task=reward: the tokenizer's pad token is {which}; transformers scores the last token that is not "
-                "padding, so it has to be another one: convert2ckpt.py --pad_token '<pad>' adds it"
+                "padding, so the pad token must differ from it: convert2ckpt.py --pad_token '<pad>' adds it"
             )
 
     def describe(self, config: RunConfig) -> dict[str, str]:

@@ -3,7 +3,7 @@ reference.
 
     loss = -log sigmoid(beta / |y_w| log p(y_w|x) - beta / |y_l| log p(y_l|x) - gamma)          equation 6
 
-gamma: the margin by which the reward of the chosen answer is to exceed the other. trl's `simpo_gamma` is the same; the
+gamma: the margin by which the reward of the chosen answer should exceed the other. trl's `simpo_gamma` is the same; the
 authors' code has gamma / beta as `gamma_beta_ratio`.
 """
 
@@ -20,6 +20,8 @@ from training.objectives.preference import PreferenceObjective, check_coefficien
 
 @dataclass(frozen=True)
 class SimPOFormula:
+    """Equation 6 of 2405.14734."""
+
     beta: float
     gamma: float
 

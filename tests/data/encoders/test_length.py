@@ -75,7 +75,7 @@ def test_a_record_without_a_target(policy: LengthPolicy) -> None:
 
 def test_labels_that_are_not_aligned() -> None:
     with pytest.raises(
-        UserError, match="^train.jsonl:12: the encoder made 2 input_ids and 3 labels; one for each is needed"
+        UserError, match="^train.jsonl:12: the encoder made 2 input_ids and 3 labels; one label per token is needed"
     ):
         fit(Sample(input_ids=[1, 2], labels=[1, 2, 3]), TRUNCATE, 8)
 

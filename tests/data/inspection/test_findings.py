@@ -61,5 +61,5 @@ def test_samples_without_a_target(tokenizer, tmp_path: Path) -> None:
     encoding = Encoding(PretrainEncoder(), tokenizer, None)
     path = prepare_dataset([corpus], key="train_file", encoding=encoding, cache_dir=tmp_path, log=None)
     lines = describe_findings([Inspected("train_file", path, ["corpus"])], str).splitlines()
-    assert lines[0] == "train_file: 1 of 3 samples have no target and teach nothing"
+    assert lines[0] == "train_file: 1 of 3 samples have no target, so they add no loss"
     assert lines[1] == "  train_file sample 1 (number 1 of corpus): [14]"

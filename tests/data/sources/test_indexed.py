@@ -86,7 +86,7 @@ def test_a_mixture_of_corpora(prepare, tmp_path: Path) -> None:
         ({"code": 99}, r"corpus.idx has dtype code 99 \(no known dtype\), which token ids cannot have"),
         ({"cut": 60}, "corpus.idx has 60 bytes, its 4 sequences and 5 document boundaries need 122; it is cut off"),
         ({"tail": b"12"}, "corpus.bin has 22 bytes, .*corpus.idx describes 20; one of them is another corpus's"),
-        ({"code": 4}, r"corpus.idx: sequence 1 \(counted from 0\) does not begin where the one before it ends"),
+        ({"code": 4}, r"corpus.idx: sequence 1 \(counted from 0\) does not begin where the previous one ends"),
         ({"pointers": np.array([0, 6, 9, 18], "<i8")}, "corpus.idx: sequence 2 .* does not begin where"),
         ({"boundaries": np.array([0, 2, 2, 3])}, "document boundaries do not run from 0 to its 4 sequences"),
         ({"boundaries": np.array([0, 3, 2, 4])}, "document boundaries do not run from 0 to its 4 sequences"),
@@ -111,5 +111,5 @@ def test_corpora_are_for_raw_text_and_whole(prepare, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches tokenized corpora .* and other files; give them apart"):
         prepare(str(tmp_path / "*o*"))
     (tmp_path / "corpus.idx").unlink()
-    with pytest.raises(UserError, match="corpus.bin has no .*corpus.idx beside it; a tokenized corpus is both"):
+    with pytest.raises(UserError, match="corpus.bin has no .*corpus.idx next to it; a tokenized corpus is both"):
         prepare(f"{prefix}.bin")

@@ -76,8 +76,8 @@ def test_one_prompt_alone_is_refused(tmp_path: Path, prompts: list[int], samples
         ([False, False], True, "the labels of all 2 samples are false"),
         ([False, False], False, None),
         ([False, True], True, None),
-        ([True], False, "needs to know of each sample whether it is desirable"),  # an encoder that says it of some
-        (None, True, "needs to know of each sample whether it is desirable"),
+        ([True], False, "needs a label of each sample, desirable or not"),  # an encoder that sets it for some
+        (None, True, "needs a label of each sample, desirable or not"),
     ],
 )
 def test_labels_are_there_and_of_both_kinds(

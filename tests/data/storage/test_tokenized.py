@@ -317,7 +317,7 @@ def test_a_disk_without_room_stops_it_before_it_starts(
         prepare(encoder=encoder)
     cache = train_file.parent / "cache"
     message = (
-        f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; "
+        f"train_file: the tokenized data will need about 1.[0-9]+ kB, but {cache} has 1 kB free; "
         "make room, or choose another folder with data.cache_dir"
     )
     assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []

@@ -16,7 +16,7 @@ from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
 from models.losses.options import DPOLossType
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
-from tests.support.logit_pieces import cut_pieces
+from tests.support.logit_chunks import set_chunk_size
 from training.objectives.cpo import CPOFormula
 from training.objectives.dpo import DPOFormula, RowScore
 from training.objectives.orpo import OddsRatioFormula
@@ -129,13 +129,13 @@ def add_reference(formula: PairFormula, target_ids: torch.Tensor, reference: tor
     return (target_ids, reference) if formula.needs_reference else (target_ids,)
 
 
-@pytest.mark.parametrize("piece", [2**25, 3 * V], ids=["one-piece", "pieces"])
+@pytest.mark.parametrize("chunk", [2**25, 3 * V], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
 @FORMULAS
 def test_loss_gradient_and_metrics(
-    batch: tuple[torch.Tensor, ...], name: str, config: object, piece: int, monkeypatch: pytest.MonkeyPatch
+    batch: tuple[torch.Tensor, ...], name: str, config: object, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_pieces(monkeypatch, piece)
+    set_chunk_size(monkeypatch, chunk)
     (formula, expect), (hidden_states, weight, target_ids, reference) = CASES[name], batch
     sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
     lengths = (target_ids != -100).sum(dim=1)
@@ -205,7 +205,7 @@ def test_the_gradient_in_16_bits_is_rounded_once(
     batch: tuple[torch.Tensor, ...], name: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """scale: of the loss, in fp16. Parts of its gradient are below what fp16 can hold without it."""
-    cut_pieces(monkeypatch, 3 * V)
+    set_chunk_size(monkeypatch, 3 * V)
     formula = CASES[name][0]
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     targets = (*add_reference(formula, batch[2], batch[3]), torch.tensor(3e4))
@@ -230,7 +230,7 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor
 
 def test_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, length, vocabulary = 2, 513, 4000
-    cut_pieces(monkeypatch, 16 * vocabulary)
+    set_chunk_size(monkeypatch, 16 * vocabulary)
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
     target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:
