@@ -35,7 +35,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What a run changes in its tokenizer.
+    """The changes that a run makes to its tokenizer.
 
     text: Jinja; None keeps the tokenizer's own. special_tokens: added where they are missing. eos_token: ends a turn;
     None keeps the tokenizer's own. name: the value of `data.chat_template`.

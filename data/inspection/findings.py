@@ -84,7 +84,7 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
         if len(shared):
             lines.append(
                 f"{other.key}: {len(shared):,} of {len(others):,} samples are in {file.key} too, so the "
-                "evaluation sees samples of the training"
+                "evaluation is contaminated"
             )
             lines += [
                 f"  {name(other, int(sample))} = {file.key} sample {int(order[places[sample]]):,}"

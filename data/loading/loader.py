@@ -122,11 +122,11 @@ class TrainLoader:
         return self._order.steps_per_epoch
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """Return the samples of the step's global batch, int64 [global_batch_size], counted from 0."""
+        """Return the sample ids of the step's global batch, int64 [global_batch_size]."""
         return self._order.sample_ids(step)
 
     def step_totals(self, step: int) -> StepTotals:
-        """Return the totals of the step's global batch, the same on every rank."""
+        """Return the totals of the step's global batch."""
         options, row_ids = self._options, self._row_ids(step)
         shape = None
         if isinstance(options.collator, PadRight):

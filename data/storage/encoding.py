@@ -21,7 +21,8 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+    """The settings that turn records into samples. max_seq_length: None keeps documents whole, to be cut where a row is
+    full.
 
     samples_per_record: 2 where a record is a preference; then its samples follow each other, the chosen one
     first.

@@ -37,7 +37,7 @@ INDEX_VERSION = 2  # raise it when the same plan gives other rows
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How samples become rows of at most `max_seq_length` tokens.
+    """The layout of samples in rows of at most `max_seq_length` tokens.
 
     group_size: rows that stay together: 2 for the pairs of preferences, which are adjacent. The order
     shuffles groups, and `micro_batch_size` counts them.
@@ -56,7 +56,7 @@ class RowPlan:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether row r is sample r, so that nothing is written."""
+        """Returns whether row r is sample r, so that nothing is written."""
         return self.packing is Packing.NONE and self.mixture is None
 
     def folder(self, path: str | Path) -> Path:

@@ -167,12 +167,13 @@ class TokenizedDataset:
 
     @property
     def has_desirable(self) -> bool:
-        """Whether the folder holds a label of each sample, desirable or not."""
+        """Returns whether the folder holds a label of each sample, desirable or not."""
         return column_file(self._arguments[0], "desirable").is_file()
 
     @property
     def desirable(self) -> np.ndarray:
-        """Whether each sample is desirable, bool [num_samples]; of pairs, which are adjacent, the chosen one is."""
+        """The label of each sample, desirable or not, bool [num_samples]; of pairs, which are adjacent, the chosen one
+        is."""
         if self.has_desirable:
             return map_column(self._arguments[0], "desirable", np.dtype(np.int32)) != 0
         return np.arange(len(self)) % 2 == 0

@@ -109,7 +109,7 @@ def _choose_rows(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How the loss is computed; see `causal_lm_loss`."""
+    """Options of the loss; see `causal_lm_loss`."""
 
     logit_softcap: float | None
     label_smoothing: float

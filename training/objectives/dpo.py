@@ -93,7 +93,8 @@ class DPO(PreferenceObjective):
         check_more_than_zero("dpo.beta", dpo.beta)
         if not 0 <= dpo.label_smoothing < 0.5:
             raise UserError(
-                f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5, which leaves no preference"
+                f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5; "
+                "at 0.5 no preference is left"
             )
         check_coefficient("dpo.sft_coef", dpo.sft_coef)
 

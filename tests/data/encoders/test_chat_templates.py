@@ -1,4 +1,4 @@
-"""Templates by name and from a file: what they write, which tokens they bring, and what carries loss."""
+"""Templates by name and from a file: their text, their tokens, and which tokens carry loss."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_a_named_template_writes_what_its_publishers_do(name: str, build_tokeniz
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
-def test_a_named_template_refuses_what_it_has_no_form_for(name: str, build_tokenizer) -> None:
+def test_a_named_template_refuses_unsupported_roles(name: str, build_tokenizer) -> None:
     tokenizer = build_tokenizer()
     load_chat_template(name).apply_to(tokenizer)
     for record in (

@@ -37,7 +37,7 @@ def read(path: Path) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", CODES)
 def test_documents_of_each_dtype(prepare, tmp_path: Path, dtype: str) -> None:
     path = prepare(write_corpus(tmp_path / "corpus", dtype=dtype))
-    assert read(path) == [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14]]  # an empty one is none
+    assert read(path) == [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14]]  # empty documents are omitted
     summary = load_summary(path)
     assert (summary.num_samples, summary.num_tokens, summary.num_targets) == (3, 10, 7)
     assert (path / "length.bin").stat().st_size == 12
@@ -56,8 +56,8 @@ def test_any_of_its_names_is_the_corpus(prepare, tmp_path: Path) -> None:
 
 
 def test_rows_are_those_of_documents(prepare, tmp_path: Path) -> None:
-    """Laid end to end and cut where a row is full; positions restart at each document, and its first token is no
-    target."""
+    """Laid end to end and cut where a row is full; positions restart at each document, and its first token is not
+    a target."""
     path = prepare(write_corpus(tmp_path / "corpus"))
     plan = RowPlan(6, Packing.CONCATENATE)
     prepare_rows(path, plan, "train_file", None)
@@ -95,7 +95,7 @@ def test_a_mixture_of_corpora(prepare, tmp_path: Path) -> None:
         ({"documents": [[], []]}, "train_file: none of its 2 records is left"),
     ],
 )  # fmt: skip
-def test_an_index_that_does_not_fit_its_corpus(prepare, tmp_path: Path, changed: dict, message: str) -> None:
+def test_an_index_that_does_not_match_its_corpus(prepare, tmp_path: Path, changed: dict, message: str) -> None:
     prefix = write_corpus(tmp_path / "corpus", **changed)
     with pytest.raises(UserError, match=message):
         prepare(prefix)

@@ -1,4 +1,4 @@
-"""The exact loss: whatever the micro-batches hold, their mean is the global batch's loss, and so is its gradient."""
+"""The exact loss: for any split into micro-batches, the mean is the global batch's loss, and so is its gradient."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plain_loss(
     logit_softcap: float | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The same, whole."""
+    """Compute the same loss from whole logits."""
     (hidden_states, weight), (target_ids, denominator) = outputs, targets
     has_target = target_ids != -100
     logits = F.linear(hidden_states[has_target], weight)
@@ -100,7 +100,7 @@ def plain_loss(
 def loss_and_gradients(
     loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
+    """Return the loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
     loss = loss_fn((inputs[0], inputs[1]), (target_ids, torch.tensor(17.0)))
     return loss, *torch.autograd.grad(loss / 3, inputs)
@@ -123,7 +123,7 @@ def test_chunks_are_the_whole(
     logit_softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the size of a chunk: one target, some that do not divide the targets, all."""
+    """For any size of a chunk: one target, several that do not divide the targets, all."""
     set_chunk_size(monkeypatch, chunk)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     found, expected = (
@@ -153,7 +153,7 @@ def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monk
 
 
 def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 targets four wait at a time, and what comes out is no further from fp64 than one product."""
+    """With four of 50 targets per product, the gradient is as close to fp64 as that of one product."""
     set_chunk_size(monkeypatch, 4 * V)
     monkeypatch.setattr(logit_chunks, "WAITING", 0)
     generator = torch.Generator().manual_seed(1)
@@ -188,7 +188,7 @@ def test_fp16_makes_its_logits_at_once(batch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) -> None:
-    """`LabelSmoother`, which takes labels that are not shifted, and means over targets."""
+    """`LabelSmoother` takes labels that are not shifted, and a mean over targets."""
     hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
     labels, smoother = batch[2], LabelSmoother(epsilon=0.3)
     expected = smoother({"logits": F.linear(hidden_states, weight)}, labels, shift_labels=True)
@@ -201,7 +201,7 @@ def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the plain loss, whatever was smoothed in training; of equal logits the first token counts."""
+    """In addition to the plain loss, without smoothing; of equal logits the first token counts."""
     set_chunk_size(monkeypatch, 3 * V)
     hidden_states, weight, labels = (*(tensor.detach().to(dtype) for tensor in batch[:2]), batch[2])
     weight[30] = weight[3]  # never the first
@@ -213,13 +213,13 @@ def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monk
     targets = shift_labels(labels), torch.tensor(1.0)
     with torch.no_grad():
         losses = [each((hidden_states, weight), targets) for each in (loss, plain)]
-        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: counts for nothing
+        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: not counted
     assert losses[0] == losses[1]
     expected = int((best == labels[:, 1:]).sum())
     assert 0 < expected < 22 and loss.take_totals().tolist() == [expected, 22]
     assert loss.take_totals() is None and plain.take_totals() is None
     loss((hidden_states, weight.requires_grad_()), targets)
-    assert loss.take_totals() is None  # of training
+    assert loss.take_totals() is None  # training does not count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -249,7 +249,7 @@ def test_evaluation_keeps_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256, 151_936, 256_000, 262_144])
 def test_a_chunk_is_made_of_tiles(vocabulary: int) -> None:
-    """Of 128 rows, the last chunk aside: what a matrix product on tensor cores works in."""
+    """Chunks but the last are tiles of 128 rows, those of matrix products on tensor cores."""
     hidden, weight = torch.empty(5000, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
     *chunks, last = list_chunks(hidden, weight, None)
     assert chunks and last.stop >= 5000
@@ -258,7 +258,7 @@ def test_a_chunk_is_made_of_tiles(vocabulary: int) -> None:
 
 
 def test_known_indices_are_taken(batch) -> None:
-    """Some of the targets, so that a loss which looks for them itself is seen."""
+    """Given only some of the targets, so that a loss that searches for them itself differs."""
     hidden_states, weight, labels = batch
     targets = shift_labels(labels)
     some = find_targets(targets)[::2]

@@ -66,7 +66,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
 
 
 def load_oracle(case: Case) -> PreTrainedModel:
-    """transformers' own class, with the head that the run draws."""
+    """Load transformers' own class, with the head that the run initializes."""
     config = case.config()
     source = as_reward_model(open_weights(config.model_name_or_path), config.seed)
     layers = build_layers(source.config)
@@ -81,7 +81,7 @@ def load_oracle(case: Case) -> PreTrainedModel:
 
 
 def compute_scores(model: torch.nn.Module, dataset: TokenizedDataset, pair: int) -> torch.Tensor:
-    """Of both answers, each by itself, [2]."""
+    """Return the scores of both answers, each computed alone, [2]."""
     rows = [torch.from_numpy(dataset.input_ids(i).astype("int64"))[None] for i in (2 * pair, 2 * pair + 1)]
     return torch.cat([model(row, use_cache=False).logits[0] for row in rows])
 
@@ -97,13 +97,13 @@ def summarize(scores: list[list[float]]) -> dict[str, float]:
 
 
 def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
-    """The same steps of SGD, pair by pair."""
+    """Run the same steps of SGD, pair by pair."""
     config, dataset = case.config(), find_dataset(case.workdir)
 
     def compute_step(ids: list[int]) -> tuple[Iterator[tuple[torch.Tensor, list[float]]], Summarize]:
         scores = (compute_scores(model, dataset, pair) for pair in ids)
         coefficient = config.reward.centering_coef
-        return ((compute_loss(of_pair, coefficient), of_pair.tolist()) for of_pair in scores), summarize
+        return ((compute_loss(pair_scores, coefficient), pair_scores.tolist()) for pair_scores in scores), summarize
 
     return objective_runs.train_oracle(case, model, compute_step, NUM_SAMPLES)
 
@@ -150,7 +150,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
-    """By transformers, in one padded batch, as people use it."""
+    """Evaluate the export by transformers, in one padded batch, as users do."""
     model, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -192,7 +192,7 @@ def test_a_run_learns_continues_at_another_layout_and_is_exported(
 
 @pytest.mark.full
 def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path, tmp_path: Path) -> None:
-    """Also by the converter, both ways; its head is read, not drawn."""
+    """Also by the converter, in both directions; the head is loaded, not initialized."""
     first = run("first", "pp1", "max_steps=2")
     hf, pipeline, back = tmp_path / "first" / "hf", tmp_path / "pipeline", tmp_path / "back"
     for arguments in ((hf, pipeline), (pipeline, back, "--to_hf")):
@@ -200,7 +200,7 @@ def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path
         command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", source, "--output_dir", target, *flags]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert evaluate_folder(back, tmp_path) == evaluate_folder(hf, tmp_path)
-    for name, folder in (("of_hf", hf), ("of_pipeline", pipeline)):
+    for name, folder in (("from_hf", hf), ("from_pipeline", pipeline)):
         run(name, "pp2", "evaluate_only=true", f"model_name_or_path={folder}")
         evaluation = json.loads((tmp_path / name / "evaluation.json").read_text())
         assert evaluation["eval_rewards_margin"] == pytest.approx(first[-1]["eval_rewards_margin"], rel=BOUND)
