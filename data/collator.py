@@ -1,8 +1,7 @@
 """From the rows of a micro-batch to tensors. A user-defined collator has the same two methods: they run on different
 ranks, one where inputs are read, the other where labels are.
 
-B rows of a micro-batch, T tokens of each; `shape` is (B, T) and there may be fewer rows than B (a batch of evaluation
-that runs short).
+B rows of a micro-batch, T tokens of each; `shape` is (B, T), and a batch of an evaluation may have fewer rows than B.
 """
 
 from collections.abc import Sequence
@@ -25,11 +24,12 @@ class Collator(Protocol):
     def collate_inputs(
         self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int
     ) -> tuple[Tensor, Tensor]:
-        """input_ids and position_ids, int64 [B, T]. Positions that restart keep documents apart."""
+        """Return input_ids and position_ids, int64 [B, T]. Positions that restart at 0 separate documents."""
         ...
 
     def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
-        """int64 [B, T], aligned with input_ids, -100 where nothing is trained, and as many targets as there were.
+        """Return labels int64 [B, T], aligned with input_ids, -100 where nothing is trained, with all targets of the
+        rows.
 
         The loader shifts them.
         """
@@ -38,7 +38,7 @@ class Collator(Protocol):
 
 @dataclass(frozen=True)
 class PadRight:
-    """Padding behind the tokens: a causal model needs no mask for it."""
+    """Pads after the tokens: a causal model needs no mask for that."""
 
     def collate_inputs(
         self, input_ids: NumpyRows, position_ids: NumpyRows, shape: Shape, pad_token_id: int
@@ -51,7 +51,7 @@ class PadRight:
 
 @dataclass(frozen=True)
 class Checked:
-    """A user-defined collator; `name` is what errors call it."""
+    """A user-defined collator whose results are checked; `name` is what errors call it."""
 
     collator: Collator
     name: str
@@ -65,7 +65,8 @@ class Checked:
         return ids, positions
 
     def collate_labels(self, labels: NumpyRows, shape: Shape) -> Tensor:
-        """The loss is a mean over targets that were counted before."""
+        """Return the labels. Raises UserError when targets were lost or added: the loss is a mean over a number that
+        was counted before."""
         collated = self.collator.collate_labels(labels, shape)
         self._check("labels", collated, shape)
         expected = sum(np.count_nonzero(row[1:] != IGNORE_INDEX) for row in labels)
@@ -73,7 +74,7 @@ class Checked:
         if found != expected:
             raise UserError(
                 f"{self.name}: {found} targets in a micro-batch that had {expected}; "
-                "which tokens carry loss is for the encoder to say"
+                "the encoder decides which tokens carry loss"
             )
         return collated
 
@@ -84,22 +85,22 @@ class Checked:
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Targets int64 [B, T] of labels [B, T]: at each place the token that follows it, and -100 at the last."""
+    """Return targets int64 [B, T] of labels [B, T]: at each position the next token, and -100 at the last."""
     return pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def unshift_targets(targets: Tensor) -> Tensor:
-    """The labels of which `shift_labels` makes these targets; the first, which nothing predicts, is -100."""
+    """Return the labels that `shift_labels` turns into these targets; the first, which nothing predicts, is -100."""
     return pad(targets[:, :-1], (1, 0), value=IGNORE_INDEX)
 
 
 def index_targets(targets: Tensor) -> Tensor:
-    """Where targets are in the flattened [B, T], int64 [N]."""
+    """Return the indices of the targets in the flattened [B, T], int64 [N]."""
     return (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 def pad_segments(rows: NumpyRows, shape: Shape) -> Tensor:
-    """segment_ids, int32 [B, T], 0 for padding. rows: the documents of each, counted from 1."""
+    """Return segment_ids, int32 [B, T], 0 for padding. rows: the document number of each token, from 1."""
     return _pad(rows, shape, 0, np.int32)
 
 

@@ -16,10 +16,10 @@ TARGET = "_target_"
 
 
 def build_component(spec: Mapping[str, Any], key: str) -> Any:
-    """What the function or class named by `_target_` returns for the other fields.
+    """Call the function or class named by `_target_` with the other fields, and return the result.
 
-    Modules are also looked for in the working directory. Raises `UserError`, naming the config key, when there is none,
-    or when it does not take these fields. What its own code raises passes through.
+    Modules are also looked for in the working directory. Raises `UserError`, naming the config key, when there is no
+    such target or it does not take these fields. Exceptions of its own code pass through.
     """
     name = spec[TARGET]
     arguments = {field: value for field, value in spec.items() if field != TARGET}
@@ -34,8 +34,9 @@ def build_component(spec: Mapping[str, Any], key: str) -> Any:
 
 
 def build_checked_component(spec: Any, key: str, *, example: str, fits: Callable[[Any], bool], need: str) -> Any:
-    """What `spec` builds, if it fits. example: a name for messages. need: what it must be, in words. Raises
-    `UserError`.
+    """Build the component that `spec` names. example: a name for messages. need: what it must be, in words.
+
+    Raises `UserError` where `spec` is not a mapping or `fits` rejects the result.
     """
     if not isinstance(spec, dict):
         raise UserError(f"{key}={spec}: give a mapping, such as {{_target_: {example}, field: value}}")
@@ -46,7 +47,7 @@ def build_checked_component(spec: Any, key: str, *, example: str, fits: Callable
 
 
 def find_component(name: object, key: str) -> Callable[..., Any]:
-    """The class or function of that name. Raises `UserError` as `build_component` does."""
+    """Return the class or function of that name. Raises `UserError` as `build_component` does."""
     module_name, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     if not module_name:
         raise UserError(
@@ -66,15 +67,15 @@ def _import_module(module_name: str, name: object, key: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # it is there, and misses something itself
+            raise  # the module exists; one of its own imports is missing
         raise UserError(
             f"{key}: {TARGET}={name}: there is no module {module_name}; start the run in its folder, or set PYTHONPATH"
         ) from None
 
 
 def describe_code(thing: object) -> str:
-    """The source of the module that defines a function or an object's class: what it computes may change when this
-    does.
+    """Return the source of the module that defines a function or an object's class: a change of it may change the
+    results.
     """
     defined_by = thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing)
     try:

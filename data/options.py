@@ -1,4 +1,4 @@
-"""The closed choices of how data is read and laid into batches; those that are keys name their members as a user does.
+"""Enums for how data is read and batched; members of those that are keys are named as in a config.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """
@@ -7,10 +7,10 @@ from enum import Enum, StrEnum
 
 
 class LengthPolicy(Enum):
-    """What becomes of a sample of more than T tokens, T being `max_seq_length`.
+    """The treatment of a sample of more than T tokens, T being `max_seq_length`.
 
-    `truncate` keeps the first T tokens, `drop` nothing, `split` all targets: in pieces of T tokens, each a sample of
-    its own that starts with the last token of the piece before.
+    `truncate` keeps the first T tokens, `drop` none, `split` all targets: in pieces of T tokens, each a sample of its
+    own that starts with the last token of the previous piece.
     """
 
     truncate = "truncate"
@@ -19,14 +19,14 @@ class LengthPolicy(Enum):
 
 
 class TrainOn(Enum):
-    """Which turns of the assistant are targets; one that says so itself (`train`, `weight`) decides for itself."""
+    """The assistant turns that are targets; a flag of a turn (`train`, `weight`) takes precedence."""
 
     all_turns = "all_turns"
     last_turn = "last_turn"
 
 
 class OnBadRecord(Enum):
-    """`stop` ends the run with the record's place and problem; `skip` omits it and counts it."""
+    """`stop` ends the run with the record's location and problem; `skip` omits and counts it."""
 
     stop = "stop"
     skip = "skip"
@@ -41,7 +41,7 @@ class Packing(StrEnum):
 
 
 class MixtureUnit(Enum):
-    """What the shares of a mixture are shares of."""
+    """The unit of the shares of a mixture."""
 
     samples = "samples"
     tokens = "tokens"
@@ -55,7 +55,7 @@ class PadTo(Enum):
 
 
 class MeanOver(Enum):
-    """What the loss of a global batch is a mean over.
+    """The terms that the loss of a global batch is a mean over.
 
     A sample is what `micro_batch_size` counts: a pair is one, a packed row too.
     """

@@ -2,7 +2,7 @@
 
 Global batch k of an epoch is the k-th slice of the epoch's permutation, so resuming is a lookup and not a replay, and
 a run that continues with other numbers of stages, ranks or workers sees the same data. An epoch is floor(samples /
-global batch) steps; which few samples an epoch leaves out changes from epoch to epoch.
+global batch) steps; the few samples that an epoch omits change from epoch to epoch.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ import numpy as np
 from errors import UserError
 
 Ids = TypeVar("Ids", np.ndarray, range)
-VERSION = 2  # raise it when the same seed begins to give another order
-ROUNDS = 8  # four do for large sizes; small ones want more
+VERSION = 2  # raise it when the same seed gives another order
+ROUNDS = 8  # four suffice for large sizes; small ones need more
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Which samples make up the global batch of each step; steps count from 0 over the whole run."""
+    """The samples of each step's global batch; steps count from 0 over the whole run."""
 
     num_samples: int
     global_batch_size: int
     seed: int
-    unit: str = "samples"  # what messages say that there are too few of
+    unit: str = "samples"  # what messages call them
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -42,11 +42,11 @@ class GlobalOrder:
         return self.num_samples // self.global_batch_size
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """The sample ids of a step's global batch, int64 [global_batch_size], read-only."""
+        """Return the sample ids of a step's global batch, int64 [global_batch_size], read-only."""
         return _list_ids(self, step)
 
 
-# A step's micro-batches are read one after the other; no more than one step is kept.
+# A step's micro-batches are read in sequence, so one step is enough to keep.
 @lru_cache(maxsize=1)
 def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
     epoch, step_of_epoch = divmod(step, order.steps_per_epoch)
@@ -57,7 +57,7 @@ def _list_ids(order: GlobalOrder, step: int) -> np.ndarray:
 
 
 def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a permutation of range(size), picked by (seed, epoch), takes these places: int64, of their shape.
+    """Map `places` through the permutation of range(size) that (seed, epoch) picks; int64, in their shape.
 
     No table of the permutation is made, so it costs no memory however many samples there are: a Feistel network (Luby,
     Rackoff 1988) permutes the next power of four, and what falls outside of range(size) is sent through it again until
@@ -80,13 +80,14 @@ def _encipher(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarr
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on all bits of the value: SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Mix each value so that every bit of the result depends on all of its bits: SplitMix64's finalizer (Steele, Lea,
+    Flood 2014)."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
 def micro_batch_ids(sample_ids: Ids, micro_batch: int, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> Ids:
-    """The slice of a global batch that a data-parallel rank reads as its micro-batch number `micro_batch`."""
+    """Return the slice of a global batch that a data-parallel rank reads as its micro-batch number `micro_batch`."""
     start = (micro_batch * dp_size + dp_rank) * micro_batch_size
     return sample_ids[start : start + micro_batch_size]

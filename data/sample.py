@@ -1,8 +1,8 @@
-"""What an encoder makes of a record: token ids, and labels aligned with them as in Hugging Face.
+"""The samples that encoders make of records: token ids, and labels aligned with them as in Hugging Face.
 
 `labels[t]` is `input_ids[t]` where token t is a target and -100 where it is not; the loader shifts them into targets.
 So the first token of a sample is never predicted, and targets are counted after the shift. A kind of data is a class
-with the shape of `Encoder`.
+that implements `Encoder`.
 """
 
 from typing import NotRequired, Protocol, TypedDict
@@ -10,15 +10,15 @@ from typing import NotRequired, Protocol, TypedDict
 from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
-# A sample that is cut continues with the last token of the piece before: the token after the cut is predicted from
-# something.
+# A sample that is cut continues with the last token of the previous piece, from which the token after the cut is
+# predicted.
 OVERLAP = 1
 
 
 class Sample(TypedDict):
     input_ids: list[int]  # [T]
     labels: list[int]  # [T]
-    desirable: NotRequired[bool]  # of a kind whose answers were liked or not
+    desirable: NotRequired[bool]  # of kinds whose answers carry such a label
 
 
 Pair = tuple[Sample, Sample]  # chosen, rejected
@@ -28,12 +28,12 @@ class Encoder(Protocol):
     """A frozen dataclass: its `repr` names every option, and is part of the key of the tokenized cache."""
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
-        """The whole sample, of any length; two of them where the data is preferences. Raises `UserError` naming
-        `location` for a record that cannot be read.
+        """Return the whole sample, of any length; a pair of them for preferences. Raises `UserError` naming `location`
+        for a record that cannot be read.
         """
         ...
 
 
 def count_targets(labels: list[int]) -> int:
-    """The number of tokens that carry loss, after the shift. Counted in C: this is called for every sample."""
+    """Return the number of tokens that carry loss, after the shift. Counted in C: this is called for every sample."""
     return len(labels) - labels.count(IGNORE_INDEX) - (labels[0] != IGNORE_INDEX)

@@ -189,7 +189,7 @@ KEYS = {
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
     "no preference left": (
         ("data=preference", "dpo.label_smoothing=0.5"),
-        "dpo.label_smoothing=0.5: from 0 to below 0.5",
+        "dpo.label_smoothing=0.5: must be at least 0 and below 0.5",
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),

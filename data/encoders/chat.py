@@ -17,7 +17,7 @@ from data.options import TrainOn
 from errors import UserError
 
 ASSISTANT = "assistant"
-# role -> what it may stand behind; "" is the start.
+# role -> the roles that it may follow; "" is the start.
 PREDECESSORS = {
     "system": ("",),
     "developer": ("", "system"),
@@ -52,8 +52,8 @@ class ChatEncoder(PieceEncoder):
     train_on: TrainOn = TrainOn.all_turns
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-        """The pieces of one record. Raises `UserError` naming `location` when the turns are none or out of order."""
-        get_eos(tokenizer)  # there is one
+        """Return the pieces of one record. Raises `UserError` naming `location` for missing or unordered turns."""
+        get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
         messages = self._read_messages(record, location)
         return split_messages(messages, location, tokenizer, record.get("tools"), train_on=self.train_on)
@@ -78,7 +78,7 @@ class ChatEncoder(PieceEncoder):
 
 
 def read_sharegpt(record: dict, location: str) -> object:
-    """`[{"from": "human", "value": ...}, ...]` as messages; a `system` field beside them is the first."""
+    """Return `[{"from": "human", "value": ...}, ...]` as messages; a `system` field next to them becomes the first."""
     turns = record[SHAREGPT_FIELD]
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns
@@ -100,7 +100,7 @@ def read_sharegpt(record: dict, location: str) -> object:
 
 
 def read_alpaca(record: dict, location: str) -> list[dict]:
-    """`instruction`, with `input` below it where there is any, and `output`, as one question and its answer."""
+    """Return `instruction`, followed by `input` where it is given, and `output` as one question and its answer."""
     instruction, output = (check_text(record[field], f"{location}: field '{field}'") for field in ALPACA_FIELDS)
     given = check_text(record.get("input") or "", f"{location}: field 'input'")
     question = f"{instruction}\n\n{given}" if given.strip() else instruction
@@ -117,9 +117,9 @@ def split_messages(
     first_target: int = 0,
     train_on: TrainOn = TrainOn.all_turns,
 ) -> list[Piece]:
-    """The pieces of a conversation, up to the last target; `tools` are the descriptions that the template shows the
-    model. first_target: the message before which assistant turns are no targets. train_on: of those that do not say
-    themselves whether they are.
+    """Return the pieces of a conversation up to its last target. tools: the descriptions that the template shows the
+    model. first_target: assistant turns before this message are not targets. train_on: for turns without a flag of
+    their own. Raises `UserError` naming `location` for messages that cannot be read or hold no target.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -154,7 +154,7 @@ def _check_messages(messages: object, location: str) -> list[dict]:
 
 
 def _check_message(message: object, before: str, where: str) -> str:
-    """The role of a message that stands behind one of role `before`."""
+    """Check a message that follows one of role `before`, and return its role."""
     if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & message.keys():
         raise UserError(f"{where} must be an object with a role and a content; fix or remove the record")
     role = check_text(message["role"], f"{where}: role")
@@ -173,14 +173,14 @@ def _check_message(message: object, before: str, where: str) -> str:
         allowed = " or ".join(name or "nothing" for name in PREDECESSORS[role])
         article = "an" if role == ASSISTANT else "a"
         raise UserError(
-            f"{where} is {article} {role} turn behind {before or 'nothing'}, where only {allowed} may stand; "
+            f"{where} is {article} {role} turn after {before or 'nothing'}, where only {allowed} may come; "
             "fix the order, join the turns, or remove the record"
         )
     return role
 
 
 def _list_targets(turns: Sequence[dict], location: str, train_on: TrainOn, first_target: int) -> list[int]:
-    """The assistant turns that are trained on, counted from 0. Raises `UserError` where there is none."""
+    """Return the indices of the assistant turns that are trained on. Raises `UserError` where there are none."""
     assistant = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     chosen = assistant[-1:] if train_on is TrainOn.last_turn else assistant
     targets = []
@@ -211,8 +211,8 @@ def _split_conversation(
 ) -> list[Piece]:
     """Cut the rendered conversation before each assistant turn and after its end token.
 
-    The last turn is a target: nothing is trained on what comes after it. What a template writes after the end
-    token (a newline, as a rule) is masked: the model stops at the token and never generates it.
+    The last turn is a target. What a template writes after the end token (usually a newline) is masked: the model
+    stops at the token and never generates it.
     """
     pieces: list[Piece] = []
     done = ""
@@ -244,8 +244,9 @@ def _keep_shown(
 ) -> tuple[list[Piece], str]:
     """The pieces, and their text, as the template shows them once there are more turns: `before`.
 
-    Phi-3's ends a conversation, and no turn, with the eos token: the last piece goes without. Qwen 3's and others leave
-    the thoughts of earlier turns out: what the model is shown then was never its target, so none of it is one.
+    Phi-3's ends the conversation, but no turn, with the eos token: it is removed from the last piece. Qwen 3's and
+    others omit the reasoning of earlier turns: the text that the model then sees was never a target, so none of it is
+    one.
     """
     shorter = done.removesuffix(str(tokenizer.eos_token))
     if not before.startswith(shorter):
@@ -281,6 +282,6 @@ def _render(
 
 
 def _find_line(error: Exception) -> str:
-    """Where in the template, as far as Jinja says."""
+    """Return the line of the template that failed, in words; empty where Jinja does not report it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     return f" (its line {lines[-1]})" if lines else ""

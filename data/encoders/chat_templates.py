@@ -1,4 +1,4 @@
-"""Chat templates for tokenizers that have none: those with a name, and files.
+"""Chat templates for tokenizers that have none: named ones and files.
 
 A template comes with the special tokens that it writes, and the token that ends a turn of the assistant: the tokenizer
 gets both, so that what is trained is what is generated later.
@@ -35,10 +35,10 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What a run makes of its tokenizer.
+    """The changes that a run makes to its tokenizer.
 
-    text: Jinja; None leaves the tokenizer's own. special_tokens: to add where they are missing. eos_token: ends a turn;
-    None: the tokenizer's own does. name: as `data.chat_template` has it.
+    text: Jinja; None keeps the tokenizer's own. special_tokens: added where they are missing. eos_token: ends a turn;
+    None keeps the tokenizer's own. name: the value of `data.chat_template`.
     """
 
     text: str | None = None
@@ -54,7 +54,7 @@ class ChatTemplate:
         return {*self.special_tokens, *([self.eos_token] if self.eos_token else [])}
 
     def apply_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Gives the tokenizer all of it. Raises UserError for a text that is not Jinja."""
+        """Set the template and the tokens on the tokenizer. Raises UserError for a text that is not valid Jinja."""
         if self.special_tokens:
             tokens = {"extra_special_tokens": list(self.special_tokens)}
             tokenizer.add_special_tokens(tokens, replace_extra_special_tokens=False)
@@ -69,22 +69,24 @@ class ChatTemplate:
             tokenizer.apply_chat_template(_PROBE, tokenize=False)
         except TemplateSyntaxError as error:
             raise UserError(
-                f"data.chat_template={self.name}: line {error.lineno} is not Jinja: {error.message}; fix the template"
+                f"data.chat_template={self.name}: line {error.lineno} is not valid Jinja: {error.message}; "
+                "fix the template"
             ) from None
         except Exception:  # it may refuse this conversation; if it refuses those of the data, the record is named
             return
 
     def describe(self) -> str:
-        """A hash of what a resumed run must have in common with the one that it continues."""
+        """Return a hash of what a resumed run must have in common with the run that it continues."""
         return hashlib.sha256(repr((self.text, self.special_tokens, self.eos_token)).encode()).hexdigest()[:16]
 
 
 def load_chat_template(
     name_or_path: str | None, special_tokens: Sequence[str] = (), eos_token: str | None = None
 ) -> ChatTemplate:
-    """The template that `data.chat_template` names, with `data.special_tokens` and `data.eos_token` beside its own.
+    """Return the template that `data.chat_template` names, with `data.special_tokens` added to its own tokens and
+    `data.eos_token` in place of its own.
 
-    Raises UserError for an unknown name, a file that is none, and a text that is not Jinja.
+    Raises UserError for an empty token, and for a name that is neither known nor a readable UTF-8 file.
     """
     if "" in special_tokens or eos_token == "":
         raise UserError("data.special_tokens and data.eos_token: a token is empty; give it at least one character")
@@ -94,8 +96,8 @@ def load_chat_template(
     file = FOLDER / f"{name_or_path}.jinja" if name_or_path in NAMED else Path(name_or_path).expanduser()
     if not file.is_file():
         raise UserError(
-            f"data.chat_template={name_or_path}: no such file, and none of the names: {', '.join(NAMED)}; "
-            "give one of them, or the path of a Jinja file"
+            f"data.chat_template={name_or_path}: neither a file nor one of {', '.join(NAMED)}; "
+            "give one of these names, or the path of a Jinja file"
         )
     try:
         text = file.read_text(encoding="utf-8").removesuffix("\n")

@@ -17,9 +17,9 @@ from errors import UserError
 class DataKind:
     """One kind of data.
 
-    encoder: what makes samples of its records; a dataclass whose fields are keys of `data`.
-    task: what is trained on it, unless a run asks for something else.
-    samples_per_record: 2 where a record becomes a (chosen, rejected).
+    encoder: turns its records into samples; a dataclass whose fields are keys of `data`.
+    task: the objective that is trained on it by default.
+    samples_per_record: 2 where a record becomes (chosen, rejected).
     concatenates: its samples are documents that are laid end to end and cut where a row is full.
     """
 
@@ -30,7 +30,7 @@ class DataKind:
     concatenates: bool = False
 
     def choose_packing(self, packs: bool) -> Packing:
-        """How samples share rows. packs: whether they may."""
+        """Return how samples share rows. packs: whether they may."""
         if self.concatenates:
             return Packing.CONCATENATE
         return Packing.BEST_FIT if packs else Packing.NONE
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def find_kind(name: str) -> DataKind:
-    """Raises UserError for a name that is not in the table."""
+    """Return the kind of that name. Raises UserError for a name that is not in the table."""
     if name not in KINDS:
         raise UserError(f"data.name={name}: must be one of {', '.join(sorted(KINDS))}")
     return KINDS[name]

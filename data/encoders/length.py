@@ -1,4 +1,4 @@
-"""What becomes of a sample that is longer than a row. T is `max_seq_length`."""
+"""The length policy: samples longer than a row are truncated, dropped or split. T is `max_seq_length`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from errors import UserError
 
 @dataclass
 class LengthCounts:
-    """What the policy has done; targets are counted after the shift."""
+    """Counts of what the policy has done; targets are counted after the shift."""
 
     num_truncated: int = 0
     num_dropped: int = 0
@@ -23,7 +23,7 @@ class LengthCounts:
             setattr(self, name, getattr(self, name) + value)
 
     def describe(self) -> str:
-        """For the log; empty when every sample fitted."""
+        """Return the counts in words, for the log; empty when every sample fit."""
         parts = [
             f"{count:,} {what}"
             for count, what in (
@@ -41,16 +41,16 @@ class LengthCounts:
 def fit_sample(
     sample: Sample, location: str, policy: LengthPolicy, max_seq_length: int | None
 ) -> tuple[list[Sample], LengthCounts]:
-    """The samples of at most `max_seq_length` tokens (None: of any length) that a sample becomes.
+    """Return the samples of at most `max_seq_length` tokens (None: of any length) that a sample becomes, and counts.
 
-    None of them has a label on its first token, which nothing predicts. A piece without a target is left out and
-    counted. Raises `UserError` for a sample without a target, and for one whose targets are all cut away by `truncate`.
+    The first token of each, which nothing predicts, has the label -100. A piece without a target is omitted and
+    counted. Raises `UserError` for a sample without a target, and for one that `truncate` leaves without a target.
     """
     length, num_targets = len(sample["input_ids"]), count_targets(sample["labels"])
     if length != len(sample["labels"]):
         raise UserError(
             f"{location}: the encoder made {length} input_ids and {len(sample['labels'])} labels; "
-            "one for each is needed"
+            "one label per token is needed"
         )
     if num_targets == 0:
         raise UserError(f"{location}: no token of the record carries loss; fix or remove it")
@@ -85,17 +85,17 @@ def fit_sample(
 def fit_pair(
     pair: Pair, location: str, policy: LengthPolicy, max_seq_length: int | None
 ) -> tuple[list[Sample], LengthCounts]:
-    """As `fit_sample` does, but both samples or none.
+    """Fit both samples of a pair as `fit_sample` does; where one is dropped, drop both.
 
-    Raises `UserError` also where the two do not differ in what is kept of them.
+    Raises `UserError` also where the two are the same after they are cut.
     """
     fitted, counts = [], LengthCounts()
     for sample in pair:
-        kept, of_sample = fit_sample(sample, location, policy, max_seq_length)
+        kept, sample_counts = fit_sample(sample, location, policy, max_seq_length)
         fitted += kept
-        counts.add(of_sample)
+        counts.add(sample_counts)
     if len(fitted) < len(pair):
-        for sample in fitted:  # its other one is dropped
+        for sample in fitted:  # the other one was dropped
             counts.add(
                 LengthCounts(
                     num_dropped=1,

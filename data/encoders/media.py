@@ -1,14 +1,14 @@
-"""Images, video and sound in records: they are refused, since only text is trained on. Without them the text that asks
-about them would be trained on as it stands."""
+"""Images, video and audio in records are refused, since only text is trained on: ignoring them would train on text that
+refers to media the model does not see."""
 
 from errors import UserError
 
-FIELDS = ("images", "image", "videos", "video", "audios", "audio")  # of a record, beside its text
-TEXT = "text"  # the one type of a part of a message that is none
+FIELDS = ("images", "image", "videos", "video", "audios", "audio")  # of a record
+TEXT = "text"  # the only accepted type of a part of a message
 
 
 def refuse_media(record: dict, location: str) -> None:
-    """Raises UserError for a record that has any, in a field of its own."""
+    """Raise UserError for a record with a media field."""
     for field in FIELDS:
         if record.get(field):
             raise UserError(
@@ -18,7 +18,7 @@ def refuse_media(record: dict, location: str) -> None:
 
 
 def refuse_media_parts(content: object, where: str) -> None:
-    """Raises UserError for the content of a message in parts, where one of them is not text."""
+    """Raise UserError for message content in parts of which one is not text."""
     if not isinstance(content, list):
         return
     for part in content:

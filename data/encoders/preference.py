@@ -2,13 +2,13 @@
 together.
 
 Text:      `[bos] prompt_template(prompt) | chosen eos` and `[bos] prompt_template(prompt) | rejected eos`, targets
-           behind the bar.
-Messages:  the conversation up to the answers by the tokenizer's chat template, and in the answers assistant turns
-           alone are targets.
+           after the bar.
+Messages:  the conversation up to the answers in the tokenizer's chat template; only assistant turns of the answers are
+           targets.
 
-Prompt and answers may each be a text or a list of messages; a text among messages is what the user asks, or what the
-assistant answers. Answers that are whole conversations, from their first turn, need no prompt: it is the turns that
-both have in common.
+Prompt and answers may each be a text or a list of messages; next to a list, a text becomes a user message (prompt) or
+an assistant message (answer). Answers that are whole conversations need no prompt: it is the turns that both have in
+common.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ class PreferenceEncoder(PieceEncoder):
         check_template(self.prompt_template)
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Piece], list[Piece]]:
-        """The pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or nothing
-        is preferred.
+        """Return the pieces of both samples. Raises `UserError` naming `location` when a field is missing or empty, or
+        the two answers are the same.
         """
-        get_eos(tokenizer)  # there is one
+        get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
         prompt, *answers = self._read_fields(record, location)
         for name, answer in zip((self.chosen_field, self.rejected_field), answers):
@@ -63,7 +63,7 @@ class PreferenceEncoder(PieceEncoder):
         return chosen, rejected
 
     def _read_fields(self, record: dict, location: str) -> list:
-        """[prompt, chosen, rejected], the answers without what belongs to the prompt."""
+        """Return [prompt, chosen, rejected], the answers without the turns of the prompt."""
         named = {
             "data.prompt_field": self.prompt_field,
             "data.chosen_field": self.chosen_field,
@@ -77,7 +77,7 @@ class PreferenceEncoder(PieceEncoder):
 
 
 def check_answer(answer: object, field: str, location: str) -> None:
-    """Raises `UserError` for one that is empty, or neither text nor a list."""
+    """Raise `UserError` for an answer that is empty, or neither text nor a list."""
     if (not isinstance(answer, list) and not check_text(answer, f"{location}: field '{field}'").strip()) or not answer:
         raise UserError(f"{location}: field '{field}' is empty; fill it or remove the record")
 
@@ -91,7 +91,7 @@ def split_answers(
     *,
     tools: object,
 ) -> list[list[Piece]]:
-    """The pieces of each answer behind the prompt: by the template where all are texts, else by the tokenizer's."""
+    """Return the pieces of the prompt with each answer: by `template` if all are texts, else by the chat template."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if isinstance(prompt, str) and len(texts) == len(answers):
         return [split_completion(template, prompt, text, tokenizer) for text in texts]
@@ -102,7 +102,7 @@ def split_answers(
 
 
 def _is_conversation(answer: object) -> bool:
-    """Whether an answer begins with a turn that is none of the assistant's."""
+    """Returns whether an answer is a list that begins with a turn of another role than the assistant."""
     return (
         isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ASSISTANT
     )
@@ -115,5 +115,5 @@ def _as_messages(value: str | list, role: str) -> list:
 def _split_answer(
     prompt: Sequence, answer: Sequence, location: str, tokenizer: PreTrainedTokenizerBase, *, tools: object
 ) -> list[Piece]:
-    """The pieces of the conversation, those of assistant turns in the prompt no targets."""
+    """Return the pieces of the conversation; assistant turns in the prompt are not targets."""
     return split_messages([*prompt, *answer], location, tokenizer, tools, first_target=len(prompt))

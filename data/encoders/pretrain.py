@@ -15,9 +15,8 @@ class PretrainEncoder(PieceEncoder):
     text_field: str = "text"
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-        """The document of one record. Raises `UserError` naming `location` when the field is missing, empty or not
-        text.
-        """
+        """Return the document of one record. Raises `UserError` naming `location` for a missing, empty or non-text
+        field."""
         (value,) = get_fields(record, {"data.text_field": self.text_field}, location)
         text = check_text(value, f"{location}: field '{self.text_field}'")
         if not text.strip():

@@ -1,7 +1,7 @@
 """Text in pieces, tokenized so that no token straddles the place where loss begins or ends.
 
-Pieces are tokenized separately: that is where generation starts too. Targets are marked by their place and never by
-their id, so a tokenizer whose pad token is its eos token trains the end token like any other.
+Pieces are tokenized separately, since generation starts at the same boundary. Targets are marked by position, never
+by token id, so a tokenizer whose pad token is its eos token trains the end token like any other.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ Piece = tuple[str | list[int], bool]  # text or token ids, is a target
 
 
 class PieceEncoder(ABC):
-    """An encoder that says what the pieces are and leaves it to others to tokenize them, many records at a time."""
+    """An encoder that splits records into pieces, so that many records can be tokenized in one call."""
 
     @abstractmethod
     def split(
         self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase
     ) -> list[Piece] | tuple[list[Piece], list[Piece]]:
-        """The pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming `location` for a
-        record that cannot be read.
+        """Return the pieces of one record; of both samples where it becomes a pair. Raises `UserError` naming
+        `location` for a record that cannot be read.
         """
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample | Pair:
@@ -38,26 +38,28 @@ class PieceEncoder(ABC):
 
 @lru_cache(maxsize=1)  # asking a tokenizer for a token takes as long as tokenizing a word
 def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the eos token. Raises `UserError` when there is none."""
+    """Return the id of the eos token. Raises `UserError` when there is none."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos token, so no end of a completion can be trained; add one to it")
     return tokenizer.eos_token_id
 
 
 def check_text(value: object, where: str) -> str:
-    """`value`, if it is text. Raises `UserError` naming `where` if it is not."""
+    """Return `value` if it is text. Raises `UserError` naming `where` if it is not."""
     if not isinstance(value, str):
         raise UserError(f"{where} must be text, not {type(value).__name__}; fix or remove the record")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError(f"{where} holds half of a surrogate pair, no character; fix or remove the record") from None
+        raise UserError(
+            f"{where} holds half of a surrogate pair, which is not a character; fix or remove the record"
+        ) from None
     return value
 
 
 def get_fields(record: dict, named: dict[str, str], location: str) -> list[object]:
-    """The values of the fields that config keys name (key -> field). Raises `UserError` with what the record has
-    instead.
+    """Return the values of the fields that config keys name (key -> field). Raises `UserError` that lists the record's
+    fields where one is missing.
     """
     missing = {key: field for key, field in named.items() if field not in record}
     if missing:
@@ -72,13 +74,13 @@ def get_fields(record: dict, named: dict[str, str], location: str) -> list[objec
 def tokenize_pieces(
     records: Sequence[Sequence[Piece]], tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
 ) -> list[Sample]:
-    """The samples of several records. One call of the tokenizer: it works on many texts at once, in threads.
+    """Return the samples of several records, tokenized in one call: the tokenizer works on many texts in threads.
 
-    unknown: gets, by the number of the record, the first text that the tokenizer makes no token of (its vocabulary
-    lacks the letters): what it had to say would be lost.
+    unknown: filled with the first text of each record (by its index) that becomes no token because the vocabulary lacks
+    its letters: it would be lost.
     """
     texts = [piece for pieces in records for piece, _ in pieces if isinstance(piece, str)]
-    # verbose=False: a text longer than the model's maximum is cut and counted later, no need for the tokenizer to warn.
+    # verbose=False: a text longer than the model's maximum is cut and counted later; the tokenizer need not warn.
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     tokenized = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
     samples = []
@@ -94,6 +96,7 @@ def tokenize_pieces(
 
 
 def no_token_error(text: str, location: str) -> UserError:
+    """Return the error for a text that becomes no token."""
     return UserError(
         f"{location}: the tokenizer makes no token of '{text.strip()[:40]}', because its vocabulary lacks the letters"
         " and it has no token for what is unknown; give another with tokenizer_name_or_path, or remove the record"
@@ -110,12 +113,12 @@ def _join(segments: Sequence[tuple[list[int], bool]]) -> Sample:
 
 
 @lru_cache(maxsize=1)
-def _bos_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    # Not of an empty text: where bos and eos are one token, a tokenizer that only appends eos would seem to put bos.
+def _find_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    # Not an empty text: where bos and eos are one token, a tokenizer that only appends eos would seem to prepend bos.
     first = tuple(tokenizer("a")["input_ids"][:1])
     return first if first == (tokenizer.bos_token_id,) else ()
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The bos token where the tokenizer puts one itself."""
-    return list(_bos_of(tokenizer))
+    """Return [the bos token] where the tokenizer prepends one itself, else []."""
+    return list(_find_bos(tokenizer))

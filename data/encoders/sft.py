@@ -1,4 +1,4 @@
-"""Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss behind the bar, end token included."""
+"""Prompt and completion: `[bos] prompt_template(prompt) | completion eos`, loss after the bar, end token included."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ PROMPT_SLOT = "{prompt}"
 
 @dataclass(frozen=True)
 class SFTEncoder(PieceEncoder):
-    """Records with a prompt and a completion field, or with `messages`; one that has all is read as the former."""
+    """Records with a prompt and a completion field, or with `messages`; one with both is read as the former."""
 
     prompt_field: str = "prompt"
     completion_field: str = "completion"
@@ -28,8 +28,9 @@ class SFTEncoder(PieceEncoder):
         check_template(self.prompt_template)
 
     def split(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-        """The pieces of one record. Raises `UserError` naming `location` when a field is missing, empty or not text."""
-        get_eos(tokenizer)  # there is one
+        """Return the pieces of one record. Raises `UserError` naming `location` for a missing, empty or non-text
+        field."""
+        get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
         fields = (self.prompt_field, self.completion_field)
         if self.messages_field in record and not all(name in record for name in fields):
@@ -48,12 +49,13 @@ class SFTEncoder(PieceEncoder):
 
 
 def check_template(template: str) -> None:
+    """Raise `UserError` for a prompt template without a slot for the prompt."""
     if PROMPT_SLOT not in template:
         raise UserError(f"data.prompt_template={template!r} has no {PROMPT_SLOT}; write it where the prompt goes")
 
 
 def refuse_texts(chat_template: str | None, location: str, instead: str) -> None:
-    """Raises `UserError` where a chat template was asked for: it is applied to messages. instead: what to give."""
+    """Raise `UserError` where a chat template was given, which texts cannot use. instead: the data that can."""
     if chat_template is not None:
         raise UserError(
             f"{location}: data.chat_template={chat_template} is not applied to a prompt and an answer that are texts; "
@@ -62,5 +64,6 @@ def refuse_texts(chat_template: str | None, location: str, instead: str) -> None
 
 
 def split_completion(template: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """Return the pieces of a prompt, laid into its template, and its completion, which is the target."""
     text = template.replace(PROMPT_SLOT, prompt)  # not str.format: prompts and templates may hold braces of their own
     return [(leading_bos(tokenizer), False), (text, False), (completion, True), ([get_eos(tokenizer)], True)]

@@ -1,4 +1,4 @@
-"""Single answers, each liked or not: a prompt and a completion, texts or lists of messages, as those of
+"""Single answers, each labelled desirable or not: a prompt and a completion, texts or lists of messages as in
 `data/encoders/preference.py`, and a label."""
 
 from dataclasses import dataclass, field
@@ -27,8 +27,10 @@ class UnpairedEncoder:
         check_template(self.prompt_template)
 
     def encode(self, record: dict, location: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """Raises `UserError` naming `location` when a field is missing or empty, or the label is not true or false."""
-        get_eos(tokenizer)  # there is one
+        """Return the sample of one record. Raises `UserError` naming `location` when a field is missing or empty, or
+        the label is not true or false.
+        """
+        get_eos(tokenizer)  # raises without one
         refuse_media(record, location)
         names = {
             "data.prompt_field": self.prompt_field,

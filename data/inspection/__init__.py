@@ -1,1 +1,1 @@
-"""What a run will see of its data, shown before it starts."""
+"""Reports on the data of a run before it starts: counts, lengths, findings and decoded rows."""

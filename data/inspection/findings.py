@@ -1,7 +1,7 @@
-"""What looks wrong in tokenized samples: exact duplicates, also between training and evaluation, samples without a
-target, and lengths far from the others. Reported with their places; nothing is changed.
+"""Suspicious tokenized samples: exact duplicates, also between training and evaluation, samples without a target, and
+outliers in length. Reported with their places; nothing is changed.
 
-Reads each token once. Memory: some 50 bytes a sample, whatever its length.
+Reads each token once. Memory: about 50 bytes per sample, whatever its length.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ FENCE = 3  # interquartile ranges beyond the quartiles, of the logarithm of the 
 
 @dataclass(frozen=True)
 class Inspected:
-    """One file key. names: of its entries. group_size: samples that belong together: 2 for a preference."""
+    """One file key. names: those of its entries. group_size: samples that belong together, 2 for a preference."""
 
     key: str
     path: Path
@@ -28,7 +28,7 @@ class Inspected:
 
 
 def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], str]) -> str:
-    """Some lines. shown: the beginning of some token ids, in words."""
+    """Return the findings, each with up to `EXAMPLES` samples. shown: decodes the beginning of some token ids."""
     opened = {file.key: TokenizedDataset(file.path, True, True) for file in files}
     lines: list[str] = []
 
@@ -44,14 +44,14 @@ def describe_findings(files: Sequence[Inspected], shown: Callable[[np.ndarray], 
     for file in files:
         dataset = opened[file.key]
         if len(empty := np.flatnonzero(np.asarray(dataset.num_targets) == 0)):
-            lines.append(f"{file.key}: {len(empty):,} of {len(dataset):,} samples have no target and teach nothing")
+            lines.append(f"{file.key}: {len(empty):,} of {len(dataset):,} samples have no target, so they add no loss")
             lines += [f"  {name(file, int(sample) // file.group_size)}" for sample in empty[:EXAMPLES]]
         lines += _describe_lengths(file, dataset.lengths, name)
     return "\n".join(lines) or "no duplicates, no samples without targets, no outliers in length"
 
 
 def _hash_samples(dataset: TokenizedDataset, group_size: int) -> np.ndarray:
-    """uint64 of each sample, or group: equal where tokens and targets are."""
+    """Return a uint64 hash of each sample or group; equal tokens and labels have equal hashes."""
     hashes = np.empty(len(dataset) // group_size, np.uint64)
     for number in range(len(hashes)):
         state = xxhash.xxh3_64()
@@ -69,7 +69,7 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
     lines = []
     for file, own in zip(files, hashes, strict=True):
         order = np.argsort(own, kind="stable")
-        repeats = order[1:][own[order[1:]] == own[order[:-1]]]  # all of a kind but the first
+        repeats = order[1:][own[order[1:]] == own[order[:-1]]]  # all but the first of each kind
         if len(repeats):
             lines.append(f"{file.key}: {len(repeats):,} of {len(own):,} samples repeat an earlier one of the same file")
             firsts = order[np.searchsorted(own[order], own[repeats[:EXAMPLES]])]
@@ -83,8 +83,8 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
         shared = np.flatnonzero(own[order[places]] == others) if len(own) else np.empty(0, np.int64)
         if len(shared):
             lines.append(
-                f"{other.key}: {len(shared):,} of {len(others):,} samples are in {file.key} too, so what is measured "
-                "on them was learned"
+                f"{other.key}: {len(shared):,} of {len(others):,} samples are in {file.key} too, so the "
+                "evaluation is contaminated"
             )
             lines += [
                 f"  {name(other, int(sample))} = {file.key} sample {int(order[places[sample]]):,}"
@@ -96,7 +96,7 @@ def _describe_duplicates(files: Sequence[Inspected], hashes: Sequence[np.ndarray
 def _describe_lengths(file: Inspected, lengths: np.ndarray, name: Name) -> list[str]:
     logs = np.log(np.maximum(lengths, 1).astype(np.float32))
     low, high = np.percentile(logs, [25, 75])
-    span = max(high - low, np.log(2) / FENCE)  # where most have one length, twice and half of it are no outliers
+    span = max(high - low, np.log(2) / FENCE)  # where most have one length, twice and half of it are not outliers
     bounds = {"shorter": low - FENCE * span, "longer": high + FENCE * span}
     lines = []
     for word, bound in bounds.items():

@@ -1,4 +1,4 @@
-"""What the model will see, shown before training: counts, lengths, how full the rows are, and a few rows in words.
+"""What the model will see, shown before training: counts, lengths, how full the rows are, and a few decoded rows.
 
 Nothing here needs an engine; `describe_dataset` and `render_row` return text, `save_histogram` writes a PNG.
 """
@@ -21,7 +21,7 @@ TRAINED, MASKED, END = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, faint
 
 
 def describe_dataset(path: Path, plan: RowPlan) -> str:
-    """Counts of a tokenized folder, several lines."""
+    """Return the counts of a tokenized folder, one per line."""
     dataset, rows, summary = TokenizedDataset(path, False, False), Rows(path, plan, False, False), load_summary(path)
     lengths = dataset.lengths
     low, median, high, top = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
@@ -37,13 +37,13 @@ def describe_dataset(path: Path, plan: RowPlan) -> str:
         f"rows: {len(rows):,}, {compute_fill(rows, plan):.1%} of max_seq_length={plan.max_seq_length:,} filled"
         f"{'' if dataset.has_desirable else _compare(rows, lengths, plan)}",
     ]
-    if dataset.has_desirable:  # and so they are not packed
+    if dataset.has_desirable:  # such samples are never packed
         lines.append(f"labels: {dataset.desirable.sum():,} of {len(dataset):,} samples are desirable")
     return "\n".join(lines + [f"skipped: {example}" for example in summary.examples])
 
 
 def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
-    """How full the rows would be if they were packed."""
+    """Return how full the rows would be if they were packed, in words; for pairs their number."""
     if plan.group_size > 1:
         return f", in {len(rows) // plan.group_size:,} pairs"
     if plan.packing is not Packing.NONE:
@@ -54,13 +54,13 @@ def _compare(rows: Rows, lengths: np.ndarray, plan: RowPlan) -> str:
 
 
 def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
-    """How many samples have which length, and how many rows are how full, as a PNG."""
-    matplotlib.use("Agg")  # no display is needed, nor asked for
-    from matplotlib import pyplot  # not above: it picks its backend when it is imported
+    """Save a histogram of sample and row lengths as a PNG."""
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot  # imported here: it picks its backend on import
 
     figure, axes = pyplot.subplots(figsize=(8, 4))
     bins = np.linspace(0, plan.max_seq_length, HISTOGRAM_BINS + 1).tolist()
-    # A document that is to be cut can be longer than a row; the last bar holds all of them.
+    # A document that will be cut can be longer than a row; the last bar counts them.
     lengths = np.minimum(TokenizedDataset(path, False, False).lengths, plan.max_seq_length)
     axes.hist(lengths, bins, alpha=0.8, label="samples")
     if plan.packing is not Packing.NONE:
@@ -73,12 +73,12 @@ def save_histogram(path: Path, plan: RowPlan, title: str, file: Path) -> None:
 
 
 def choose_rows(num_rows: int, count: int) -> list[int]:
-    """`count` rows from the first to the last, evenly spread."""
+    """Return up to `count` evenly spaced rows from the first to the last."""
     return sorted(set(np.linspace(0, num_rows - 1, count).astype(int).tolist()))
 
 
 def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> str:
-    """A row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]."""
+    """Return a row decoded: trained parts green and masked ones faint, or trained parts in [[double brackets]]."""
     input_ids, position_ids, labels = rows.input_ids(row), rows.position_ids(row), rows.labels(row)
     shown = slice(0, MAX_TOKENS_SHOWN)
     begins = np.flatnonzero((position_ids[shown] == 0) | _changes(labels[shown])).tolist()
@@ -86,7 +86,7 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
     for begin, end in zip(begins, [*begins[1:], len(input_ids[shown])]):
         if position_ids[begin] == 0 and begin:
             text += "\n--- next document of the row ---\n"
-        # Data can hold what a terminal obeys.
+        # Data may hold terminal escape sequences.
         part = tokenizer.decode(input_ids[begin:end]).replace("\x1b", "\\x1b")
         text += _mark(part, labels[begin] != IGNORE_INDEX, in_colour)
     left = len(input_ids) - MAX_TOKENS_SHOWN
@@ -94,7 +94,7 @@ def render_row(rows: Rows, row: int, tokenizer: PreTrainedTokenizerBase, in_colo
 
 
 def _changes(labels: np.ndarray) -> np.ndarray:
-    """Where loss begins or ends, bool [T]."""
+    """Return where loss begins or ends, bool [T]."""
     has_loss = labels != IGNORE_INDEX
     return np.concatenate([[True], has_loss[1:] != has_loss[:-1]])
 

@@ -2,24 +2,24 @@
 
 A batch is what DeepSpeed's pipeline engine takes, `((input_ids, position_ids, segment_ids), (targets,
 loss_denominator, target_indices))`; the half that a rank does not read is None. input_ids, position_ids and targets are
-int64 [B, T], padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each place
-the token to predict from it, -100 where there is none. position_ids restart at each document of a packed row; padding
-continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1.
+int64 [B, T], padded on the right (a causal model needs no mask for that). targets are the labels shifted: at each
+position the token to predict from it, -100 where there is none. position_ids restart at each document of a packed row;
+padding continues those of the last one. segment_ids are int32 [B, T]: 0 for padding, the documents of a row from 1.
 loss_denominator is a float64 scalar: a micro-batch's loss is sum(token losses) / loss_denominator. target_indices are
-int64 [N]: where the N targets are in the flattened micro-batch; a GPU that was asked for a size would be waited for.
+int64 [N]: where the N targets are in the flattened micro-batch; finding them on a GPU would force a synchronization.
 
 In training it is targets of the global batch / (dp_size * num_parts * gradient_accumulation_steps), so the mean that
-the engine takes over micro-batches, data-parallel ranks and those that share a sequence is the exact loss of the global
+the engine takes over micro-batches, data-parallel ranks and ranks that share a sequence is the exact loss of the global
 batch. In evaluation it is 1, so the loss is a sum. A rank that has a part of each sequence, one or several of equal
-chunks, gets its tokens and its targets, which are shifted before they are cut; positions and segments it gets whole.
+chunks, gets the tokens and targets of that part (shifted before they are cut), and whole positions and segments.
 
 A row is one sample, or several that are packed (`data/storage/rows.py`); the order and micro_batch_size count rows.
 B micro-batch size, T sequence length (one for all ranks and micro-batches of a step).
 
-Preferences come as two rows each, chosen and rejected, never apart: the order and micro_batch_size then count pairs,
-tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's log-probability of
-each row, float64 [2 B], travels behind the targets: `(targets, reference_log_probabilities, loss_denominator, ...)`.
-Single answers that were liked or not have a further column behind it, 1 or 0, float64 [B].
+Preferences come as two rows each, chosen and rejected, always together: the order and micro_batch_size then count
+pairs, tensors are [2 B, T], rows 2 i and 2 i + 1 a pair, the loss is a mean over pairs, and the reference's
+log-probability of each row, float64 [2 B], follows the targets: `(targets, reference_log_probabilities,
+loss_denominator, ...)`. Single answers labelled desirable or not have one more column after it, 1 or 0, float64 [B].
 """
 
 import math
@@ -49,7 +49,7 @@ Batch = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, ...] | None]
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What this rank reads, and the shape of its micro-batches. A one-stage rank reads both halves."""
+    """Which parts this rank reads, and the shape of its micro-batches. The rank of a single stage reads both halves."""
 
     reads_inputs: bool  # the rank holds the first layer
     reads_labels: bool  # the rank holds the loss
@@ -58,16 +58,16 @@ class LoaderOptions:
     micro_batch_size: int
     row_plan: RowPlan
     pad_token_id: int
-    chunks: tuple[int, ...] = (0,)  # of each sequence, that the rank reads, in this order
-    num_chunks: int = 1  # equal ones
-    length_multiple: int = 1  # of rows; of num_chunks too
+    chunks: tuple[int, ...] = (0,)  # those of each sequence that the rank reads, in this order
+    num_chunks: int = 1  # equal chunks per sequence
+    length_multiple: int = 1  # T is a multiple of this and of num_chunks
     pad_to: PadTo = PadTo.longest
     mean_over: MeanOver = MeanOver.targets
     num_workers: int = 0
     pin_memory: bool = False
     collator: Collator = field(default_factory=PadRight)
-    reads_desirable: bool = False  # whether each answer is: a column behind that of the reference
-    reference_file: Path | None = None  # of the data set's preferences; see data/storage/reference.py
+    reads_desirable: bool = False  # whether each answer is desirable: a column after that of the reference
+    reference_file: Path | None = None  # of a preference data set; see data/storage/reference.py
 
     @property
     def reads_nothing(self) -> bool:
@@ -82,30 +82,30 @@ class LoaderOptions:
         return self.row_plan.group_size
 
     def take_micro_batch(self, ids: Ids, number: int) -> Ids:
-        """Those that this rank reads as its micro-batch number `number`. ids: of a global batch, or of all."""
+        """Return the ids of this rank's micro-batch `number`. ids: those of a global batch, or all."""
         return micro_batch_ids(
             ids, number, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size
         )
 
     @property
     def num_parts(self) -> int:
-        """Ranks that share each sequence."""
+        """The number of ranks that share each sequence."""
         return self.num_chunks // len(self.chunks)
 
-    def take_part(self, of_tokens: Tensor) -> Tensor:
-        """This rank's of the equal parts of rows [B, T]."""
-        width = of_tokens.shape[1] // self.num_chunks
-        return torch.cat([of_tokens[:, chunk * width : (chunk + 1) * width] for chunk in self.chunks], dim=1)
+    def take_part(self, tokens: Tensor) -> Tensor:
+        """Return this rank's chunks of rows [B, T]."""
+        width = tokens.shape[1] // self.num_chunks
+        return torch.cat([tokens[:, chunk * width : (chunk + 1) * width] for chunk in self.chunks], dim=1)
 
     def compute_seq_length(self, lengths: np.ndarray) -> int:
-        """T of a step whose rows have these lengths."""
+        """Return T of a step whose rows have these lengths."""
         return compute_seq_length(
             lengths, self.pad_to, self.max_seq_length, math.lcm(self.num_chunks, self.length_multiple)
         )
 
 
 class TrainLoader:
-    """The micro-batches of any range of steps. first: those of the forward pass before each step, where one is."""
+    """The micro-batches of any range of steps. first: the loader of the forward pass before each step, if any."""
 
     first: "TrainLoader | PlaceholderLoader | None" = None
 
@@ -116,7 +116,7 @@ class TrainLoader:
         self._order = order
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self._rows = _open_rows(path, options, order.num_samples)
-        self._described: tuple[int, tuple[np.ndarray, int, float]] | None = None  # the last step that was asked for
+        self._described: tuple[int, tuple[np.ndarray, int, float]] | None = None  # of the last step
         per_step = options.micro_batch_size * options.dp_size * gradient_accumulation_steps
         if per_step != order.global_batch_size:
             raise ValueError(f"the ranks read {per_step} samples a step, the order has {order.global_batch_size}")
@@ -125,10 +125,11 @@ class TrainLoader:
         return self._order.steps_per_epoch
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """Of the step's global batch, int64 [global_batch_size]: places in the data set, from 0."""
+        """Return the sample ids of the step's global batch, int64 [global_batch_size]."""
         return self._order.sample_ids(step)
 
     def step_totals(self, step: int) -> StepTotals:
+        """Return the totals of the step's global batch."""
         options, row_ids = self._options, self._row_ids(step)
         shape = None
         if isinstance(options.collator, PadRight):
@@ -140,7 +141,7 @@ class TrainLoader:
         return list_rows(self._order.sample_ids(step), self._options.group_size)
 
     def iterate(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """gradient_accumulation_steps micro-batches for each step from `start_step` up to but not `end_step`."""
+        """Yield the gradient_accumulation_steps micro-batches of each step from `start_step` to before `end_step`."""
         per_step = self._gradient_accumulation_steps
         return _iterate(self._build_batch, range(start_step * per_step, end_step * per_step), self._options)
 
@@ -151,7 +152,7 @@ class TrainLoader:
         return _collate(self._rows, ids, seq_length, loss_denominator=denominator, options=self._options)
 
     def _describe(self, step: int) -> tuple[np.ndarray, int, float]:
-        """What the micro-batches of a step have in common: sample_ids, seq_length and loss_denominator."""
+        """Return what the micro-batches of a step share: sample_ids, seq_length and loss_denominator."""
         if self._described is None or self._described[0] != step:
             options = self._options
             seq_length = options.compute_seq_length(self._rows.lengths[self._row_ids(step)])
@@ -162,10 +163,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Every sample exactly once over all data-parallel ranks, in as many micro-batches on each of them.
+    """Every sample exactly once over all data-parallel ranks, in the same number of micro-batches on each.
 
-    A batch that runs short is filled with rows whose labels are all -100: they add 0 to the sum of losses. first: the
-    loader of the forward pass before the evaluation, where there is one.
+    A short batch is filled with rows whose labels are all -100: they add 0 to the sum of losses. first: the loader of
+    the forward pass before the evaluation, if there is one.
     """
 
     first: "EvalLoader | PlaceholderLoader | None" = None
@@ -182,7 +183,7 @@ class EvalLoader:
         return self.num_micro_batches
 
     def iterate(self) -> Iterator[Batch]:
-        """`num_micro_batches` batches whose loss is a sum; over all ranks they hold `num_targets` targets."""
+        """Yield `num_micro_batches` batches whose loss is a sum; over all ranks they hold `num_targets` targets."""
         return _iterate(self._build_batch, range(self.num_micro_batches), self._options)
 
     def _build_batch(self, index: int) -> Batch:
@@ -194,12 +195,12 @@ class EvalLoader:
 class ScoringLoader:
     """Every row exactly once over all data-parallel ranks, the longest first, in chunks of micro-batches of one shape.
 
-    For what is computed of each row by itself: rows go without those of their group. A chunk that runs short ends with
-    rows whose labels are all -100.
+    For values of single rows: the rows of a group are not kept together. A short chunk ends with rows whose labels are
+    all -100.
     """
 
     def __init__(self, path: str | Path, options: LoaderOptions, micro_batches: int) -> None:
-        """micro_batches: in a chunk, of one data-parallel rank; fewer in the last."""
+        """micro_batches: how many of them a chunk has on each data-parallel rank; the last one may have fewer."""
         self._options = options
         self._rows = Rows(path, options.row_plan, options.reads_inputs, options.reads_labels)
         self._ids = np.argsort(-self._rows.lengths, kind="stable")
@@ -209,13 +210,13 @@ class ScoringLoader:
         return -(-len(self._ids) // self._per_chunk)
 
     def chunk(self, number: int) -> tuple[Iterator[Batch], list[np.ndarray]]:
-        """The micro-batches of this rank, and the rows in each."""
+        """Return the micro-batches of this rank in a chunk, and the rows in each."""
         options = self._options
         ids = self._ids[number * self._per_chunk : (number + 1) * self._per_chunk]
         seq_length = options.compute_seq_length(self._rows.lengths[ids])
         rows = [options.take_micro_batch(ids, index) for index in range(_count_eval_micro_batches(len(ids), options))]
         batches = (
-            _collate(self._rows, of_batch, seq_length, loss_denominator=1.0, options=options) for of_batch in rows
+            _collate(self._rows, batch_rows, seq_length, loss_denominator=1.0, options=options) for batch_rows in rows
         )
         return batches, rows
 
@@ -223,7 +224,7 @@ class ScoringLoader:
 class PlaceholderLoader:
     """The loader of a rank between the first layer and the loss: a length for logs, and no data.
 
-    `iterate` returns the placeholder itself, which the engine of such a rank takes and never asks for a batch.
+    `iterate` returns the placeholder itself; the engine of such a rank never reads a batch from it.
     """
 
     first: "TrainLoader | EvalLoader | PlaceholderLoader | None" = None
@@ -258,14 +259,14 @@ class PlaceholderLoader:
 def build_train_loader(
     path: str | Path, options: LoaderOptions, order: GlobalOrder, gradient_accumulation_steps: int
 ) -> TrainLoader | PlaceholderLoader:
-    """The training loader of this rank; `len` is the steps of an epoch."""
+    """Build the training loader of this rank; its `len` is the number of steps of an epoch."""
     if options.reads_nothing:
         return PlaceholderLoader(order.steps_per_epoch)
     return TrainLoader(path, options, order, gradient_accumulation_steps)
 
 
 def build_eval_loader(path: str | Path, options: LoaderOptions, num_samples: int) -> EvalLoader | PlaceholderLoader:
-    """The evaluation loader of this rank; `len` is the number of micro-batches, the same on every rank."""
+    """Build the evaluation loader of this rank; its `len` is the number of micro-batches, the same on every rank."""
     if options.reads_nothing:
         return PlaceholderLoader(_count_eval_micro_batches(num_samples, options))
     return EvalLoader(path, options, num_samples)
@@ -283,7 +284,7 @@ def _open_rows(path: str | Path, options: LoaderOptions, num_rows: int) -> Rows:
         options.reads_labels,
         reference_file=options.reference_file if options.reads_labels else None,
     )
-    # Ranks that disagree on the number of steps hang. This is the rank that would, on a node with other files.
+    # Ranks that disagree on the number of steps hang, which happens where a node has other files.
     if len(rows) != num_rows * options.group_size:
         raise RuntimeError(f"{path} holds {len(rows)} samples, but the ranks agreed on {num_rows * options.group_size}")
     if rows.lengths.max() > options.max_seq_length:
@@ -345,7 +346,7 @@ def _iterate(build_batch: Callable[[int], Batch], indices: range, options: Loade
         collate_fn=_keep,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
-        # An iterator draws a seed; drawn from the global generator it would shift the dropout of a resumed run.
+        # An iterator draws a seed; from the global generator that would shift the dropout of a resumed run.
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_rank if options.num_workers else None,
     )

@@ -1,4 +1,4 @@
-"""A step's global batch in numbers."""
+"""Totals of a step's global batch: tokens, targets, documents, samples."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,12 @@ class StepTotals:
     """Totals of a global batch, over all of its micro-batches and replicas.
 
     num_tokens: without padding.
-    num_targets: tokens that are predicted, so counted after the shift.
-    num_documents: what shares a row without being seen by the rest of it; as many as rows where nothing is packed.
+    num_targets: tokens that are predicted, counted after the shift.
+    num_documents: parts of rows that attend to themselves alone; as many as rows where nothing is packed.
     num_samples: what `global_batch_size` counts: rows, or the groups of rows that stay together.
-    most_documents: in any micro-batch, or more; 0 where nobody knows, because a user-defined collator sets positions.
-    longest_document: in tokens, the padding behind it included.
+    most_documents: an upper bound of those in any micro-batch; 0 if unknown, since a user-defined collator sets
+        positions.
+    longest_document: in tokens, including the padding after it; 0 if unknown.
     """
 
     num_tokens: int
@@ -28,13 +29,13 @@ class StepTotals:
     longest_document: int = 0
 
     def count_terms(self, mean_over: MeanOver) -> int:
-        """What the loss is a mean over."""
+        """Return the number of terms that the loss is a mean over."""
         return self.num_samples if mean_over is MeanOver.samples else self.num_targets
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """rows: of a micro-batch. seq_length: of its rows, padding included."""
+    """The shape of a micro-batch. rows: how many it has. seq_length: their length with padding."""
 
     rows: int
     seq_length: int
@@ -43,10 +44,11 @@ class BatchShape:
 def compute_step_totals(
     rows: Rows, row_ids: np.ndarray, group_size: int, shape: BatchShape | None = None
 ) -> StepTotals:
-    """The totals of a global batch of these rows: a function of their lengths, so any rank with the folder can call it.
+    """Return the totals of a global batch of these rows, from the row index alone: any rank with the folder can call
+    it.
 
-    rows: may have been opened to read neither inputs nor labels. shape: None where positions do not say where the
-    documents of these rows begin.
+    rows: may have been opened to read neither inputs nor labels. shape: None where positions do not mark where
+    documents begin.
     """
     return StepTotals(
         num_tokens=int(rows.lengths[row_ids].sum(dtype=np.int64)),
@@ -59,8 +61,8 @@ def compute_step_totals(
 
 
 def bound_documents(counts: np.ndarray, num_rows: int) -> int:
-    """The most documents that `num_rows` rows can hold, whichever they are; a row of padding counts as one.
+    """Return the most documents that any `num_rows` of these rows hold; a row of padding counts as one.
 
-    counts: of each row that there is.
+    counts: documents of each row.
     """
     return int(np.sort(counts)[-num_rows:].sum(dtype=np.int64)) + max(0, num_rows - len(counts))

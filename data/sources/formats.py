@@ -1,13 +1,13 @@
 """One reader per file format, chosen by the file's name: records as JSON text with their place in the file.
 
-    .parquet                  a record a row
-    .csv .tsv                 a record a row, the fields named by the first line
+    .parquet                  one record per row
+    .csv .tsv                 one record per row, the fields named by the first line
     .txt .text .md            one record, {"text": the whole file}
     .json                     an array of objects, or JSON lines
     anything else             JSON lines
 
-All but Parquet may be compressed: `.gz`, `.zst`. What spoils one record (a line that is not UTF-8) is named in its
-`problem`; what spoils the file (a damaged archive, a broken array) raises `UserError`.
+All but Parquet may be compressed: `.gz`, `.zst`. An error in one record (a line that is not UTF-8) becomes its
+`problem`; an error in the file (a damaged archive, a broken array) raises `UserError`.
 """
 
 import csv
@@ -37,7 +37,7 @@ MAX_CSV_FIELD = 2**31 - 1
 
 @dataclass(frozen=True)
 class RawRecord:
-    """location: what an error message names (`train.jsonl:12`). problem: the message if the record cannot be read."""
+    """A record as JSON text. location: what errors name (`train.jsonl:12`). problem: the error if it cannot be read."""
 
     location: str
     text: str = ""
@@ -45,7 +45,7 @@ class RawRecord:
 
 
 def read_file(path: str) -> Iterator[RawRecord]:
-    """Every record of a file, in order; blank lines are none."""
+    """Yield every record of a file, in order, without blank lines. Raises `UserError` for an unreadable file."""
     kind, compression = _split_suffixes(path)
     if kind == ".parquet":
         if compression:
@@ -61,8 +61,8 @@ def read_file(path: str) -> Iterator[RawRecord]:
 
 
 def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
-    """From the size of the file and from what the first records (of this file, or of one like it) are long; exact where
-    the format says it.
+    """Estimate the records of a file from its size and the length of the first records (of it, or of one like it);
+    exact where the format stores their number.
     """
     kind, compression = _split_suffixes(path)
     if kind in TEXT_SUFFIXES:
@@ -71,7 +71,7 @@ def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
         try:
             return parquet.read_metadata(path).num_rows
         except (pyarrow.ArrowException, OSError):
-            return 0  # whoever reads it says what is wrong with it
+            return 0  # reading it reports what is wrong
     texts = [record.text for record in first]
     if kind in SEPARATORS:  # the names of the fields are not in each row
         texts = [SEPARATORS[kind].join(map(str, json.loads(text).values())) for text in texts if text]
@@ -80,7 +80,7 @@ def estimate_num_records(path: str, first: Sequence[RawRecord]) -> float:
 
 
 def _estimate_expansion(path: str, compression: str) -> float:
-    """Bytes of text a byte of the file, by its beginning."""
+    """Estimate the bytes of text per byte of the file from its beginning."""
     if not compression:
         return 1
     with open(path, "rb") as file:
@@ -96,7 +96,7 @@ def _estimate_expansion(path: str, compression: str) -> float:
 
 
 def _split_suffixes(path: str) -> tuple[str, str]:
-    """(".jsonl", ".gz") of a.jsonl.gz; "" for what is not there."""
+    """Return (".jsonl", ".gz") for a.jsonl.gz; "" for a missing suffix."""
     suffixes = ["", *(suffix.lower() for suffix in Path(path).suffixes)]
     compression = suffixes.pop() if suffixes[-1] in COMPRESSIONS else ""
     return suffixes[-1] if suffixes else "", compression
@@ -104,7 +104,7 @@ def _split_suffixes(path: str) -> tuple[str, str]:
 
 @contextmanager
 def _open(path: str) -> Iterator[gzip.GzipFile | io.BufferedReader]:
-    """The file's bytes, decompressed. Raises UserError when they cannot be had."""
+    """Open the file for reading, decompressed. Raises UserError when it cannot be read."""
     try:
         if path.lower().endswith(".gz"):
             file: gzip.GzipFile | io.BufferedReader = gzip.open(path, "rb")
@@ -163,7 +163,7 @@ def _read_text(path: str) -> Iterator[RawRecord]:
 
 
 def _read_whole(path: str) -> str:
-    """The text of a file. Raises UserError naming the first line that is not UTF-8."""
+    """Return the text of a file. Raises UserError naming the first line that is not UTF-8."""
     with _open(path) as file:
         content = file.read().removeprefix(UTF8_BOM)
     try:
@@ -177,7 +177,7 @@ def _read_whole(path: str) -> str:
 
 def _read_table(path: str, separator: str) -> Iterator[RawRecord]:
     csv.field_size_limit(MAX_CSV_FIELD)
-    # A byte that is not UTF-8 becomes half of a surrogate pair, and is reported with the record that it spoils.
+    # A byte that is not UTF-8 becomes half of a surrogate pair, and is reported with its record.
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         rows = csv.reader(text, delimiter=separator, strict=True)
         names: list[str] = []
@@ -220,8 +220,8 @@ def _build_row(row: list[str], names: list[str], location: str) -> RawRecord:
 
 
 def drop_absent(record: dict) -> dict:
-    """A record of Arrow without what it has not: all objects of a column have the fields of each of them there, null
-    where they have none, which a chat template would take for a call of a tool, or show the model.
+    """Return a record of Arrow without null fields: Arrow gives every object of a column the fields of all of them, and
+    a chat template would take a null one for a tool call, or show it to the model.
     """
     return {name: _drop_nulls(value) for name, value in record.items()}
 
@@ -239,7 +239,7 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
             for batch in file.iter_batches(batch_size=1000):
                 for record in batch.to_pylist():
                     number += 1
-                    # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are
+                    # A column may hold dates or bytes, which JSON cannot express; the fields that are trained on are
                     # text.
                     yield RawRecord(f"{path}: row {number}", json.dumps(drop_absent(record), default=str))
     except (pyarrow.ArrowException, OSError) as error:
@@ -250,6 +250,7 @@ def _read_parquet(path: str) -> Iterator[RawRecord]:
 
 
 def describe_json_error(error: Exception) -> str:
+    """Return the message of a JSON error, with its column where it has one."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
     return str(error)

@@ -1,8 +1,8 @@
 """Data sets of the hub, or of a folder, through `datasets`: `hf:NAME`, `hf:NAME:SPLIT`, or
-`hf:NAME?config=...&split=...&revision=...`, with any of the three.
+`hf:NAME?config=...&split=...&revision=...` with any of the three options.
 
-`datasets` looks for changes at the source each time a run starts, and keeps what it has read of each state in a folder
-of its own, whose name is therefore a part of the name of our tokens.
+`datasets` looks for changes at the source each time a run starts, and caches each version in a folder of its own. The
+name of that folder is part of the key of our tokenized cache.
 """
 
 import json
@@ -22,12 +22,12 @@ from errors import UserError
 
 PREFIX = "hf:"
 OPTIONS = ("config", "split", "revision")
-HUB_SECONDS = 5  # to answer at all
-FOLDERS_OF_A_STATE = 5  # NAME/CONFIG-HASH/VERSION/HASH/file.arrow: the same wherever the cache lies
+HUB_SECONDS = 5  # timeout of the request that checks whether the hub can be reached
+VERSION_PARTS = 5  # NAME/CONFIG-HASH/VERSION/HASH/file.arrow: the same wherever the cache is
 
 
 def parse_hub(source: str) -> tuple[str, dict[str, str]]:
-    """The name and the options of a source. Raises `UserError` for options that are none."""
+    """Return the name and the options of a source. Raises `UserError` for unknown or empty options."""
     name, has_options, query = source.removeprefix(PREFIX).partition("?")
     if not has_options:
         name, _, split = name.partition(":")
@@ -42,20 +42,20 @@ def parse_hub(source: str) -> tuple[str, dict[str, str]]:
 
 
 def describe_hub(source: str) -> list[str]:
-    """What names the state of the data set: another one, and other tokens, once the source has changed."""
-    return sorted("/".join(Path(file["filename"]).parts[-FOLDERS_OF_A_STATE:]) for file in load_hub(source).cache_files)
+    """Return the cache files of the data set's current version, which change when the source does."""
+    return sorted("/".join(Path(file["filename"]).parts[-VERSION_PARTS:]) for file in load_hub(source).cache_files)
 
 
 def read_hub(source: str) -> Iterator[RawRecord]:
-    """Every record, in order."""
+    """Yield every record, in order."""
     for number, record in enumerate(load_hub(source), start=1):
-        # A column may hold dates or bytes, which JSON has no word for; the fields that are trained on are text.
+        # A column may hold dates or bytes, which JSON cannot express; the fields that are trained on are text.
         yield RawRecord(f"{source}: record {number}", json.dumps(drop_absent(record), default=str))
 
 
 @cache
 def load_hub(source: str) -> Dataset:
-    """Raises `UserError` when it cannot be loaded."""
+    """Load the data set of a source. Raises `UserError` when it cannot be loaded."""
     name, options = parse_hub(source)
     try:
         with _offline_unless_reached(name):
@@ -70,8 +70,8 @@ def load_hub(source: str) -> Dataset:
 
 @contextmanager
 def _offline_unless_reached(name: str) -> Iterator[None]:
-    """Without a network the hub is asked again and again for 23 s (huggingface_hub 2.4.0); offline, it looks for a copy
-    in its cache at once.
+    """Switch to offline mode where the hub cannot be reached: huggingface_hub 2.4.0 would retry for 23 s before it
+    looks for a copy in its cache.
     """
     offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = offline or not (os.path.isdir(name) or _reaches_hub())
@@ -84,6 +84,6 @@ def _offline_unless_reached(name: str) -> Iterator[None]:
 def _reaches_hub() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # of whichever HTTP library the hub is asked with
+    except Exception:  # of whichever HTTP library huggingface_hub uses
         return False
     return True

@@ -1,4 +1,4 @@
-"""Megatron's tokenized corpora: `NAME.bin`, token ids end to end, and `NAME.idx`, which says where each begins.
+"""Megatron's tokenized corpora: `NAME.bin`, token ids end to end, and `NAME.idx`, where each document begins.
 
     9 bytes   MMIDIDX and two zeros
     uint64    version, 1
@@ -10,8 +10,8 @@
     int64 [D] the first sequence of each document, and S at the end
     int8  [S] modes, in corpora of more than text; not read
 
-All little-endian. Both files are memory-mapped and never copied; nothing is added, so documents end as they do there
-(`--append-eod` of Megatron's tool puts an end token into the data).
+All little-endian. Both files are memory-mapped and never copied; nothing is added, so documents have an end token only
+if the data has one (`--append-eod` of Megatron's tool).
 """
 
 import os
@@ -30,19 +30,19 @@ SUFFIXES = (".bin", ".idx")
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-WINDOW = 2**20  # sequences or documents that are looked at at a time
+WINDOW = 2**20  # sequences or documents that are read at a time
 TOKENS_AT_A_TIME = 2**24
 
 
 def find_prefix(path: str) -> str | None:
-    """The path without suffix of a corpus that `path` names: by its .bin, its .idx, or without suffix. None for another
-    file. Raises `UserError` where one of the two files is missing.
+    """Return the path without suffix of the corpus that `path` names by its .bin, its .idx, or without suffix; None for
+    another file. Raises `UserError` where one of the two files is missing.
     """
     root, suffix = os.path.splitext(path)
     if suffix in SUFFIXES and os.path.isfile(path):
         for other in SUFFIXES:
             if not os.path.isfile(root + other):
-                raise UserError(f"{path} has no {root + other} beside it; a tokenized corpus is both, copy it too")
+                raise UserError(f"{path} has no {root + other} next to it; a tokenized corpus is both, copy it too")
         return root
     if not os.path.exists(path) and all(os.path.isfile(path + suffix) for suffix in SUFFIXES):
         return path
@@ -51,7 +51,7 @@ def find_prefix(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class IndexedCorpus:
-    """One corpus. prefix: its path without suffix. Opening it raises `UserError` when the two files do not fit."""
+    """One corpus. prefix: its path without suffix. Reading it raises `UserError` when the two files do not match."""
 
     prefix: str
 
@@ -96,7 +96,7 @@ class IndexedCorpus:
 
     @cached_property
     def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """lengths [S], pointers [S], document boundaries [D]; checked against the .bin, a window at a time."""
+        """lengths [S], pointers [S], document boundaries [D]; checked against the .bin, one window at a time."""
         dtype, sequences, boundaries = self._header
         lengths = self._map("<i4", HEADER.size, sequences)
         pointers = self._map("<i8", HEADER.size + 4 * sequences, sequences)
@@ -110,7 +110,7 @@ class IndexedCorpus:
             if len(wrong):
                 raise UserError(
                     f"{self.prefix}.idx: sequence {start + int(wrong[0])} (counted from 0) does not begin where the "
-                    "one before it ends; the index is damaged, or not of one .bin: copy or tokenize it again"
+                    "previous one ends; the index is damaged, or not of one .bin: copy or tokenize it again"
                 )
             end = int(ends[-1])
         size = os.path.getsize(self.bin_file)
@@ -134,7 +134,7 @@ class IndexedCorpus:
         return len(self._columns[2]) - 1
 
     def list_lengths(self) -> Iterator[np.ndarray]:
-        """Tokens of each document, int64, a window of documents at a time."""
+        """Yield the tokens of each document, int64, one window of documents at a time."""
         _, pointers, documents = self._columns
         end = os.path.getsize(self.bin_file)
         for start in range(0, self.num_documents, WINDOW):
@@ -145,13 +145,13 @@ class IndexedCorpus:
             yield np.diff(begins) // self.dtype.itemsize
 
     def map_tokens(self) -> np.ndarray:
-        """All token ids, mapped."""
-        if not len(self._columns[0]):  # which are checked against the .bin here
+        """Return all token ids, memory-mapped."""
+        if not len(self._columns[0]):  # reading the columns checks them against the .bin
             return np.empty(0, self.dtype)
         return np.asarray(np.memmap(self.bin_file, self.dtype, mode="r"))
 
     def check_tokens(self, vocab_size: int, *, first: int, chunk: np.ndarray) -> None:
-        """Raises `UserError` for an id that the tokenizer does not have. first: the place of the chunk."""
+        """Raise `UserError` for an id that the tokenizer does not have. first: the position of the chunk."""
         wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab_size)) if len(chunk) else chunk
         if len(wrong):
             place = first + int(wrong[0])
@@ -162,7 +162,7 @@ class IndexedCorpus:
 
 
 def describe_files(source: str) -> list:
-    """Path, size and time of change of both files: what the tokens depend on."""
+    """Return path, size and modification time of both files: what the tokens depend on."""
     prefix = source.removeprefix(PREFIX)
     return [
         [os.path.abspath(prefix + suffix), status.st_size, status.st_mtime_ns]

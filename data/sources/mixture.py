@@ -1,8 +1,8 @@
-"""Several sources in given proportions: how often each sample comes in one epoch.
+"""Several sources in given proportions: how often each sample occurs in one epoch.
 
-By `weight`, an epoch is as short as it can be with every source seen whole at least once: the source that is scarcest
-against its weight is seen more often, never the others less. By `epochs`, each source comes that many times. A part of
-an epoch is a random choice of samples, the same in every run.
+By `weight`, an epoch is the shortest in which every source is seen whole at least once: sources that are scarce
+relative to their weight are repeated, and none is cut. By `epochs`, each source occurs that many times. A fraction of a
+source is a random choice of its samples, the same in every run.
 
 N samples, S sources, P samples of the mixture.
 """
@@ -24,7 +24,7 @@ class ShareKind(StrEnum):
 
 @dataclass(frozen=True)
 class Mixture:
-    """A share for each source: a weight, or how many times it comes in an epoch of the mixture."""
+    """A share for each source: a weight, or how many times it occurs in an epoch of the mixture."""
 
     shares: tuple[float, ...]
     kind: ShareKind = ShareKind.WEIGHT
@@ -34,7 +34,7 @@ class Mixture:
         return f"{self.kind} {', '.join(f'{share:g}' for share in self.shares)} by {self.unit.value}"
 
     def choose_samples(self, sources: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The sample ids of an epoch, int64 [P], grouped by source. sources, lengths: of each sample, [N].
+        """Return the sample ids of an epoch, int64 [P], grouped by source. sources, lengths: those of each sample, [N].
 
         Raises `UserError` for a source without a sample.
         """
@@ -43,13 +43,13 @@ class Mixture:
         chosen = []
         for source, times in enumerate(epochs):
             ids = np.flatnonzero(sources == source)
-            # One that is to be seen once comes out of the division as 0.9999... or 1.
+            # A source that is seen once may come out of the division as 0.9999...
             whole = int(times + 1e-9)
             chosen += [np.tile(ids, whole), _choose_part(ids, amounts[ids], max(0.0, times - whole), source)]
         return np.concatenate(chosen)
 
     def describe(self, names: Sequence[str], sources: np.ndarray, lengths: np.ndarray, sample_ids: np.ndarray) -> str:
-        """How much of each source an epoch holds, for the log. sample_ids: what `choose_samples` gave."""
+        """Return how much of each source an epoch holds, in words. sample_ids: what `choose_samples` returned."""
         amounts = self._amounts(lengths)
         count = len(self.shares)
         seen = _sum_by_source(sources[sample_ids], amounts[sample_ids], count)
@@ -64,12 +64,10 @@ class Mixture:
         return lengths.astype(np.float64) if self.unit is MixtureUnit.tokens else np.ones(len(lengths))
 
     def _compute_epochs(self, totals: np.ndarray) -> np.ndarray:
-        """How many times each source comes, [S]. totals: its samples or tokens, [S]."""
+        """Return how many times each source occurs, [S]. totals: its samples or tokens, [S]."""
         if not totals.all():
             number = int(np.flatnonzero(totals == 0)[0]) + 1
-            raise UserError(
-                f"train_file: entry {number} of the mixture has no sample left; leave it out, or fix its data"
-            )
+            raise UserError(f"train_file: entry {number} of the mixture has no sample left; omit it, or fix its data")
         shares = np.array(self.shares)
         if self.kind is ShareKind.EPOCHS:
             return shares
@@ -81,7 +79,7 @@ def _sum_by_source(sources: np.ndarray, amounts: np.ndarray, count: int) -> np.n
 
 
 def _choose_part(ids: np.ndarray, amounts: np.ndarray, part: float, source: int) -> np.ndarray:
-    """Samples that make up `part` of the source, to the nearest sample."""
+    """Return samples that make up `part` of the source, to the nearest sample."""
     shuffled = np.random.Generator(np.random.PCG64(source)).permutation(len(ids))
     upto = np.cumsum(amounts[shuffled]) - amounts[shuffled] / 2  # the middle of each sample
     return np.sort(ids[shuffled[upto < part * amounts.sum()]])

@@ -1,10 +1,10 @@
 """From the value of `train_file` or `eval_file` to raw records.
 
-A source is one file, in a format that its name says (`data/sources/formats.py`), `hf:NAME`, a data set of the hub
+A source is one file, whose name gives its format (`data/sources/formats.py`), `hf:NAME`, a data set of the hub
 (`data/sources/hub.py`), a tokenized corpus (`data/sources/indexed.py`), or `own:SPEC`, a user-defined function that
 returns records (`data/components.py`). A record travels as JSON text and is parsed where it is tokenized, so that
-parsing is spread over the processes too. Every mistake in a file raises `UserError`; one that spoils a single record
-travels with it, so that the record can be skipped.
+parsing is spread over the processes too. An error in a file raises `UserError`; one in a single record travels with
+it, so that the record can be skipped.
 """
 
 import glob
@@ -39,7 +39,7 @@ def _resolve_entry(entry: str, key: str) -> list[str]:
     if entry.startswith((HUB_PREFIX, COMPONENT_PREFIX)):
         return [entry]
     path = os.path.expanduser(entry)
-    # A file whose name holds brackets is a file before it is a pattern.
+    # An existing file takes precedence over a pattern: its name may hold brackets.
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     prefixes = [find_prefix(match) for match in matches or [path]]
     if any(prefixes):
@@ -64,15 +64,16 @@ def _describe_missing(path: str) -> str:
 
 
 def read_records(source: str) -> Iterator[RawRecord]:
-    """Every record of a source, in order."""
+    """Yield every record of a source, in order. Raises `UserError` for a source that cannot be read."""
     if source.startswith(COMPONENT_PREFIX):
         return _read_own(source)
     return read_hub(source) if source.startswith(HUB_PREFIX) else read_file(source)
 
 
 def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | None:
-    """first: the first records of this source or of one like it. None for a user-defined function, which must be
-    called to know.
+    """Estimate the number of records of a source; None for a user-defined function, which would have to be called.
+
+    first: the first records of this source or of one like it.
     """
     if source.startswith(COMPONENT_PREFIX):
         return None
@@ -80,7 +81,7 @@ def estimate_num_records(source: str, first: Sequence[RawRecord]) -> float | Non
 
 
 def name_component_source(spec: Mapping[str, Any]) -> str:
-    """The source of records that the function named by `_target_` returns, as text: it is part of the cache's key."""
+    """Return the source that stands for the records of a user-defined function; its text is part of the cache's key."""
     return COMPONENT_PREFIX + json.dumps(dict(spec), sort_keys=True)
 
 
@@ -92,16 +93,17 @@ def _read_own(source: str) -> Iterator[RawRecord]:
             yield RawRecord(location, json.dumps(record))
         except (TypeError, ValueError) as error:
             yield RawRecord(
-                location, problem=f"{location}: holds what JSON cannot: {error}; return text, numbers, lists and dicts"
+                location,
+                problem=f"{location}: cannot be written as JSON: {error}; return text, numbers, lists and dicts",
             )
 
 
 def parse_record(location: str, json_text: str) -> dict:
-    """The record as a dict, or a `UserError` that names where it stands and what is wrong with it."""
+    """Return the record as a dict. Raises `UserError` naming `location` for text that is not one JSON object."""
     try:
         record = json.loads(
             json_text.rstrip("\r\n")
-        )  # else what is missing at the end is reported in column 1 of a line after it
+        )  # else an error at the end is reported in column 1 of the next line
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{location}: not valid JSON: {describe_json_error(error)}; fix or remove the line "

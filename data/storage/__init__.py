@@ -1,1 +1,1 @@
-"""Tokens on disk: tokenized once, memory-mapped ever after, and the rows made of them."""
+"""Tokens on disk: tokenized once, memory-mapped afterwards, and the rows made of them."""

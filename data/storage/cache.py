@@ -1,7 +1,7 @@
 """The cache of tokenized data: the names of its folders, and one writer at a time.
 
-A folder's name is a hash of everything that its tokens depend on. So whatever changes, a file among it, leads to
-another folder and is tokenized again.
+A folder's name is a hash of everything that its tokens depend on, so any change, such as that of a file, leads to
+another folder and tokenizes again.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from data.sources.records import COMPONENT_PREFIX
 from errors import UserError
 from filesystem import lock_file
 
-FORMAT_VERSION = 4  # raise it when the same options begin to give other tokens or columns
+FORMAT_VERSION = 4  # raise it when the same options give other tokens or columns
 BACKEND_CALL_STATE = ("truncation", "padding")
 
 
 def compute_cache_key(
     sources: Sequence[Sequence[str]], encoder: Encoder, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """A hash of the sources (path, size, time of change), the encoder, the tokenizer and what else is in `options`."""
+    """Return a hash of the sources (path, size, modification time), the encoder, the tokenizer and `options`."""
     state = {
         "format_version": FORMAT_VERSION,
         "sources": [[_describe_source(source) for source in group] for group in sources],
@@ -63,14 +63,15 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
     if not tokenizer.is_fast:
         return state | {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.get_added_vocab().items()))}
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # These are what the last call asked for, not what the tokenizer is; `encode` asks for neither.
+    # These are settings of the last call, not of the tokenizer; `encode` uses neither.
     return state | {"backend": {name: part for name, part in backend.items() if name not in BACKEND_CALL_STATE}}
 
 
 @contextmanager
 def lock_folder(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """A kernel lock on what is made at `path`: it ends with the process that holds it, however that ends. The empty
-    file stays.
+    """Hold a kernel lock on the folder `path`, which is released however the process ends; its empty file stays.
+
+    Raises UserError where the lock file cannot be written.
     """
     file = path.with_suffix(".lock")
     try:

@@ -21,9 +21,10 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become samples. max_seq_length: None keeps documents whole, to be cut where a row is full.
+    """The settings that turn records into samples. max_seq_length: None keeps documents whole, to be cut where a row is
+    full.
 
-    samples_per_record: 2 where a record is a preference; then its samples lie one behind the other, the chosen one
+    samples_per_record: 2 where a record is a preference; then its samples follow each other, the chosen one
     first.
     """
 
@@ -35,6 +36,7 @@ class Encoding:
     samples_per_record: int = 1
 
     def compute_key(self, sources: Sequence[Sequence[str]]) -> str:
+        """Return the name of the folder of these sources, see `compute_cache_key`."""
         options = {
             "max_seq_length": self.max_seq_length,
             "length_policy": self.length_policy.value,
@@ -46,27 +48,27 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """columns: input_ids and labels, the samples end to end, and length and num_targets of each; int32. Where the
-    kind of data has it, `desirable`, 1 or 0."""
+    """The samples of a batch of records. columns: input_ids and labels, the samples end to end, and length and
+    num_targets of each; int32. Where the kind of data has it, `desirable`, 1 or 0."""
 
     columns: dict[str, np.ndarray]
     counts: BatchCounts
 
 
 def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBatch:
-    """Raises UserError for a bad record, unless such are skipped."""
+    """Encode a batch of records. Raises UserError for a bad record, unless bad records are skipped."""
     counts = BatchCounts(num_records=len(records))
     input_ids, labels, lengths, num_targets, desirable = (array("i") for _ in range(5))
     for location, encoded in _encode_records(records, encoding, counts):
         limits = location, encoding.length_policy, encoding.max_seq_length
         try:
-            fitted, of_lengths = (
+            fitted, length_counts = (
                 fit_pair(encoded, *limits) if isinstance(encoded, tuple) else fit_sample(encoded, *limits)
             )
         except UserError as error:
             _handle_bad_record(error, encoding, counts)
             continue
-        counts.lengths.add(of_lengths)
+        counts.lengths.add(length_counts)
         for piece in fitted:
             input_ids.fromlist(piece["input_ids"])
             labels.fromlist(piece["labels"])
@@ -83,10 +85,10 @@ def encode_batch(records: Sequence[RawRecord], encoding: Encoding) -> EncodedBat
 def _encode_records(
     records: Sequence[RawRecord], encoding: Encoding, counts: BatchCounts
 ) -> Iterator[tuple[str, Sample | Pair]]:
-    """(location, sample or pair) of the records that can be read; a `PieceEncoder`'s are tokenized in one call."""
+    """Yield (location, sample or pair) of each readable record; those of a `PieceEncoder` are tokenized in one call."""
     encoder, tokenizer = encoding.encoder, encoding.tokenizer
     encode = encoder.split if isinstance(encoder, PieceEncoder) else encoder.encode
-    encoded: list[Any] = []  # samples, or what is to be tokenized
+    encoded: list[Any] = []  # samples, or pieces to tokenize
     locations = []
     for record in records:
         try:
@@ -117,7 +119,7 @@ def _encode_records(
 def _tokenize_encoded(
     encoded: list, tokenizer: PreTrainedTokenizerBase, unknown: dict[int, str]
 ) -> Sequence[Sample | Pair]:
-    """Samples of pieces, and pairs of pairs of pieces. unknown: as in `tokenize_pieces`, of what is encoded."""
+    """Return samples for lists of pieces, pairs for pairs of them. unknown: as in `tokenize_pieces`."""
     if not encoded or not isinstance(encoded[0], tuple):
         return tokenize_pieces(encoded, tokenizer, unknown)
     found: dict[int, str] = {}

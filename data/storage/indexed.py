@@ -1,5 +1,5 @@
-"""The tokenized folder of corpora that are tokenized already: lengths and offsets alone. Their token ids stay where
-they are, mapped from the corpora's own files (`data/sources/indexed.py`).
+"""The tokenized folder of corpora that are tokenized already: lengths and offsets alone. Their token ids are
+memory-mapped from the corpora's own files (`data/sources/indexed.py`).
 """
 
 import json
@@ -19,8 +19,8 @@ from errors import UserError
 
 
 def holds_indexed(sources: Sequence[Sequence[str]], key: str, encoding: Encoding) -> bool:
-    """Whether the sources are tokenized corpora. Raises `UserError` where only some of them are, and for another kind
-    of data than raw text.
+    """Returns whether the sources are tokenized corpora. Raises `UserError` where only some of them are, and for
+    another kind of data than raw text.
     """
     indexed = [source.startswith(PREFIX) for group in sources for source in group]
     if not any(indexed):
@@ -34,8 +34,8 @@ def holds_indexed(sources: Sequence[Sequence[str]], key: str, encoding: Encoding
 
 
 def write_indexed(folder: Path, sources: Sequence[Sequence[str]], key: str, encoding: Encoding, shown: bool) -> None:
-    """Writes the folder's columns, and reads each token once: for its id and for the fingerprint. Raises `UserError`
-    for files that do not fit and ids beyond the vocabulary.
+    """Write the folder's columns; each token is read once, to check its id and for the fingerprint. Raises `UserError`
+    for files that do not match and ids beyond the vocabulary.
     """
     vocab_size = max(encoding.tokenizer.get_vocab().values()) + 1
     groups = [[IndexedCorpus(source.removeprefix(PREFIX)) for source in group] for group in sources]

@@ -1,8 +1,8 @@
-"""Answers to other prompts: of each sample its prompt, with the answer of another record of the data.
+"""Mismatched answers: each prompt with the answer of a record that has another prompt.
 
-That is the next record with another prompt, since answers to one prompt tend to stand together: of several, the one at
-the same place among them. A function of the data alone, so what a reference model thinks of it is computed once.
-`KEY/mismatched` is a tokenized folder with as many samples in the same order; an answer that does not fit behind the
+That is the next record with another prompt: answers to one prompt tend to be adjacent, and of several the one at the
+same index is taken. It depends on the data alone, so the reference model's log-probabilities are computed once.
+`KEY/mismatched` is a tokenized folder with as many samples in the same order; an answer that does not fit after the
 other prompt is cut.
 """
 
@@ -24,13 +24,14 @@ _BATCH = 1000  # samples
 
 
 def mismatched_path(path: Path) -> Path:
+    """Return the folder of the mismatched samples of the tokenized folder `path`."""
     return path / "mismatched"
 
 
 def prepare_mismatched(
     path: Path, plan: RowPlan, key: str, samples_per_record: int, log: Callable[[str], None] | None = None
 ) -> None:
-    """Writes the folder, with the rows of `plan`, unless it is there. path: of the tokenized samples of `key`.
+    """Write the folder, with the rows of `plan`, unless it exists. path: the tokenized folder of `key`.
 
     Raises UserError where all records have one prompt.
     """
@@ -43,13 +44,10 @@ def prepare_mismatched(
 
 
 def check_labels(path: Path, key: str, samples_per_record: int, *, trains: bool) -> None:
-    """Raises UserError where an encoder has not said of each sample whether it is desirable, and, of data to train on,
-    where all are, or none is."""
+    """Raise UserError where samples have no label, or, in training data, where all labels are the same."""
     dataset = TokenizedDataset(path, False, False)
     if samples_per_record == 1 and (not dataset.has_desirable or len(dataset.desirable) != len(dataset)):
-        raise UserError(
-            f"{key}: task=kto needs to know of each sample whether it is desirable; data.encoder must say so"
-        )
+        raise UserError(f"{key}: task=kto needs a label of each sample, desirable or not; data.encoder must set it")
     desirable = dataset.desirable
     if trains and (desirable.all() or not desirable.any()):
         which = "true" if desirable.all() else "false"
@@ -83,10 +81,10 @@ def _write(path: Path, folder: Path, key: str, max_seq_length: int, samples_per_
 
 
 def _choose_others(dataset: TokenizedDataset, key: str, samples_per_record: int) -> np.ndarray:
-    """The number of the sample whose answer each one gets, int64 [N].
+    """Return the index of the sample whose answer each one gets, int64 [N].
 
-    Records with one prompt that stand together are a run, and a record gets the answer at its own place in the next; of
-    a record with two samples both get those of the same other record.
+    Adjacent records with one prompt are a run, and a record gets the answer at its own index in the next run; both
+    samples of a pair get those of the same other record.
     """
     num_records = len(dataset) // samples_per_record
     starts = _find_runs(dataset, samples_per_record)  # in records
@@ -106,7 +104,7 @@ def _choose_others(dataset: TokenizedDataset, key: str, samples_per_record: int)
 
 
 def _find_runs(dataset: TokenizedDataset, samples_per_record: int) -> Sequence[int]:
-    """The records whose prompt is another than that of the one before."""
+    """Return the records whose prompt differs from the previous one."""
     starts, before = [], None
     for record in range(len(dataset) // samples_per_record):
         prompt = _read_prompt(dataset, record * samples_per_record)
@@ -119,7 +117,7 @@ def _find_runs(dataset: TokenizedDataset, samples_per_record: int) -> Sequence[i
 def _mismatch(
     dataset: TokenizedDataset, numbers: range, others: np.ndarray, max_seq_length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """input_ids and labels, int32 [T], of samples."""
+    """Yield input_ids and labels, int32 [T], of mismatched samples."""
     for number in numbers:
         other = int(others[number])
         prompt = dataset.input_ids(number)[: _find_answer(dataset, number)]
@@ -134,5 +132,5 @@ def _read_prompt(dataset: TokenizedDataset, number: int) -> bytes:
 
 
 def _find_answer(dataset: TokenizedDataset, number: int) -> int:
-    """Where the first target is."""
+    """Return the position of the first target."""
     return int((dataset.labels(number) != IGNORE_INDEX).argmax())

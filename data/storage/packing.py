@@ -28,18 +28,18 @@ class Pieces:
         return len(self.offsets) - 1
 
     def compute_row_lengths(self) -> np.ndarray:
-        """Tokens in each row, int64 [R]."""
+        """Return the tokens in each row, int64 [R]."""
         return np.add.reduceat(self.stops - self.starts, self.offsets[:-1])
 
 
 def lay_singly(sample_ids: np.ndarray, lengths: np.ndarray) -> Pieces:
-    """One sample a row. sample_ids: [P], any of them any number of times. lengths: of all samples, [N]."""
+    """Lay one sample into each row. sample_ids: [P], each any number of times. lengths: of all samples, [N]."""
     stops = lengths[sample_ids].astype(np.int64)
     return Pieces(sample_ids.astype(np.int64), np.zeros_like(stops), stops, np.arange(len(sample_ids) + 1))
 
 
 def pack_best_fit(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: int) -> Pieces:
-    """Each of `sample_ids` [P] whole, in one row. lengths: of all samples, [N], from 1 to `max_seq_length`.
+    """Pack each of `sample_ids` [P] whole into some row. lengths: of all samples, [N], from 1 to `max_seq_length`.
 
     Time: O(P log P) for sorting, and one step for each pair of a length and a remaining room that meet.
     """
@@ -52,10 +52,10 @@ def pack_best_fit(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: i
 
 
 def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The row of each sample, and the number of rows. lengths: decreasing, [P].
+    """Return the row of each sample, and the number of rows. lengths: decreasing, [P].
 
-    Samples of one length are placed together. In the fullest row that fits, room for k of them is filled with k: once
-    one is in, that row is fuller than any other that fits. So whole runs of rows with equal room are filled at once.
+    Samples of one length are placed together. The fullest row that fits one of them, with room for k, gets k: after the
+    first it is fuller than any other that fits. So all rows with equal room are filled at once.
     """
     row_of = np.empty(len(lengths), dtype=np.int64)
     rows_with_room = _RowsByRoom()
@@ -79,19 +79,19 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 class _RowsByRoom:
-    """Rows by the tokens they still have room for; the bits of one integer say for which rooms there are any."""
+    """Rows by their remaining room in tokens; bit r of one integer is set where there are rows with room r."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[np.ndarray]] = {}
         self._rooms = 0
 
     def find(self, length: int) -> int | None:
-        """The smallest room that takes `length` tokens."""
+        """Return the smallest room that holds `length` tokens; None without one."""
         fitting = self._rooms >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 
     def take(self, room: int, count: int) -> np.ndarray:
-        """Up to `count` of the rows with that room, [<= count]."""
+        """Remove and return up to `count` of the rows with that room, [<= count]."""
         chunk = self._rows[room].pop()
         if not self._rows[room]:
             self._rooms ^= 1 << room
@@ -105,11 +105,11 @@ class _RowsByRoom:
 
 
 def concatenate(sample_ids: np.ndarray, lengths: np.ndarray, max_seq_length: int) -> Pieces:
-    """The documents `sample_ids` [P'] end to end, cut where a row is full.
+    """Lay the documents `sample_ids` [P'] end to end, and cut them where a row is full.
 
-    A document that continues in the next row starts there with the last token of the row before, so that each token
-    but a document's first is predicted exactly once. A row's last slot stays empty rather than hold one token of a new
-    piece, which nothing could predict from.
+    A document that continues in the next row starts there with the last token of the previous row, so that each token
+    but a document's first is predicted exactly once. The last slot of a row stays empty where it would hold one token
+    of a new piece, without a target.
     """
     ids: list[int] = []
     starts: list[int] = []

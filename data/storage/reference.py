@@ -1,7 +1,7 @@
-"""What the reference model thinks of each sample of a preference data set: computed once, kept beside its tokens.
+"""The reference model's log-probabilities of a preference data set: computed once, stored next to its tokens.
 
-`KEY/reference-ID.npy`: the sum of the log-probabilities of each sample's targets, float64 [N]. ID says which model
-computed it. The file appears whole, by a rename, or not at all.
+`KEY/reference-ID.npy`: the sum of the log-probabilities of each sample's targets, float64 [N]. ID is a hash of the
+model. The file appears whole, by a rename, or not at all.
 """
 
 from pathlib import Path
@@ -12,15 +12,17 @@ from filesystem import write_atomically
 
 
 def reference_path(folder: Path, model_id: str) -> Path:
+    """Return the file of a model's log-probabilities in the tokenized folder."""
     return folder / f"reference-{model_id}.npy"
 
 
 def load_reference(file: Path) -> np.ndarray:
-    """Memory-mapped, float64 [N]."""
+    """Return the log-probabilities, memory-mapped, float64 [N]."""
     return np.load(file, mmap_mode="r")
 
 
 def is_whole(file: Path, num_samples: int) -> bool:
+    """Returns whether the file can be read and holds a value for each sample."""
     try:
         found = load_reference(file)
     except (OSError, ValueError):
@@ -29,5 +31,5 @@ def is_whole(file: Path, num_samples: int) -> bool:
 
 
 def save_reference(file: Path, log_probabilities: np.ndarray, writer: int) -> None:
-    """writer: the rank; several write the same bytes, each under a name of its own, and any of them may stay."""
+    """Write the file. writer: the rank; several may write the same bytes, each to a temporary file of its own."""
     write_atomically(file, lambda stream: np.save(stream, log_probabilities), writer=str(writer))

@@ -1,8 +1,8 @@
-"""What one row of a micro-batch holds: a sample, or several that are packed, or documents end to end.
+"""The rows of micro-batches: a sample, or several that are packed, or documents end to end.
 
-Which samples make up a row is an index beside the tokens, `KEY/rows-.../`, made once by whoever comes first and
-memory-mapped ever after; the tokens themselves are written once, however they are packed. `Rows` reads it: a row is
-what the order shuffles, what `micro_batch_size` counts, and what a rank gets tokens, positions and labels of.
+The samples of each row are an index next to the tokens, `KEY/rows-.../`, written once by the first process that needs
+it and memory-mapped afterwards; the tokens themselves are written once, however they are packed. `Rows` reads it: rows
+are what the order shuffles and what `micro_batch_size` counts.
 
 P pieces (what one row holds of one sample), R rows, T tokens of a row.
 """
@@ -30,17 +30,16 @@ from errors import UserError
 PIECE_COLUMNS = ("sample_id", "start", "stop")  # int64 [P]
 ROW_COLUMNS = ("length", "num_targets")  # int64 [R]
 COLUMNS = (*PIECE_COLUMNS, *ROW_COLUMNS, "offset")  # offset: int64 [R + 1], the first piece of each row
-WINDOW = (
-    2**18
-)  # samples that are laid into rows at a time: memory does not grow with the data, and the rows at an end cost nothing
-INDEX_VERSION = 2  # raise it when the same plan begins to give other rows
+# Samples that are laid into rows at a time: memory does not grow with the data, and few rows end up partly filled.
+WINDOW = 2**18
+INDEX_VERSION = 2  # raise it when the same plan gives other rows
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How samples become rows of at most `max_seq_length` tokens.
+    """The layout of samples in rows of at most `max_seq_length` tokens.
 
-    group_size: rows that stay together: 2 for the pairs of preferences, which lie one behind the other. The order
+    group_size: rows that stay together: 2 for the pairs of preferences, which are adjacent. The order
     shuffles groups, and `micro_batch_size` counts them.
     """
 
@@ -52,15 +51,16 @@ class RowPlan:
     def __post_init__(self) -> None:
         if self.max_seq_length < 2:
             raise UserError(
-                f"max_seq_length={self.max_seq_length}: at least 2, a token is predicted from the one before it"
+                f"max_seq_length={self.max_seq_length}: at least 2, since a token is predicted from the previous one"
             )
 
     @property
     def is_trivial(self) -> bool:
-        """Row r is sample r: nothing is written for it."""
+        """Returns whether row r is sample r, so that nothing is written."""
         return self.packing is Packing.NONE and self.mixture is None
 
     def folder(self, path: str | Path) -> Path:
+        """Return the folder of this plan's index in the tokenized folder `path`."""
         name = hashlib.sha256(f"{INDEX_VERSION} {self!r}".encode()).hexdigest()[:16]
         return Path(path) / f"rows-{name}"
 
@@ -70,8 +70,7 @@ def prepare_rows(
 ) -> None:
     """Write the index of a tokenized folder's rows unless it is there.
 
-    key: what the log calls the files. log: None on a rank that keeps quiet, which then reads nothing. names: of the
-    mixture's sources.
+    key: what the log calls the files. log: None on a rank that does not log. names: those of the mixture's sources.
     """
     folder = plan.folder(path)
     if not plan.is_trivial and not _is_whole(folder):
@@ -84,7 +83,7 @@ def prepare_rows(
 
 
 def copy_rows(path: Path, other: Path, plan: RowPlan) -> None:
-    """The rows of the folder `path` for `other`, which has other samples in the same order; one in each row."""
+    """Write the rows of the folder `path` for `other`, whose samples correspond to its own; one sample per row."""
     folder = plan.folder(other)
     if plan.is_trivial or _is_whole(folder):
         return
@@ -117,17 +116,17 @@ def _describe_rows(path: Path, plan: RowPlan, key: str, log: Callable[[str], Non
 
 
 def compute_fill(rows: "Rows", plan: RowPlan) -> float:
-    """The share of `max_seq_length` x rows that holds tokens: packing efficiency."""
+    """Return the share of `max_seq_length` x rows that holds tokens: the packing efficiency."""
     return int(rows.lengths.sum(dtype=np.int64)) / (len(rows) * plan.max_seq_length)
 
 
 def count_rows(path: str | Path, plan: RowPlan) -> int:
-    """Rows, or groups of them: what the order shuffles."""
+    """Return the number of rows, or of groups of them: what the order shuffles."""
     return len(Rows(path, plan, False, False)) // plan.group_size
 
 
 def list_rows(groups: np.ndarray | range, group_size: int) -> np.ndarray:
-    """The rows of groups, in their order."""
+    """Return the rows of groups, in their order."""
     return (np.asarray(groups, np.int64)[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
@@ -136,7 +135,7 @@ def _sum_groups(counts: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
-    """The rows of one window of samples after the other."""
+    """Yield the rows of each window of samples."""
     chosen, size = None, plan.group_size
     if plan.mixture is not None:
         chosen = list_rows(
@@ -155,7 +154,7 @@ def _build_pieces(dataset: TokenizedDataset, plan: RowPlan) -> Iterator[Pieces]:
 
 
 def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
-    """Targets of each row, int64 [R]: none is a piece's first token."""
+    """Return the targets of each row, int64 [R]; the first token of a piece is not a target."""
     counts = dataset.num_targets[pieces.sample_ids].astype(np.int64)
     lengths = pieces.stops - pieces.starts
     for piece in np.flatnonzero(lengths < dataset.lengths[pieces.sample_ids]):
@@ -165,7 +164,7 @@ def _count_targets(pieces: Pieces, dataset: TokenizedDataset) -> np.ndarray:
 
 
 def _write_index(folder: Path, windows: Iterable[Pieces], dataset: TokenizedDataset) -> None:
-    """The folder appears whole, by a rename."""
+    """Write the index; the folder appears whole, by a rename."""
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -203,9 +202,9 @@ def _map_index(folder: Path) -> dict[str, np.ndarray]:
 
 
 class Rows:
-    """The rows of a tokenized folder. A rank touches only the columns it reads, lengths and target counts aside.
+    """The rows of a tokenized folder. A rank reads only its own columns, and lengths and target counts.
 
-    Positions restart and the first label is -100 at each piece: that is what keeps documents apart.
+    Positions restart and the first label is -100 at each piece, which separates documents.
     """
 
     def __init__(
@@ -237,31 +236,31 @@ class Rows:
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """The samples of all rows, each as often as it comes; one that is cut counts where it begins."""
+        """The samples of all rows, each as often as it occurs; one that is cut counts where it begins."""
         if self._index is None:
             return np.arange(len(self))
         return self._index["sample_id"][self._index["start"] == 0]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """(sample id, start, stop) of what the row holds."""
+        """Return (sample id, start, stop) of each piece of the row."""
         if self._index is None:
             return [(int(row), 0, int(self.lengths[row]))]
         run = slice(*self._index["offset"][row : row + 2])
         return list(zip(*(self._index[name][run].tolist() for name in PIECE_COLUMNS)))
 
     def piece_counts(self, rows: np.ndarray) -> np.ndarray:
-        """What each of several rows holds, int64 [len(rows)]."""
+        """Return the number of pieces of each row, int64 [len(rows)]."""
         if self._index is None:
             return np.ones(len(rows), np.int64)
         offsets = self._index["offset"]
         return offsets[rows + 1] - offsets[rows]
 
     def count_pieces(self, rows: np.ndarray) -> int:
-        """What several rows hold together."""
+        """Return the number of pieces of the rows together."""
         return int(self.piece_counts(rows).sum())
 
     def longest_piece(self, rows: np.ndarray, seq_length: int) -> int:
-        """Tokens of the longest piece of several rows, when the last one of each is padded to `seq_length`."""
+        """Return the tokens of the longest piece of the rows, with the last one of each padded to `seq_length`."""
         if self._index is None:
             return seq_length
         counts, offsets = self.piece_counts(rows), self._index["offset"]
@@ -272,30 +271,30 @@ class Rows:
         return int(lengths.max())
 
     def input_ids(self, row: int) -> np.ndarray:
-        """int32 [T]"""
+        """Return the tokens of the row, int32 [T]."""
         return np.concatenate([self._dataset.input_ids(i)[start:stop] for i, start, stop in self.pieces(row)])
 
     def position_ids(self, row: int) -> np.ndarray:
-        """int64 [T], from 0 at each piece."""
+        """Return positions, int64 [T], from 0 at each piece."""
         return np.concatenate([np.arange(stop - start) for _, start, stop in self.pieces(row)])
 
     def segment_ids(self, row: int) -> np.ndarray:
-        """int32 [T], the pieces of the row counted from 1."""
+        """Return the piece of each token, int32 [T], counted from 1."""
         lengths = [stop - start for _, start, stop in self.pieces(row)]
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
 
     def reference(self, row: int) -> float:
-        """The reference model's log-probability of the row's one sample."""
+        """Return the reference model's log-probability of the row's one sample."""
         assert self._reference is not None
         return self._reference[self.pieces(row)[0][0]]
 
     def desirable(self, row: int) -> bool:
-        """Whether the row's one sample is."""
+        """Returns whether the row's one sample is desirable."""
         assert self._desirable is not None
         return bool(self._desirable[self.pieces(row)[0][0]])
 
     def labels(self, row: int) -> np.ndarray:
-        """int32 [T], -100 on the first token of each piece."""
+        """Return labels, int32 [T], -100 on the first token of each piece."""
         pieces = [self._dataset.labels(i)[start:stop].copy() for i, start, stop in self.pieces(row)]
         for piece in pieces:
             piece[0] = IGNORE_INDEX

@@ -1,6 +1,6 @@
-"""What tokenizing has made of the records, counted: nothing is lost silently.
+"""Counts of what tokenizing did with the records, so that nothing is lost silently.
 
-Each batch of records comes with its `BatchCounts`; at the end they are one `Summary`, kept beside the tokens for the
+Each batch of records has its `BatchCounts`; at the end they become one `Summary`, stored next to the tokens for the
 log of later runs.
 """
 
@@ -15,7 +15,7 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class BatchCounts:
-    """One batch of records. Examples are messages of records that were skipped."""
+    """Counts of one batch of records. examples: messages of records that were skipped."""
 
     num_records: int = 0
     num_skipped: int = 0
@@ -36,9 +36,7 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a tokenized folder holds, and what became of the records. fingerprints: a hash of the samples of each entry
-    of `train_file`.
-    """
+    """The contents of a tokenized folder, and counts of the records. fingerprints: a hash per entry of `train_file`."""
 
     num_samples: int
     num_tokens: int
@@ -64,13 +62,13 @@ class Summary:
 
     @classmethod
     def from_json(cls, text: str) -> "Summary":
-        """Raises ValueError, KeyError or TypeError for a damaged text."""
+        """Parse what `to_json` wrote. Raises ValueError, KeyError or TypeError for a damaged text."""
         fields = json.loads(text)
         return cls(**fields | {"lengths": LengthCounts(**fields["lengths"])})
 
 
 def check_any_left(summary: Summary, key: str) -> None:
-    """Raises UserError when every record was skipped or dropped."""
+    """Raise UserError when every record was skipped or dropped."""
     if summary.num_samples == 0:
         reason = f"; the first: {summary.examples[0]}" if summary.examples else ""
         raise UserError(

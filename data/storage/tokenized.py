@@ -1,4 +1,4 @@
-"""A tokenized folder on disk, memory-mapped: one flat file a column, with a summary and the sizes of the files.
+"""A tokenized folder on disk, memory-mapped: one flat file per column, with a summary and the sizes of the files.
 
     input_ids, labels      int32 [num_tokens], the samples end to end
     offset                 int64 [num_samples + 1], where each of them begins
@@ -6,7 +6,7 @@
     desirable              int32 [num_samples], 1 or 0, of a kind of data that has it
     source                 int32 [num_samples], the entry of `train_file` that the sample comes from
 
-Opening it reads nothing, and nothing of it is copied to memory that belongs to a process, whatever its size.
+Opening it reads nothing and copies nothing into a process's own memory, whatever its size.
 """
 
 import bisect
@@ -40,7 +40,7 @@ def load_summary(path: str | Path) -> Summary:
 
 
 def find_damage(path: Path) -> str | None:
-    """What keeps a tokenized folder from being read; None when it is whole. Compares sizes, does not read contents."""
+    """Return why a tokenized folder cannot be read; None when it is whole. Compares sizes, does not read contents."""
     try:
         sizes = json.loads((path / SIZES_FILE).read_text())
         load_summary(path)
@@ -62,7 +62,7 @@ def map_column(path: str | Path, name: str, dtype: np.dtype) -> np.ndarray:
 
 
 class TokenizedWriter:
-    """Writes a tokenized folder, some samples at a time. A context: leaving it closes the files.
+    """Writes a tokenized folder, some samples at a time. A context manager that closes the files.
 
     num_samples, num_tokens, num_targets: written so far. `finish` makes the folder whole.
     """
@@ -83,7 +83,7 @@ class TokenizedWriter:
         self._stack.close()
 
     def append(self, columns: Mapping[str, np.ndarray], source: int) -> None:
-        """columns: int32, all but `source` and `offset`; the samples come from entry `source`."""
+        """Write the samples of entry `source`. columns: int32, all but `source` and `offset`."""
         lengths = columns["length"]
         for name, values in columns.items():
             self._write(name, values)
@@ -95,7 +95,7 @@ class TokenizedWriter:
         self.num_targets += int(columns["num_targets"].sum(dtype=np.int64))
 
     def append_lengths(self, lengths: np.ndarray, source: int) -> None:
-        """Documents whose tokens lie elsewhere, and are all targets but the first. lengths: int64, 1 or more."""
+        """Write documents whose tokens are stored elsewhere, all but the first targets. lengths: int64, 1 or more."""
         self._write("length", lengths.astype(np.int32))
         self._write("num_targets", (lengths - 1).astype(np.int32))
         self._write("source", np.full(len(lengths), source, np.int32))
@@ -106,6 +106,7 @@ class TokenizedWriter:
         self.num_targets += int(lengths.sum()) - len(lengths)
 
     def add_to_fingerprint(self, tokens: np.ndarray, source: int) -> None:
+        """Hash tokens of entry `source` that are stored elsewhere."""
         self._hashes[source].update(tokens.data)
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -115,10 +116,11 @@ class TokenizedWriter:
 
     @property
     def fingerprints(self) -> list[str]:
-        """A hash of the samples of each entry: equal where they are, wherever they came from."""
+        """A hash of the samples of each entry: equal samples have equal hashes, wherever they came from."""
         return [state.hexdigest() for state in self._hashes]
 
     def finish(self, summary: Summary) -> None:
+        """Write the summary and the file sizes, which make the folder whole."""
         for file in self._files.values():
             file.flush()
         (self._path / SUMMARY_FILE).write_text(summary.to_json())
@@ -127,7 +129,7 @@ class TokenizedWriter:
 
 
 class CorpusTokens:
-    """The tokens of several corpora end to end, read by slices that lie in one of them; int32."""
+    """The tokens of several corpora end to end, int32; each slice must lie within one corpus."""
 
     def __init__(self, folder: Path) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in json.loads((folder / CORPORA_FILE).read_text())]
@@ -141,7 +143,7 @@ class CorpusTokens:
 
 
 class TokenizedDataset:
-    """A tokenized folder, memory-mapped: a rank touches only the columns it reads, lengths and target counts aside."""
+    """A tokenized folder, memory-mapped: a rank reads only its own columns, and lengths and target counts."""
 
     def __init__(self, path: str | Path, reads_inputs: bool, reads_labels: bool) -> None:
         self._arguments = (path, reads_inputs, reads_labels)
@@ -165,12 +167,13 @@ class TokenizedDataset:
 
     @property
     def has_desirable(self) -> bool:
-        """Whether the kind of data says of samples whether they are."""
+        """Returns whether the folder holds a label of each sample, desirable or not."""
         return column_file(self._arguments[0], "desirable").is_file()
 
     @property
     def desirable(self) -> np.ndarray:
-        """Whether each sample is, bool [num_samples]; of pairs, which lie one behind the other, the chosen one."""
+        """The label of each sample, desirable or not, bool [num_samples]; of pairs, which are adjacent, the chosen one
+        is."""
         if self.has_desirable:
             return map_column(self._arguments[0], "desirable", np.dtype(np.int32)) != 0
         return np.arange(len(self)) % 2 == 0

@@ -2,10 +2,10 @@
 
 `prepare_dataset` writes `cache_dir/KEY`, which `data/storage/tokenized.py` reads. A second run finds it and starts at
 once; of two processes at once one works and the other waits. The folder appears whole, by a rename, or not at all; one
-that was damaged since is noticed and made again.
+that was damaged since is detected and rebuilt.
 
-This process reads the files and writes the folder; in between others make samples of the records. A few batches are on
-their way at any time, so memory does not grow with the data, and nothing is written twice.
+This process reads the files and writes the folder; worker processes encode the records. A few batches are in flight at
+any time, so memory does not grow with the data, and nothing is written twice.
 """
 
 import errno
@@ -28,7 +28,7 @@ from data.storage.tokenized import TokenizedWriter, find_damage, load_summary
 from data.storage.workers import map_in_order
 from errors import UserError
 
-# A batch of records ends at whichever comes first; a record may be a whole book.
+# A batch of records ends at the first of these limits; a record may be a whole book.
 MAX_BATCH_RECORDS, MAX_BATCH_CHARACTERS = 1000, 2**22
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,7 +46,7 @@ def prepare_dataset(
 
     entries: paths, globs, `hf:NAME`; a sample's `source` is the place of its entry.
     `key` is the config key of the files (`train_file`, `eval_file`), named by errors and by the lines that are logged.
-    log: None on a rank that keeps quiet.
+    log: None on a rank that does not log.
     Raises `UserError` for whatever is wrong with the files or a record, and for a disk without room.
     """
     say = log or (lambda text: None)
@@ -58,7 +58,7 @@ def prepare_dataset(
             damage = find_damage(path)  # another process may have made it while this one waited
             if damage is not None:
                 if path.exists():
-                    say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is made again")
+                    say(f"{key}: the tokenized data in {path} is damaged ({damage}); it is rebuilt")
                     shutil.rmtree(path)
                 _write_dataset(path, sources, key, encoding, num_proc=num_proc, say=say, shown=log is not None)
                 origin = "tokenized into"
@@ -77,7 +77,7 @@ def _write_dataset(
     shown: bool,
 ) -> None:
     temporary = path.with_suffix(".tmp")
-    # One that exists is of a process that was killed: the lock says that nobody else writes here.
+    # An existing one was left by a process that was killed: the lock ensures that no other process writes here.
     shutil.rmtree(temporary, ignore_errors=True)
     indexed = holds_indexed(sources, key, encoding)
     num_records = None if indexed else _announce(path.parent, sources, key, encoding, say=say)
@@ -105,8 +105,8 @@ def _write_dataset(
 def _announce(
     folder: Path, sources: list[list[str]], key: str, encoding: Encoding, *, say: Callable[[str], None]
 ) -> int | None:
-    """Says what is to be done, and returns how many records there are, if that is known. Raises UserError when the
-    disk has no room for it.
+    """Log the estimated size, and return the estimated number of records, None if unknown. Raises UserError when the
+    disk has no room.
     """
     estimate = estimate_size(sources, encoding)
     if estimate is None:
@@ -158,7 +158,7 @@ def _tokenize_sources(
 
 
 def _encode_sources(sources: list[list[str]], encoding: Encoding, num_proc: int) -> Iterator[tuple[int, EncodedBatch]]:
-    """(number of the entry, batch) in the order of the records."""
+    """Yield (number of the entry, batch) in the order of the records."""
     batches = ((number, batch) for number, group in enumerate(sources) for batch in _batch_records(group))
     return map_in_order(partial(_encode_numbered, encoding=encoding), batches, num_proc)
 

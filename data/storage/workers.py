@@ -1,4 +1,4 @@
-"""Several processes that work on a stream, and give it back in its order."""
+"""Worker processes that map a function over a stream, in its order."""
 
 import multiprocessing
 import os
@@ -14,18 +14,18 @@ from errors import UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-PENDING_PER_PROCESS = 2  # enough that none waits for work, few enough that memory does not grow
+PENDING_PER_PROCESS = 2  # enough that no process waits for work, few enough to bound memory
 
-_function: Callable[[Any], Any]  # of a worker
+_function: Callable[[Any], Any]  # that of this worker
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
-    """`map`, in `num_processes` processes that inherit `function` by forking; with one, in this process.
+    """Yield `function(item)` in order. `num_processes` forked processes inherit the function; with one, it runs here.
 
     They may be forked from a process that has started CUDA, as those of torch's DataLoader are: none of them may touch
     a GPU.
 
-    What `function` raises is raised here. Raises UserError when a process was killed.
+    Exceptions of `function` are raised here. Raises UserError when a process was killed.
     """
     if num_processes == 1:
         yield from map(function, items)
@@ -47,12 +47,12 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], num_
 
 
 def _end_feeding(pool: ProcessPoolExecutor) -> None:
-    """A thread of a broken pool may be writing work into a pipe that nobody reads any more, and Pythons before 3.11.5
-    wait for it forever (CPython gh-94777; seen with 3.11.2). Without a reader the write fails.
+    """Close the reading end of a broken pool's pipe: a thread may be writing to it, and Python before 3.11.5 waits for
+    that forever (CPython gh-94777; seen with 3.11.2). Without a reader the write fails.
     """
     manager: Any = pool._executor_manager_thread
-    queue: Any = vars(pool)["_call_queue"]  # which no stub of it declares
-    manager.join(timeout=1)  # other versions close the reader themselves, and not twice
+    queue: Any = vars(pool)["_call_queue"]  # not declared by its type stubs
+    manager.join(timeout=1)  # newer versions close the reader themselves, which must not happen twice
     if manager.is_alive():
         queue._reader.close()
 
@@ -61,16 +61,14 @@ def _start(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
     os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # one thread a process; and no warning that the threads did not survive the fork
+        "false"  # one thread per process, and no warning that threads did not survive the fork
     )
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C goes to all; the process that reads ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool's processes would wait forever for work from one that was killed."""
+    """End this worker when its parent does: it would wait forever for work from a parent that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,1 +1,1 @@
-"""Losses computed from hidden states and the head's weight, logits a piece at a time."""
+"""Losses computed from hidden states and the head's weight, with logits in chunks."""

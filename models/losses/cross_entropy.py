@@ -1,13 +1,13 @@
-"""The exact loss: token losses summed, over the number of target tokens of the global batch; and its logits, a piece at
-a time.
+"""The exact loss: the sum of token losses over the number of target tokens of the global batch, with logits computed in
+chunks.
 
 The engine averages what this returns over micro-batches and data-parallel replicas. With M micro-batches in the global
 batch (all replicas) and N target tokens, the loader sends `loss_denominator` = N / M along with the targets, and the
 mean of `sum / (N / M)` is `sum over the global batch / N`, whatever the micro-batches hold. Its gradient follows.
 
-N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N, V] in its backward pass. Here logits
-are made for a few targets at a time and turned into their own gradient at once, while they are there: no product is
-computed twice, and what stays is one [N, V] in bf16, or none in fp32.
+N targets, D hidden, V vocabulary. The plain loss holds three fp32 tensors of [N, V] in its backward pass. Here the
+logits of a few targets at a time are computed and turned into their own gradient at once: no product is computed twice,
+and only one [N, V] in bf16 is kept, or none in fp32.
 
 `sharing` below: the ranks that share the vocabulary, see `models/losses/logit_chunks.py`.
 """
@@ -31,7 +31,7 @@ from models.losses.logit_chunks import (
     choose_targets,
     compute_log_probabilities,
     differentiate,
-    list_pieces,
+    list_chunks,
     predict,
     shard_vocabulary,
 )
@@ -43,11 +43,13 @@ Loss = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], t
 
 
 def build_loss(config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> Loss:
-    """The loss of the model that `config` describes: some families cap their logits. parallel: who shares its head."""
+    """Build the loss of the model that `config` describes, which may cap its logits. parallel: the ranks that share the
+    head."""
     return partial(causal_lm_loss, logit_softcap=get_softcap(config), sharing=shard_vocabulary(config, parallel))
 
 
 def get_softcap(config: PretrainedConfig) -> float | None:
+    """Return the cap on the logits; None without one."""
     names = ("final_logit_softcapping", "logits_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None))), None)
 
@@ -61,25 +63,25 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     num_correct: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Next-token cross entropy of one micro-batch.
+    """Compute the next-token cross entropy of one micro-batch.
 
     outputs: hidden_states [B, T, D] after the final norm, head weight [V, D].
-    targets: the token to predict at each place, int64 [B, T], -100 where there is none; the scalar
-        `loss_denominator`; and `target_indices`, see `find_targets`. These are Hugging Face's labels shifted by one
-        place, which the loader has done: nothing here depends on what is beside a token.
+    targets: the token to predict at each position, int64 [B, T], -100 where there is none; the scalar
+        `loss_denominator`; and `target_indices`, see `find_targets`. They are Hugging Face's labels, already shifted by
+        the loader, so no position depends on its neighbors.
     logit_softcap: logits become c * tanh(logits / c) (Gemma 2, 2408.00118).
-    sharing: the head weight has these tokens alone.
-    label_smoothing: e of a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
+    sharing: the tokens of the head weight that this rank holds.
+    label_smoothing: e in a token's loss (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
         (1512.00567), as that of torch's cross_entropy.
-    num_correct: int64 scalar, to which the number of targets with the largest logit is added; without gradients alone.
-    Returns a scalar, fp32 at least. Logits are made only where there is a target: prompts and padding cost nothing.
+    num_correct: int64 scalar, to which the number of targets with the largest logit is added; only without gradients.
+    Returns a scalar, fp32 at least. Logits are computed only where there is a target: prompts and padding cost nothing.
     """
     hidden_states, weight = outputs
     target_ids, loss_denominator, *known = targets
     indices = find_targets(target_ids, *known)
     chosen, target_ids = _choose_rows(hidden_states, indices), _choose_rows(target_ids, indices)  # [N, D], [N]
     needs_gradient = torch.is_grad_enabled() and (chosen.requires_grad or weight.requires_grad)
-    # A gradient in fp16 needs the loss scale before it is rounded, and that is known in the backward pass only
+    # A gradient in fp16 needs the loss scale before it is rounded, which is known only in the backward pass.
     if weight.dtype is torch.float16 and needs_gradient:
         logits = F.linear(chosen, weight)
         if logit_softcap is not None:
@@ -87,27 +89,27 @@ def causal_lm_loss(
         loss = F.cross_entropy(logits.float(), target_ids, reduction="sum", label_smoothing=label_smoothing)
         return loss / loss_denominator.float()
     assert num_correct is None or not needs_gradient
-    way = LossOptions(logit_softcap, label_smoothing, sharing, num_correct)
-    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, way, needs_gradient)
+    options = LossOptions(logit_softcap, label_smoothing, sharing, num_correct)
+    return _LinearCrossEntropy.apply(chosen, weight, target_ids, loss_denominator, options, needs_gradient)
 
 
 def find_targets(target_ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-    """Where the targets are in the flattened micro-batch, int64 [N].
+    """Return the indices of the targets in the flattened micro-batch, int64 [N].
 
-    known: what the loader has found, and handed out beside them. Found here instead, on a GPU, the host waits for all
-    that the device has been given so far, since N is a size.
+    known: the indices, where the loader has found them. Finding them here, on a GPU, makes the host wait for all queued
+    work, since N is a size.
     """
     return (target_ids.flatten() != IGNORE_INDEX).nonzero().squeeze(1) if known is None else known
 
 
-def _choose_rows(of_places: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _choose_rows(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """[B, T, ...] -> [N, ...]."""
-    return of_places.flatten(0, 1).index_select(0, indices)
+    return values.flatten(0, 1).index_select(0, indices)
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How the loss is computed; see `causal_lm_loss`."""
+    """Options of the loss; see `causal_lm_loss`."""
 
     logit_softcap: float | None
     label_smoothing: float
@@ -116,7 +118,7 @@ class LossOptions:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of `hidden @ weight.T` over the denominator; the gradient is made in the forward pass."""
+    """Sum of cross entropies of `hidden @ weight.T` over the denominator; the forward pass computes the gradient."""
 
     @staticmethod
     def forward(
@@ -125,46 +127,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         target_ids: torch.Tensor,
         denominator: torch.Tensor,
-        way: LossOptions,
+        options: LossOptions,
         needs_gradient: bool,
     ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        gradients = LogitGradients(hidden, weight, context.needs_input_grad[1], way.sharing) if needs_gradient else None
+        gradients = (
+            LogitGradients(hidden, weight, context.needs_input_grad[1], options.sharing) if needs_gradient else None
+        )
         loss = hidden.new_zeros((), dtype=dtype)
-        for piece in list_pieces(hidden, weight, way.sharing):
-            loss += _sum_piece(piece, hidden, weight, target_ids, way=way, gradients=gradients)
+        for chunk in list_chunks(hidden, weight, options.sharing):
+            loss += _sum_chunk(chunk, hidden, weight, target_ids, options=options, gradients=gradients)
         context.gradients, context.denominator = gradients, denominator.to(dtype)
         return loss / context.denominator
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight = context.gradients.finish(of_loss / context.denominator)
+    def backward(context: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, grad_weight = context.gradients.finish(grad_loss / context.denominator)
         context.gradients = None  # the graph outlives its backward pass, since the engine keeps the loss
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _sum_piece(
-    piece: slice,
+def _sum_chunk(
+    chunk: slice,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target_ids: torch.Tensor,
     *,
-    way: LossOptions,
+    options: LossOptions,
     gradients: LogitGradients | None,
 ) -> torch.Tensor:
-    """The sum of the cross entropies of some rows of `hidden`; their gradient goes to `gradients`. All else that is
-    made here goes.
-    """
-    wanted, sharing, smoothing = target_ids[piece], way.sharing, way.label_smoothing
-    log_probabilities, tanh_logits = compute_log_probabilities(hidden[piece], weight, way.logit_softcap, sharing)
+    """Return the sum of the cross entropies of some rows of `hidden`, and add their gradient to `gradients`."""
+    wanted, sharing, smoothing = target_ids[chunk], options.sharing, options.label_smoothing
+    log_probabilities, tanh_logits = compute_log_probabilities(hidden[chunk], weight, options.logit_softcap, sharing)
     loss = -choose_targets(log_probabilities, wanted, sharing).sum()
     if smoothing:
         loss = (1 - smoothing) * loss - smoothing * average_vocabulary(log_probabilities, sharing).sum()
-    if way.num_correct is not None:
-        way.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
+    if options.num_correct is not None:
+        options.num_correct.add_((predict(log_probabilities, sharing) == wanted).sum())
     if gradients is not None:
-        gradients.add(piece, differentiate(log_probabilities, tanh_logits, wanted, sharing, smoothing))
+        gradients.add(chunk, differentiate(log_probabilities, tanh_logits, wanted, sharing, smoothing))
     return loss
 
 
@@ -176,26 +178,25 @@ def sequence_log_probabilities(
     sharing: VocabularyShard | None = None,
     sequence_part: ContextParallel = NO_CP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each row's targets, summed, and their number: both float64 [B]. Arguments as in
-    `causal_lm_loss`; target_indices: see `find_targets`. sequence_part: what this rank has of each row; the sums are
-    those of the whole rows, on each rank of the group.
+    """Return the sum of the log-probabilities of each row's targets, and their number: both float64 [B].
 
-    For losses that are not sums over tokens. Differentiable; logits are made a piece at a time, and again in the
-    backward pass.
+    For losses that are not sums over tokens. Differentiable; logits are computed in chunks, and again in the backward
+    pass. Arguments as in `causal_lm_loss`; target_indices: see `find_targets`. sequence_part: the part of each row that
+    this rank holds; the sums are those of the whole rows, on each rank of the group.
     """
     hidden_states, weight = outputs
-    of_targets = _TargetLogProbabilities.apply(
+    target_log_probabilities = _TargetLogProbabilities.apply(
         _choose_rows(hidden_states, target_indices),
         weight,
         _choose_rows(target_ids, target_indices),
         logit_softcap,
         sharing,
     )  # [N]
-    # Added up in float64: what a preference is about is a small difference of such sums.
-    of_tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
-    of_tokens = of_tokens.index_copy(0, target_indices, of_targets.double()).view_as(target_ids)
-    of_rows = torch.stack([of_tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()])
-    log_probabilities, num_targets = sum_parts(of_rows, sequence_part)
+    # Summed in float64: preferences are small differences of such sums.
+    tokens = torch.zeros(target_ids.numel(), dtype=torch.float64, device=target_ids.device)
+    tokens = tokens.index_copy(0, target_indices, target_log_probabilities.double()).view_as(target_ids)  # [B, T]
+    rows = torch.stack([tokens.sum(dim=1), (target_ids != IGNORE_INDEX).sum(dim=1).double()])
+    log_probabilities, num_targets = sum_parts(rows, sequence_part)
     return log_probabilities, num_targets
 
 
@@ -213,27 +214,27 @@ class _TargetLogProbabilities(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(hidden, weight, target_ids)
         context.logit_softcap, context.sharing = logit_softcap, sharing
-        pieces = [
+        chunks = [
             choose_targets(
-                compute_log_probabilities(hidden[piece], weight, logit_softcap, sharing)[0], target_ids[piece], sharing
+                compute_log_probabilities(hidden[chunk], weight, logit_softcap, sharing)[0], target_ids[chunk], sharing
             )
-            for piece in list_pieces(hidden, weight, sharing)
+            for chunk in list_chunks(hidden, weight, sharing)
         ]
         return (
-            torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+            torch.cat(chunks) if chunks else hidden.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
         )
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, of_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, target_ids = context.saved_tensors
         sharing = context.sharing
         gradients = LogitGradients(hidden, weight, context.needs_input_grad[1], sharing)
-        for piece in list_pieces(hidden, weight, sharing):
+        for chunk in list_chunks(hidden, weight, sharing):
             log_probabilities, tanh_logits = compute_log_probabilities(
-                hidden[piece], weight, context.logit_softcap, sharing
+                hidden[chunk], weight, context.logit_softcap, sharing
             )
-            of_logits = differentiate(log_probabilities, tanh_logits, target_ids[piece], sharing)
-            gradients.add(piece, of_logits.mul_(-of_outputs[piece].unsqueeze(1)))
+            grad_logits = differentiate(log_probabilities, tanh_logits, target_ids[chunk], sharing)
+            gradients.add(chunk, grad_logits.mul_(-grad_outputs[chunk].unsqueeze(1)))
         grad_hidden, grad_weight = gradients.finish()
         return grad_hidden, grad_weight, None, None, None

@@ -1,4 +1,4 @@
-"""The closed choices of the losses; members are named as a user does.
+"""Enums of the losses; members are named as in a config.
 
 The schema of a run imports this before torch is loaded, so nothing imported here may be slow.
 """
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class DPOLossType(Enum):
-    """See `models/losses/dpo.py`."""
+    """The variants of the DPO loss, see `training/objectives/dpo.py`."""
 
     sigmoid = "sigmoid"
     ipo = "ipo"
@@ -16,7 +16,7 @@ class DPOLossType(Enum):
 
 
 class NLLReduction(Enum):
-    """Of the negative log-likelihood of an answer over its tokens; see `models/losses/cpo.py`."""
+    """The reduction of an answer's negative log-likelihood over its tokens, see `training/objectives/cpo.py`."""
 
     mean = "mean"
     sum = "sum"

@@ -1,8 +1,8 @@
-"""What the losses over pairs of answers share: log-probabilities of both, the exact mean over pairs, and what is
-reported of them.
+"""The shared part of losses over pairs of answers: log-probabilities of both, the exact mean over pairs, and reported
+metrics.
 
-A preference objective is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards of
-each pair. The mean over the pairs of the global batch does not depend on how they lie in micro-batches and replicas.
+A preference objective is a formula: from the log-probabilities of the answers of B pairs to a loss and two rewards per
+pair. The mean over the pairs of the global batch does not depend on their split into micro-batches and replicas.
 Rows 2 i and 2 i + 1 of a micro-batch are the chosen and the rejected answer of a pair.
 """
 
@@ -26,8 +26,8 @@ REWARDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accu
 class Pairs:
     """B pairs, all float64 [2, B]: first the chosen answers, then the rejected ones.
 
-    policy: log-probabilities, summed over an answer's tokens. num_tokens: of an answer, at least 1.
-    reference: the same sums of the model that is not trained; None where the formula has none.
+    policy: log-probabilities, summed over an answer's tokens. num_tokens: those of an answer, at least 1.
+    reference: the same sums by the reference model; None where the formula does not need it.
     """
 
     policy: torch.Tensor
@@ -42,7 +42,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairTerms:
-    """What a formula makes of B pairs: losses [B], rewards [2, B], and whatever else is reported, name -> [B]."""
+    """The results of a formula for B pairs: losses [B], rewards [2, B], and other reported terms, name -> [B]."""
 
     losses: torch.Tensor
     rewards: torch.Tensor
@@ -50,7 +50,7 @@ class PairTerms:
 
 
 class PairFormula(Protocol):
-    """needs_reference: it reads `Pairs.reference`. reported: the names in `PairTerms.reported`."""
+    """A loss of pairs. needs_reference: it reads `Pairs.reference`. reported: the names in `PairTerms.reported`."""
 
     @property
     def needs_reference(self) -> bool: ...
@@ -63,11 +63,11 @@ class PairFormula(Protocol):
 
 @dataclass(frozen=True)
 class WithNLL:
-    """A formula with the negative log-likelihood of the chosen answer beside it, times a coefficient.
+    """A formula plus the negative log-likelihood of the chosen answer, times a coefficient.
 
-    per_token: the mean over the answer's tokens, and so each pair weighs the same; or their sum. It is then a mean over
-    the pairs of the global batch. trl takes one mean over all tokens of a micro-batch instead, so that long answers
-    weigh more, and the result depends on how pairs are grouped.
+    per_token: take the mean over the answer's tokens, so that each pair weighs the same; else their sum. The loss is
+    the mean of that over the pairs of the global batch. trl takes one mean over all tokens of a micro-batch instead:
+    long answers weigh more, and the result depends on how pairs are grouped.
     """
 
     formula: PairFormula
@@ -89,8 +89,7 @@ class WithNLL:
 
 
 class PairLoss:
-    """The loss of the last stage. It also adds up what is reported of all pairs that it has seen, until `take_totals`
-    takes them.
+    """The loss of the last stage. It also adds up the metrics of all pairs until `take_totals` takes them.
 
     metrics: the names of what it reports.
     """
@@ -111,10 +110,10 @@ class PairLoss:
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """outputs: as in `causal_lm_loss`. targets: target tokens [2 B, T]; where the formula needs it, the reference's
         log-probability of each row, summed over its targets, float64 [2 B]; `loss_denominator`, scalar; and
-        `target_indices`, see `find_targets`. A pair without targets fills a batch and counts for nothing.
+        `target_indices`, see `find_targets`. A pair without targets is padding and is not counted.
 
-        Returns the sum of the pairs' losses over the denominator, fp32 at least; of ranks that share sequences each its
-        equal share of that.
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
+        returns an equal part of it.
         """
         target_ids, *others = targets
         reference = _by_answer(others.pop(0)) if self._formula.needs_reference else None
@@ -132,19 +131,19 @@ class PairLoss:
     def _add(self, terms: PairTerms, is_pair: torch.Tensor) -> None:
         chosen, rejected = terms.rewards
         rewards = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
-        of_pairs = torch.stack([*rewards, *(terms.reported[name] for name in self._formula.reported)])
-        sums = (of_pairs * is_pair).sum(dim=1)
+        metrics = torch.stack([*rewards, *(terms.reported[name] for name in self._formula.reported)])
+        sums = (metrics * is_pair).sum(dim=1)
         totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
         self._totals = totals if self._totals is None else self._totals + totals
 
     def take_totals(self) -> torch.Tensor | None:
-        """The sums of `metrics` over the pairs since the last call, and the number of pairs in each sum: float64
-        [2, K]; None when there were none.
+        """Return the sums of `metrics` over the pairs since the last call, and the number of pairs in each sum: float64
+        [2, K]; None without pairs.
         """
         totals, self._totals = self._totals, None
         return totals
 
 
-def _by_answer(of_rows: torch.Tensor) -> torch.Tensor:
+def _by_answer(rows: torch.Tensor) -> torch.Tensor:
     """[2 B] -> [2, B]."""
-    return of_rows.view(-1, 2).T
+    return rows.view(-1, 2).T

@@ -1,5 +1,5 @@
-"""Next-token cross entropy as a run uses it: smoothed labels in training; in evaluation the plain loss, and how many
-tokens are predicted right.
+"""Next-token cross entropy as a run uses it: smoothed labels in training; in evaluation the plain loss and the number
+of correctly predicted tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from models.parallel.shard import NO_TP, TensorParallel
 
 
 class TokenLoss:
-    """The loss of the last stage. While it makes no gradients it also counts, until `take_totals` takes the counts."""
+    """The loss of the last stage. Without gradients it also counts correct tokens, until `take_totals` takes the
+    counts."""
 
     def __init__(
         self,
@@ -23,13 +24,13 @@ class TokenLoss:
         counts_correct: bool = False,
         parallel: TensorParallel = NO_TP,
     ) -> None:
-        """label_smoothing: see `causal_lm_loss`; of training alone, so that losses of evaluations stay comparable."""
+        """label_smoothing: see `causal_lm_loss`; used in training only, so that evaluation losses stay comparable."""
         self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
         self._label_smoothing, self.counts_correct = label_smoothing, counts_correct
         self._totals: torch.Tensor | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As `causal_lm_loss`."""
+        """Compute `causal_lm_loss` of one micro-batch, with labels smoothed in training."""
         trains = torch.is_grad_enabled()
         correct = None if trains or not self.counts_correct else outputs[0].new_zeros((), dtype=torch.int64)
         loss = causal_lm_loss(
@@ -46,7 +47,6 @@ class TokenLoss:
         return loss
 
     def take_totals(self) -> torch.Tensor | None:
-        """(targets predicted right, targets) of the evaluation since the last call: int64 [2]; None when there was
-        none."""
+        """Return (correct targets, targets) of the evaluation since the last call: int64 [2]; None without one."""
         totals, self._totals = self._totals, None
         return totals

@@ -1,4 +1,4 @@
-"""Small tokenizers, trained on the spot: byte-level BPE, so that decoding gives back the text to the character."""
+"""Small byte-level BPE tokenizers trained here, so that decoding restores the text exactly."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ BuildTokenizer = Callable[..., PreTrainedTokenizerFast]
 
 @pytest.fixture(scope="session")
 def build_tokenizer() -> BuildTokenizer:
-    """`build_tokenizer(puts_bos=True, pad_token="</s>", ...)`: everything else goes to `PreTrainedTokenizerFast`."""
+    """`build_tokenizer(puts_bos=True, pad_token="</s>", ...)`: other arguments go to `PreTrainedTokenizerFast`."""
 
     def build(puts_bos: bool = False, **options: str | None) -> PreTrainedTokenizerFast:
         backend = Tokenizer(models.BPE())

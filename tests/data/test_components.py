@@ -1,4 +1,4 @@
-"""User-defined encoders and records, named in a config: found, built, cached by their code, and what goes wrong."""
+"""User-defined encoders and records, named in a config: found, built, cached by their code, and their errors."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ number = 0
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module in the working directory; another one for each test, since Python imports a module once."""
+    """The name of a module in the working directory, unique per test since Python imports a module once."""
     global number
     number += 1
     name = f"own_data_{number}"
@@ -65,13 +65,13 @@ def test_another_version_of_the_code_is_tokenized_again(module: str, tokenizer, 
     (tmp_path / f"{module}.py").write_text(ENCODER + "\n# changed\n")
     import linecache
 
-    linecache.checkcache()  # what a new process finds
+    linecache.checkcache()  # as in a new process
     assert encoding.compute_key([[]]) != before
 
 
-def test_what_json_cannot_hold_is_told_with_its_record(module: str) -> None:
+def test_what_json_cannot_hold_is_reported_with_its_record(module: str) -> None:
     (record,) = read_records(name_component_source({"_target_": f"{module}.weigh", "path": "a"}))
-    assert record.problem.startswith(f"{module}.weigh: record 1: holds what JSON cannot: ")
+    assert record.problem.startswith(f"{module}.weigh: record 1: cannot be written as JSON: ")
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_what_json_cannot_hold_is_told_with_its_record(module: str) -> None:
         ({"_target_": "json.loads", "t": 1}, "data.encoder: json.loads does not take these fields: "),
     ],
 )
-def test_a_target_that_is_none(spec: dict, message: str) -> None:
+def test_an_invalid_target(spec: dict, message: str) -> None:
     with pytest.raises(UserError) as caught:
         build_component(spec, "data.encoder")
     assert str(caught.value).startswith(message), str(caught.value)
 
 
-def test_a_module_that_misses_another_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_with_a_failing_import_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_broken.py").write_text("import nowhere_at_all\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):

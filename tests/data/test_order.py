@@ -1,4 +1,4 @@
-"""The order of samples is a function of (seed, epoch, step) and of nothing else."""
+"""The order of samples is a function of (seed, epoch, step) alone."""
 
 from collections import Counter
 
@@ -46,7 +46,7 @@ def test_a_permutation_takes_each_place_once(size: int) -> None:
 
 
 def test_permutations_are_as_good_as_random() -> None:
-    """Over many epochs each sample comes to each place equally often (chi-square a degree of freedom, 1 +- 5
+    """Over many epochs each sample comes to each place equally often (chi-square per degree of freedom, 1 +- 5
     deviations), and so does each order.
     """
     size, epochs = 20, 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.losses.logit_chunks import PIECE, count_waiting
+from models.losses.logit_chunks import CHUNK_LOGITS, count_waiting
 from training.config.schema import Precision
 from training.cost_terms.cost_term import Chunk, CostTerm, Stage
 from training.cost_terms.layers import count_new_gradient, count_on_the_way
@@ -36,7 +36,7 @@ def compute_loss_bytes(num_targets: int, vocabulary: int, hidden_size: int, prec
     peak is in the backward pass, log-softmax, its gradient, and the logits' gradient, in fp32.
     """
     num_logits = num_targets * vocabulary
-    piece = min(num_logits, PIECE)
+    piece = min(num_logits, CHUNK_LOGITS)
     if precision is not Precision.bf16:
         return {Precision.fp32: 8 * piece, Precision.fp16: 12 * num_logits}[precision]
     waiting = count_waiting(num_targets, hidden_size, vocabulary)

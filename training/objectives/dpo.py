@@ -1,12 +1,87 @@
-"""Direct preference optimization (2305.18290): pairs of answers, against what the model thought of them before."""
+"""Direct preference optimization (2305.18290): pairs of answers, relative to a reference model.
+
+For a pair with prompt x, chosen answer y_w and rejected answer y_l, with the policy p trained and the reference r
+fixed,
+
+    h = (log p(y_w|x) - log r(y_w|x)) - (log p(y_l|x) - log r(y_l|x))
+
+    sigmoid    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+               The paper's. e: label_smoothing, the assumed share of wrong labels ("conservative DPO").
+    hinge      max(0, 1 - beta h)
+               SLiC (2305.10425) in the form of 2309.06657: no gradient beyond a margin of 1 / beta.
+    robust     (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+               2403.00409: an unbiased estimate of the loss of clean labels where a share e is flipped. It may be
+               negative.
+    ipo        (h - 1 / (2 beta))^2
+               2310.12036, equation 17; its tau is beta. Log-probabilities are means over the answer's tokens, as in trl
+               and as its authors advise: with sums the target 1 / (2 beta) would depend on the length.
+
+Except for ipo, log-probabilities are sums over an answer's tokens. Rewards are beta (log p - log r), of the same sums
+or means.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
 from errors import UserError
-from models.losses.dpo import DPOFormula
-from models.losses.pairs import PairFormula, WithNLL
+from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
+from models.losses.logit_chunks import shard_vocabulary
+from models.losses.options import DPOLossType
+from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
+from models.parallel.shard import NO_TP, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+
+
+@dataclass(frozen=True)
+class DPOFormula:
+    """DPO (2305.18290) or one of its variants above."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    loss_type: DPOLossType = DPOLossType.sigmoid
+
+    needs_reference = True
+    reported = ()
+
+    def __call__(self, pairs: Pairs) -> PairTerms:
+        assert pairs.reference is not None
+        log_ratios = pairs.policy - pairs.reference  # [2, B]
+        if self.loss_type is DPOLossType.ipo:
+            log_ratios = log_ratios / pairs.num_tokens
+        return PairTerms(self._compute_losses(log_ratios[0] - log_ratios[1]), self.beta * log_ratios)
+
+    def _compute_losses(self, h: torch.Tensor) -> torch.Tensor:
+        if self.loss_type is DPOLossType.ipo:
+            return (h - 1 / (2 * self.beta)).square()
+        if self.loss_type is DPOLossType.hinge:
+            return torch.relu(1 - self.beta * h)
+        smoothing = self.label_smoothing
+        preferred, flipped = -F.logsigmoid(self.beta * h), -F.logsigmoid(-self.beta * h)
+        if self.loss_type is DPOLossType.robust:
+            return ((1 - smoothing) * preferred - smoothing * flipped) / (1 - 2 * smoothing)
+        return (1 - smoothing) * preferred + smoothing * flipped
+
+
+class RowScore:
+    """Computes, in place of a loss, the log-probability of each row's targets, float64 [B]. targets: target tokens,
+    `loss_denominator`, which is not read, and `target_indices`.
+    """
+
+    def __init__(self, config: PretrainedConfig, parallel: TensorParallel = NO_TP) -> None:
+        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        target_ids, _, *known = targets
+        log_probabilities, _ = sequence_log_probabilities(
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing
+        )
+        return log_probabilities
 
 
 class DPO(PreferenceObjective):
@@ -18,12 +93,13 @@ class DPO(PreferenceObjective):
         check_more_than_zero("dpo.beta", dpo.beta)
         if not 0 <= dpo.label_smoothing < 0.5:
             raise UserError(
-                f"dpo.label_smoothing={dpo.label_smoothing}: from 0 to below 0.5, where no preference would be left"
+                f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5; "
+                "at 0.5 no preference is left"
             )
         check_coefficient("dpo.sft_coef", dpo.sft_coef)
 
     def describe(self, config: RunConfig) -> dict[str, str]:
-        """Without `sft_coef` where it is off: checkpoints from before there was such a key continue."""
+        """Return its keys, without `sft_coef` where it is off: checkpoints from before that key existed continue."""
         return {
             key: value for key, value in self.describe_keys(config).items() if (key, value) != ("dpo.sft_coef", "0")
         }

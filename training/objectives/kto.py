@@ -1,5 +1,16 @@
-"""Kahneman-Tversky optimization (2402.01306): single answers that were liked or not, against what the model thought of
-them before."""
+"""Kahneman-Tversky optimization (2402.01306): single answers, each desirable or not, against a reference point.
+
+For an answer y to a prompt x, with the policy p trained and the reference model r fixed,
+
+    h     log p(y|x) - log r(y|x), summed over the answer's tokens
+    z0    max(0, mean of log p(y'|x) - log r(y'|x)), y' an answer to another prompt: an estimate of KL(p || r), without
+          a gradient
+    loss  w_D (1 - sigmoid(beta (h - z0)))  where y is desirable
+          w_U (1 - sigmoid(beta (z0 - h)))  where it is not
+
+z0 is a mean over the whole global batch (in an evaluation over all samples) that the losses need, so a forward pass
+over the mismatched answers comes first. Rewards are beta h. B answers in a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +18,100 @@ import torch
 from transformers import PretrainedConfig
 
 from data.options import MeanOver
-from models.losses.cross_entropy import Loss
-from models.losses.kto import KTOLoss
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from models.losses.cross_entropy import Loss, find_targets, get_softcap, sequence_log_probabilities
+from models.losses.logit_chunks import shard_vocabulary
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import FirstPass, Metrics, Objective
 from training.objectives.preference import check_more_than_zero
 from training.objectives.reported_means import ReportedMeans
 
 
+class KTOLoss:
+    """The KTO loss (2402.01306) of the last stage. It also adds up the metrics of all answers until `take_totals` takes
+    them.
+    """
+
+    metrics: tuple[str, ...] = ("rewards_desirable", "rewards_undesirable", "rewards_accuracy", "rewards_margin", "kl")
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        beta: float,
+        *,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        parallel: TensorParallel = NO_TP,
+        sequence_part: ContextParallel = NO_CP,
+    ) -> None:
+        self._softcap, self._sharing = get_softcap(config), shard_vocabulary(config, parallel)
+        self._beta, self._weights = beta, (desirable_weight, undesirable_weight)
+        self._sequence_part = sequence_part
+        self._kl: torch.Tensor | None = None
+        self._totals: torch.Tensor | None = None
+
+    def take_first_mean(self, mean: torch.Tensor) -> None:
+        """Set z0. mean: the mean of `sum_log_ratios` over the samples that come next, a scalar on their device."""
+        self._kl = mean.clamp(min=0)
+
+    def sum_log_ratios(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Return the sum of h over the rows of a micro-batch, float64; each of the ranks that share sequences returns
+        an equal part of it. Arguments as in a call.
+        """
+        log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
+        return (log_ratios * is_answer).sum() / self._sequence_part.size
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """outputs: as in `causal_lm_loss`. targets: target tokens [B, T]; the reference's log-probability of each row,
+        summed over its targets, float64 [B]; whether an answer is desirable, 1 or 0, float64 [B]; `loss_denominator`,
+        scalar; and `target_indices`, see `find_targets`. A row without targets is padding and is not counted.
+
+        Returns the sum of the answers' losses over the denominator, fp32 at least; each of the ranks that share
+        sequences returns an equal part of it.
+        """
+        assert self._kl is not None, "the forward pass over mismatched answers comes first"
+        _, _, desirable, loss_denominator, *_ = targets
+        log_ratios, is_answer = self._compute_log_ratios(outputs, targets)
+        desirable_weight, undesirable_weight = self._weights
+        sign = 2 * desirable - 1
+        weights = desirable_weight * desirable + undesirable_weight * (1 - desirable)
+        losses = weights * torch.sigmoid(-self._beta * sign * (log_ratios - self._kl))  # 1 - sigmoid(x) = sigmoid(-x)
+        self._add(log_ratios.detach(), desirable * is_answer, is_answer)
+        loss = (losses * is_answer).sum() / loss_denominator / self._sequence_part.size
+        return loss.to(torch.promote_types(outputs[1].dtype, torch.float32))
+
+    def _compute_log_ratios(
+        self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return h, and whether a row is an answer, 1 or 0: both float64 [B]."""
+        target_ids, reference, _, _, *known = targets
+        policy, num_targets = sequence_log_probabilities(
+            outputs, target_ids, find_targets(target_ids, *known), self._softcap, self._sharing, self._sequence_part
+        )
+        return policy - reference, (num_targets > 0).double()
+
+    def _add(self, log_ratios: torch.Tensor, desirable: torch.Tensor, is_answer: torch.Tensor) -> None:
+        assert self._kl is not None
+        rewards, undesirable = self._beta * log_ratios, is_answer - desirable
+        is_right = ((log_ratios > self._kl) == (desirable > 0)).double() * is_answer
+        margins = (rewards - self._beta * self._kl) * (desirable - undesirable)  # on the right side of z0
+        sums = (rewards * desirable, rewards * undesirable, is_right, margins, self._kl * is_answer)
+        counts = (desirable, undesirable, is_answer, is_answer, is_answer)
+        totals = torch.stack([torch.stack([each.sum() for each in row]) for row in (sums, counts)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """Return the sums of `metrics` over the answers since the last call, and the number of answers in each: float64
+        [2, 5]; None without answers.
+        """
+        totals, self._totals = self._totals, None
+        return totals
+
+
 class KTO(Objective):
-    """A sample is one answer. Of pairs, both are: the chosen one is desirable, the rejected one is not."""
+    """A sample is one answer. A pair is two: the chosen answer is desirable, the rejected one is not."""
 
     name = "kto"
     data_kinds = ("preference",)

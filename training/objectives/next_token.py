@@ -1,4 +1,4 @@
-"""What objectives of next-token cross entropy share: label smoothing in training, token accuracy in evaluation."""
+"""Next-token cross entropy, with label smoothing in training and token accuracy in evaluation: SFT and pretraining."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.objectives.objective import Metrics, Objective
 
 
 class NextToken(Objective):
-    """Cross entropy of target tokens, a mean over them; a run may bring a loss of its own in its place."""
+    """Mean cross entropy of the target tokens; a user-defined loss may replace it."""
 
     smooths_labels = True
 
@@ -41,26 +41,38 @@ class NextToken(Objective):
         return TokenAccuracy(loss, device) if isinstance(loss, TokenLoss) and loss.counts_correct else None
 
 
+class SFT(NextToken):
+    """Supervised fine-tuning: the targets are the tokens of completions."""
+
+    name = "sft"
+
+
+class Pretraining(NextToken):
+    """The targets are all tokens of documents, which fill their rows (`data/encoders/kinds.py`)."""
+
+    name = "pretrain"
+
+
 class TokenAccuracy:
-    """`eval_token_accuracy`: the share of the evaluation's target tokens that get the largest logit; of equal ones the
-    first counts."""
+    """`eval_token_accuracy`: the share of the evaluation's target tokens that have the largest logit; of equal logits
+    the first counts.
+    """
 
     def __init__(self, loss: TokenLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
 
     def add_step(self, counts: bool) -> None:
-        """Nothing: steps are not counted."""
+        """Do nothing: training steps are not counted."""
 
     def finish_interval(self) -> dict[str, float]:
         return {}
 
     def finish_evaluation(self) -> dict[str, float]:
-        """Of all tokens since the last call. All ranks call it."""
+        """Return the accuracy over all tokens since the last call. All ranks call it."""
         totals = self._loss.take_totals()
         if totals is None:
             totals = torch.zeros(2, dtype=torch.int64, device=self._device)
-        dist.all_reduce(
-            totals
-        )  # ranks that share the vocabulary have counted the same, which leaves the share as it is
+        # Ranks that share the vocabulary count the same tokens, which does not change the ratio.
+        dist.all_reduce(totals)
         correct, num_targets = totals.tolist()
         return {"eval_token_accuracy": correct / num_targets} if num_targets else {}

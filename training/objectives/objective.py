@@ -1,7 +1,7 @@
-"""What a run optimizes: the columns and rows of a sample, the loss and what it is a mean over, what is reported.
+"""The interface of objectives: the columns and rows of a sample, the loss and what it is a mean over, the metrics.
 
 An objective is one file in this folder and one line in the table of `registry.py`. Checks, loaders, the planner, the
-loop and the evaluation ask it; none of them asks for its name.
+loop and the evaluation use this interface, never an objective's name.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from training.config.schema import RunConfig
 
 
 class Metrics(Protocol):
-    """What an objective reports beside the loss. It lives on every rank, and means something where the loss is."""
+    """The metrics of an objective in addition to the loss. Every rank has one; only ranks with the loss add values."""
 
     def add_step(self, counts: bool) -> None:
-        """Takes the last step into the interval, or, where it does not count, discards it."""
+        """Add the last step to the interval, or discard it where it does not count."""
         ...
 
     def finish_interval(self) -> dict[str, float]:
-        """Name -> value over the steps since the last call; empty when there were none. All ranks call it."""
+        """Return name -> value over the steps since the last call; empty without steps. All ranks call it."""
         ...
 
     def finish_evaluation(self) -> dict[str, float]:
-        """Name (`eval_...`) -> value over what was evaluated since the last step. All ranks call it."""
+        """Return name (`eval_...`) -> value over the evaluation since the last step. All ranks call it."""
         ...
 
 
 @dataclass(frozen=True)
 class FirstPass:
-    """measure: instead of the loss, what is summed over the micro-batches of a forward pass, a float64 scalar of each.
-    receive: gets its mean over the samples of the global batch, or of the evaluation that comes next."""
+    """The forward pass before a step or an evaluation. measure: computes, in place of the loss, a float64 scalar per
+    micro-batch, which are summed. receive: is called with the mean over the samples of the coming step or evaluation.
+    """
 
     measure: Loss
     receive: Callable[[torch.Tensor], None]
@@ -48,20 +49,23 @@ class FirstPass:
 class Objective:
     """One objective; its defaults are those of next-token cross entropy.
 
-    name: what `task` calls it, and the group of its own keys where it has any.
-    data_kinds: kinds of data that it can be trained on beside those that name it as theirs (`data/encoders/kinds.py`).
+    name: its value of `task`, and the group of its own keys where it has any.
+    data_kinds: kinds of data that it can be trained on, in addition to those whose default it is
+        (`data/encoders/kinds.py`).
     unit: what messages call its samples.
     rows_per_sample: rows of a micro-batch that a sample fills; they stay together.
-    mean_over: what the loss of a global batch is a mean over, and so the denominator that travels with the targets.
-    needs_reference: a model that is not trained has to score each row before training; its log-probability travels
-        with the targets as one more column (`reference_logprobs.py`).
+    mean_over: the terms that the loss of a global batch is a mean over; their number is the denominator that travels
+    with
+        the targets.
+    needs_reference: the reference model scores each row before training; its log-probability travels with the targets
+        as one more column (`reference_logprobs.py`).
     smooths_labels: its loss reads `label_smoothing`.
-    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known when they
-        are made.
+    remakes_logits: the backward pass computes the logits again, since the gradient of a token is not known in the
+        forward pass.
     needs_first_pass: the loss needs a mean over all samples of a step, or of an evaluation, before the first of them: a
         forward pass without gradients, over mismatched answers (`data/storage/mismatched.py`), comes first
         (`first_pass.py`, `plan_first_pass`). Whether an answer is desirable travels with the targets.
-    scores_rows: the head makes one number of each row (`models/layers/score_head.py`), and no logits.
+    scores_rows: the head computes one number per row (`models/layers/score_head.py`), and no logits.
     """
 
     name: str
@@ -76,17 +80,17 @@ class Objective:
     scores_rows = False
 
     def check(self, config: RunConfig) -> None:
-        """Raises UserError for keys of its own that are out of range."""
+        """Raise UserError for keys of its own that are out of range."""
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises UserError for one that it cannot be trained with."""
+        """Raise UserError for a tokenizer that it cannot be trained with."""
 
     def describe(self, config: RunConfig) -> dict[str, str]:
-        """What a run must keep to continue with the same loss: name -> value."""
+        """Return what a run must keep to continue with the same loss: name -> value."""
         return {}
 
     def describe_keys(self, config: RunConfig) -> dict[str, str]:
-        """All of its own keys, for `describe`."""
+        """Return all of its own keys, for `describe`."""
         group = getattr(config, self.name)
         values = {f"{self.name}.{each.name}": getattr(group, each.name) for each in fields(group)}
         return {key: f"{value:g}" if isinstance(value, float) else write_value(value) for key, value in values.items()}
@@ -98,21 +102,20 @@ class Objective:
         parallel: TensorParallel,
         sequence_part: ContextParallel = NO_CP,
     ) -> Loss | None:
-        """The loss of the last stage; None for next-token cross entropy, in place of which a run may bring its own.
+        """Build the loss of the last stage; None for next-token cross entropy, which a user-defined loss may replace.
 
         parallel: the ranks that share the head. sequence_part: those that share each sequence.
         """
         return None
 
     def plan_first_pass(self, loss: Loss) -> FirstPass:
-        """What is measured before a step, and who needs it; of one that needs a first pass. loss: what `build_loss`
-        built."""
+        """Return the first pass of an objective that needs one. loss: what `build_loss` built."""
         raise NotImplementedError
 
     def list_metrics(self, config: RunConfig) -> tuple[str, ...] | None:
-        """What evaluations report beside the loss, without "eval_"; None where that is not known before the first."""
+        """Return the metrics of evaluations besides the loss, without "eval_"; None if unknown before the first."""
         return () if type(self).build_metrics is Objective.build_metrics else None
 
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics | None:
-        """None where the loss is all there is to report. loss: what `build_loss` built."""
+        """Build the metrics; None where only the loss is reported. loss: what `build_loss` built."""
         return None

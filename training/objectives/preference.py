@@ -1,4 +1,4 @@
-"""What objectives over pairs of answers share; each gives its formula (`models/losses/pairs.py`), keys and checks."""
+"""The base of objectives over pairs of answers (`models/losses/pairs.py`); each adds its formula, keys and checks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class PreferenceObjective(Objective):
     remakes_logits = True
 
     def build_formula(self, config: RunConfig) -> PairFormula:
+        """Build the loss of one pair."""
         raise NotImplementedError
 
     def describe(self, config: RunConfig) -> dict[str, str]:
@@ -51,10 +52,12 @@ class PreferenceObjective(Objective):
 
 
 def check_more_than_zero(key: str, value: float) -> None:
+    """Raise UserError for a value that is not positive and finite."""
     if not 0 < value < math.inf:
         raise UserError(f"{key}={value}: more than 0")
 
 
 def check_coefficient(key: str, value: float) -> None:
+    """Raise UserError for a value that is negative or not finite."""
     if not 0 <= value < math.inf:
         raise UserError(f"{key}={value}: 0 or more; 0 turns it off")

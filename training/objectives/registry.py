@@ -1,4 +1,4 @@
-"""The table of objectives, and what is asked of it: which one a run has, and whether its keys go together."""
+"""The table of objectives: the lookup of a run's objective, and checks that its keys go together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from training.config.sources import list_evaluations
 from training.objectives.cpo import CPO
 from training.objectives.dpo import DPO
 from training.objectives.kto import KTO
+from training.objectives.next_token import SFT, Pretraining
 from training.objectives.objective import Objective
 from training.objectives.orpo import ORPO
-from training.objectives.pretrain import Pretraining
 from training.objectives.reward import Reward
-from training.objectives.sft import SFT
 from training.objectives.simpo import SimPO
 
 OBJECTIVES: dict[str, Objective] = {
@@ -26,7 +25,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def get_objective(config: RunConfig) -> Objective:
-    """The one that `task` names, or that the data is for. Raises UserError for a name that is not in the table."""
+    """Return the objective that `task` names, or the default of the data. Raises UserError for an unknown name."""
     name = config.task or find_kind(config.data.name).task
     if name not in OBJECTIVES:
         raise UserError(f"task={name}: must be one of {', '.join(sorted(OBJECTIVES))}")
@@ -34,7 +33,8 @@ def get_objective(config: RunConfig) -> Objective:
 
 
 def check_objective(config: RunConfig) -> None:
-    """What `check_config` cannot know: that there are such a task and such data, and that they go together.
+    """Check the parts of a config that need the tables: the task and the data exist, and they and their keys go
+    together.
 
     Raises UserError.
     """
@@ -57,8 +57,9 @@ def check_objective(config: RunConfig) -> None:
 
 
 def check_metric_name(config: RunConfig) -> None:
-    """Raises UserError for a `metric_for_best_model` that no evaluation of this run reports, as far as the objective
-    knows; the first evaluation knows the rest."""
+    """Raise UserError for a `metric_for_best_model` that no evaluation of this run reports. Metrics that the objective
+    does not know in advance are checked by the first evaluation.
+    """
     metric = Criterion.of(config).metric
     names = [f"eval_{name}_" if name else "eval_" for name in list_evaluations(config.eval_file)]
     others = get_objective(config).list_metrics(config)
@@ -75,14 +76,14 @@ def check_metric_name(config: RunConfig) -> None:
 
 
 def _list_tasks(kind: DataKind) -> list[str]:
-    """What can be trained on it, first what is unless a run asks for something else."""
+    """Return the objectives that can be trained on a kind of data, its default first."""
     return sorted(
         (each.name for each in OBJECTIVES.values() if is_trained_on(each, kind)), key=lambda name: name != kind.task
     )
 
 
 def _check_other_keys(config: RunConfig, objective: Objective) -> None:
-    """Raises UserError for a key of another objective that has been given a value: nothing would read it."""
+    """Raise UserError for a key of another objective that differs from its default: nothing would read it."""
     for other in OBJECTIVES.values():
         if other is objective or not hasattr(config, other.name):
             continue
@@ -104,17 +105,18 @@ def _write_rope(config: RunConfig) -> str:
 
 
 def is_trained_on(objective: Objective, kind: DataKind) -> bool:
+    """Returns whether an objective can be trained on a kind of data."""
     return kind.task == objective.name or kind.name in objective.data_kinds
 
 
 def describe_objective(config: RunConfig) -> dict[str, str]:
-    """What a run must keep to continue with the same loss: name -> value. The data says the rest."""
+    """Return what a run must keep to continue with the same loss, name -> value; the data's default task is omitted."""
     objective = get_objective(config)
     is_usual = objective.name == find_kind(config.data.name).task
-    of_routers = {key: getattr(config.moe, key) for key in ("aux_loss_coef", "z_loss_coef")}
+    router_losses = {key: getattr(config.moe, key) for key in ("aux_loss_coef", "z_loss_coef")}
     return (
         objective.describe(config)
-        | {f"moe.{key}": f"{value:g}" for key, value in of_routers.items() if value}
+        | {f"moe.{key}": f"{value:g}" for key, value in router_losses.items() if value}
         | ({"neftune_noise_alpha": f"{config.neftune_noise_alpha:g}"} if config.neftune_noise_alpha else {})
         | ({"rope_parameters": _write_rope(config)} if config.rope_parameters.list_given() else {})
         | ({} if is_usual else {"task": objective.name})

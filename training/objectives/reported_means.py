@@ -1,5 +1,5 @@
-"""Metrics that are means over the terms of whole global batches: a loss adds them up, and ranks add up what they
-have."""
+"""Metrics that are means over the terms of whole global batches: each rank's loss sums its own terms, and an
+all-reduce adds them up."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ import torch.distributed as dist
 
 
 class TotalsLoss(Protocol):
-    """A loss that adds up what is reported beside it."""
+    """A loss that also sums its metrics."""
 
     metrics: tuple[str, ...]
 
     def take_totals(self) -> torch.Tensor | None:
-        """The sums of `metrics` since the last call, and the number of terms in each: float64 [2, K]; None when there
-        were none."""
+        """Return the sums of `metrics` since the last call, and the number of terms in each: float64 [2, K]; None
+        without terms.
+        """
         ...
 
 
 class ReportedMeans:
-    """Ranks that hold the loss add their own, every rank gets the mean. A mean over no terms is left out."""
+    """Means over the ranks that hold the loss, returned on every rank. A mean over no terms is omitted."""
 
     def __init__(self, loss: TotalsLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
         self._interval = self._zeros()
 
     def add_step(self, counts: bool) -> None:
-        """Takes the last step's totals into the interval, or discards them."""
+        """Add the last step's totals to the interval, or discard them."""
         totals = self._loss.take_totals()
         if counts and totals is not None:
             self._interval += totals
 
     def finish_interval(self) -> dict[str, float]:
-        """Of the steps since the last call; empty when there were none. All ranks call it."""
+        """Return the means over the steps since the last call; empty without steps. All ranks call it."""
         totals, self._interval = self._interval, self._zeros()
         return self._compute_means(totals)
 
     def finish_evaluation(self) -> dict[str, float]:
-        """Of all that was seen since the last step. All ranks call it."""
+        """Return the means over the evaluation since the last step. All ranks call it."""
         totals = self._loss.take_totals()
         means = self._compute_means(self._zeros() if totals is None else totals)
         return {f"eval_{name}": mean for name, mean in means.items()}

@@ -1,19 +1,70 @@
-"""Reward models: a score of a whole answer, learned from pairs of which one was preferred."""
+"""Reward models: the Bradley-Terry loss (2009.01325) of a pair with scores r_w of the chosen answer and r_l of the
+rejected one,
+
+    -log sigmoid(r_w - r_l) + c (r_w + r_l)^2
+
+c: centering_coef (2312.09244). The first term depends on the difference alone; the second keeps the scores around zero.
+
+B pairs in a micro-batch; rows 2 i and 2 i + 1 are chosen and rejected.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data.options import MeanOver
 from errors import UserError
 from models.losses.cross_entropy import Loss
-from models.losses.reward import RewardLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
 from training.objectives.preference import check_coefficient
 from training.objectives.reported_means import ReportedMeans
+
+
+class RewardLoss:
+    """The loss of the last stage of a reward model. It also adds up the metrics of all pairs until `take_totals` takes
+    them.
+    """
+
+    metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
+
+    def __init__(self, centering_coef: float = 0.0, *, sequence_part: ContextParallel = NO_CP) -> None:
+        self._centering_coef, self._sequence_part = centering_coef, sequence_part
+        self._totals: torch.Tensor | None = None
+
+    def __call__(self, outputs: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """outputs: scores [2 B], and the rows' lengths [2 B]: a pair of length 0 is padding and is not counted.
+        targets: target tokens, which are not read; `loss_denominator`, scalar; anything else is not read.
+
+        Returns the sum of the pairs' losses over the denominator, fp32 at least; each of the ranks that share sequences
+        returns an equal part of it.
+        """
+        scores, lengths = outputs
+        is_row = lengths > 0
+        _, loss_denominator, *_ = targets
+        is_pair = is_row[::2]  # [B]
+        chosen, rejected = torch.where(is_row, scores.double(), 0.0).view(-1, 2).T
+        losses = -F.logsigmoid(chosen - rejected)
+        if self._centering_coef:
+            losses = losses + self._centering_coef * (chosen + rejected).square()
+        self._add(chosen.detach(), rejected.detach(), is_pair)
+        return ((losses * is_pair).sum() / loss_denominator / self._sequence_part.size).to(scores.dtype)
+
+    def _add(self, chosen: torch.Tensor, rejected: torch.Tensor, is_pair: torch.Tensor) -> None:
+        metrics = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
+        sums = (metrics * is_pair).sum(dim=1)
+        totals = torch.stack([sums, is_pair.sum().expand_as(sums)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take_totals(self) -> torch.Tensor | None:
+        """Return the sums of `metrics` over the pairs since the last call, and the number of pairs in each: float64 [2,
+        4]; None without pairs.
+        """
+        totals, self._totals = self._totals, None
+        return totals
 
 
 class Reward(Objective):
@@ -30,13 +81,14 @@ class Reward(Objective):
         check_coefficient("reward.centering_coef", config.reward.centering_coef)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`transformers` scores the last token of a row that is not its pad token: where that ends answers too, it
-        would be the token before."""
+        """Raise UserError for a tokenizer whose pad token is missing or also ends answers: `transformers` scores the
+        last token that is not the pad token, which would be the one before the end token.
+        """
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             which = "none" if tokenizer.pad_token_id is None else f"its end token, '{tokenizer.eos_token}'"
             raise UserError(
                 f"task=reward: the tokenizer's pad token is {which}; transformers scores the last token that is not "
-                "padding, so it has to be another one: convert2ckpt.py --pad_token '<pad>' adds it"
+                "padding, so the pad token must differ from it: convert2ckpt.py --pad_token '<pad>' adds it"
             )
 
     def describe(self, config: RunConfig) -> dict[str, str]:

@@ -1,11 +1,36 @@
-"""Simple preference optimization (2405.14734): rewards are mean log-probabilities, with a margin between them."""
+"""Simple preference optimization (2405.14734): an answer's reward is the mean log-probability of its tokens, with no
+reference.
+
+    loss = -log sigmoid(beta / |y_w| log p(y_w|x) - beta / |y_l| log p(y_l|x) - gamma)          equation 6
+
+gamma: the margin by which the reward of the chosen answer should exceed the other. trl's `simpo_gamma` is the same; the
+authors' code has gamma / beta as `gamma_beta_ratio`.
+"""
 
 from __future__ import annotations
 
-from models.losses.pairs import PairFormula, WithNLL
-from models.losses.simpo import SimPOFormula
+from dataclasses import dataclass
+
+from torch.nn import functional as F
+
+from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
 from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+
+
+@dataclass(frozen=True)
+class SimPOFormula:
+    """Equation 6 of 2405.14734."""
+
+    beta: float
+    gamma: float
+
+    needs_reference = False
+    reported = ()
+
+    def __call__(self, pairs: Pairs) -> PairTerms:
+        rewards = self.beta * pairs.policy_means
+        return PairTerms(-F.logsigmoid(rewards[0] - rewards[1] - self.gamma), rewards)
 
 
 class SimPO(PreferenceObjective):

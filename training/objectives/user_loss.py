@@ -22,10 +22,10 @@ def build_run_loss(
     parallel: TensorParallel = NO_TP,
     sequence_part: ContextParallel = NO_CP,
 ) -> Loss | None:
-    """The loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share the
-    head; sequence_part: those that share each sequence.
+    """Build the loss of the run's last stage; None for the model's own cross entropy. parallel: the ranks that share
+    the head. sequence_part: those that share each sequence.
 
-    Raises UserError for a user's loss beside one that the objective has, and for what is not a loss.
+    Raises UserError for a user's loss where the objective has its own, and for a component that is not a loss.
     """
     objective = get_objective(config)
     loss = objective.build_loss(config, model_config, parallel, sequence_part)
@@ -39,10 +39,10 @@ def build_run_loss(
 
 
 class AlignedLabels(nn.Module):
-    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader hands out shifted
+    """A user's loss, which takes labels aligned with input_ids and shifts them itself; the loader returns shifted
     targets.
 
-    A module, so that the engine moves what a loss that is one holds.
+    It is a module so that the engine moves the parameters and buffers of a loss that is one.
     """
 
     def __init__(self, loss: Loss) -> None:

@@ -1,8 +1,8 @@
 """The forward pass that comes before a step, or an evaluation, of an objective whose loss needs a mean over all of its
 samples (`Objective.needs_first_pass`).
 
-It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. Nothing waits for what it finds:
-the mean stays on the devices.
+It is the engine's evaluation: in eval mode, so without dropout, with the adapter on. The mean stays on the devices, so
+the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from training.objectives.objective import FirstPass
 from training.objectives.registry import get_objective
 
 RunFirstPass = Callable[[Iterator[Any] | None, int, int], None]
-"""Of a loader's `first`: its micro-batches, how many of them one pipeline has, and the samples of all. All ranks call
-it, before a step or an evaluation."""
+"""Arguments: the micro-batches of a loader's `first`, how many one pipeline has, and the number of samples of all. All
+ranks call it, before a step or an evaluation."""
 
 
 def build_first_pass(engine: Engine, config: RunConfig) -> RunFirstPass | None:
-    """None where the objective needs none."""
+    """Build the first pass of the run's objective; None where it does not need one."""
     objective = get_objective(config)
     if not objective.needs_first_pass:
         return None
     plan = objective.plan_first_pass(engine.module.loss_fn)
-    # What a user-defined collator makes of rows nobody knows.
+    # The documents that a user-defined collator makes of rows are unknown.
     is_known = config.data.collator is None
     bounds = DocumentBounds(engine.layout.micro_batch_size, config.max_seq_length) if is_known else None
     return partial(_run_first_pass, engine, plan, bounds)
@@ -45,8 +45,9 @@ def _run_first_pass(
     num_micro_batches: int,
     num_samples: int,
 ) -> None:
-    """Gives the loss of each rank the mean over `num_samples`, of all ranks. bounds: of any micro-batch's documents;
-    None where they are not known."""
+    """Pass the mean over `num_samples` samples to the loss of each rank. bounds: those of any micro-batch's documents;
+    None if unknown.
+    """
     engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for output in engine.forward_only(micro_batches, num_micro_batches, plan.measure):

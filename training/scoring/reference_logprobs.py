@@ -1,9 +1,9 @@
-"""The reference model of preference optimization: the log-probability that it gives each answer, computed once by the
-pipeline itself, before training.
+"""The reference model of preference optimization: its log-probability of each answer, computed once by the pipeline
+itself, before training.
 
 The reference is the model at `model_name_or_path`. A run that starts there computes with its own weights, a LoRA run
 with its adapter switched off. A run that resumes finds the file of the run that it continues; where that is missing, or
-was computed by other weights, it loads the reference's weights to compute it, and then its own again. So no rank ever
+was computed by other weights, it loads the reference's weights, computes the file, and reloads its own. So no rank ever
 holds two models.
 """
 
@@ -28,19 +28,19 @@ from data.storage.rows import RowPlan
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
 from models.adapters.adapter import adapter_off
-from models.losses.dpo import RowScore
 from models.weights.source import WeightSource
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks, raise_together
 from training.engine.engine import Engine
+from training.objectives.dpo import RowScore
 from training.pipeline.module import StageModule
 
-_VERSION = 1  # raise it when the same model starts to give other log-probabilities
-_CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline does not count
+_VERSION = 1  # raise it when the same model gives other log-probabilities
+_CHUNK = 16  # micro-batches per stage: enough that filling and draining the pipeline is negligible
 
 
 def compute_model_id(reference: WeightSource, config: RunConfig, attention: str) -> str:
-    """A hash of the weights' files (path, size, time of change) and of the arithmetic that they are used in."""
+    """Return a hash of the weights' files (path, size, modification time) and of the arithmetic they are used in."""
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in reference.files()]
     positions = [sorted(config.rope_parameters.list_given().items())] if config.rope_parameters.list_given() else []
     state = (_VERSION, files, config.precision.value, attention, config.adapter.load_in_4bit, *positions)
@@ -58,11 +58,11 @@ def prepare_reference(
     architecture: PretrainedConfig,
     ranks: Ranks,
 ) -> dict[str, Path]:
-    """Key of the files -> the file of the reference's log-probabilities, which every rank that holds the loss can read.
+    """Return config key -> file of the reference's log-probabilities, computed where it is missing.
 
-    All ranks call it. datasets: key of the files -> tokenized folder.
-    options: of the training loader. own: where the module's weights come from, which may be the reference too.
-    architecture: of both. Raises UserError where one of them is not finite.
+    All ranks call it; those that hold the loss can read the files. datasets: config key -> tokenized folder.
+    options: those of the training loader. own: the source of the module's weights, which may be the reference.
+    architecture: that of both. Raises UserError where a log-probability is not finite.
     """
     model_id = compute_model_id(reference, config, architecture._attn_implementation)
     files = {key: reference_path(path, model_id) for key, path in datasets.items()}
@@ -72,10 +72,10 @@ def prepare_reference(
         found = [is_whole(file, len(TokenizedDataset(datasets[key], False, False))) for key, file in files.items()]
         missing += torch.tensor(found, device=engine.device).logical_not()
     dist.all_reduce(missing)
-    # By file: both keys may name the same data.
+    # Grouped by file: both keys may name the same data.
     to_compute = {files[key]: key for key, is_missing in zip(files, missing.tolist()) if is_missing}
     if not to_compute:
-        ranks.say(f"reference log-probabilities: found beside the tokens ({model_id})")
+        ranks.say(f"reference log-probabilities: found next to the tokens ({model_id})")
         return files
     with _as_reference(module, reference, own):
         for file, key in to_compute.items():
@@ -89,7 +89,7 @@ def prepare_reference(
 
 @contextmanager
 def _as_reference(module: StageModule, reference: WeightSource, own: WeightSource) -> Iterator[None]:
-    """The stage computes as the reference model does."""
+    """Make the stage compute as the reference model does."""
     if module.adapter is not None:
         with adapter_off(module):
             yield
@@ -104,7 +104,7 @@ def _as_reference(module: StageModule, reference: WeightSource, own: WeightSourc
 def _score(
     engine: Engine, path: Path, options: LoaderOptions, architecture: PretrainedConfig, *, what: str, ranks: Ranks
 ) -> np.ndarray:
-    """The log-probability of each sample's targets, float64 [N], on every rank."""
+    """Return the log-probability of each sample's targets, float64 [N], on every rank."""
     per_sample = replace(
         options,
         row_plan=RowPlan(options.max_seq_length),

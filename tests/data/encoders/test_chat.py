@@ -1,4 +1,4 @@
-"""Conversations: layouts, and what every bad one says. Which tokens carry loss is in `test_masks.py`."""
+"""Conversations: layouts, and errors of bad ones. Which tokens carry loss is in `test_masks.py`."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_another_field(chat_tokenizer) -> None:
 
 
 def read_targets(record: dict, tokenizer, **options: object) -> tuple[str, str]:
-    """(what is trained on, the whole text)."""
+    """Return (the trained text, the whole text)."""
     sample = encode(record, tokenizer, **options)
     trained = [label for label in sample["labels"] if label != IGNORE_INDEX]
     return tokenizer.decode(trained), tokenizer.decode(sample["input_ids"])
@@ -70,7 +70,7 @@ def test_the_last_turn_alone(chat_tokenizer) -> None:
 
 @pytest.mark.parametrize("train_on", list(TrainOn))
 @pytest.mark.parametrize("flag, yes, no", [("train", True, False), ("weight", 1, 0)])
-def test_a_turn_that_says_whether_it_is_trained_on(
+def test_a_flag_of_a_turn_sets_whether_it_is_trained_on(
     chat_tokenizer, train_on, flag: str, yes: object, no: object
 ) -> None:
     marked = [
@@ -103,7 +103,7 @@ def test_flags_do_not_reach_the_template(chat_tokenizer, build_tokenizer) -> Non
         ({2: {"train": False}, 4: {"weight": 0}}, "none of the assistant turns is to be trained on, so no target"),
     ],
 )
-def test_flags_that_say_nothing(chat_tokenizer, flags: dict, message: str) -> None:
+def test_invalid_flags(chat_tokenizer, flags: dict, message: str) -> None:
     messages = [{**turn, **flags.get(index, {})} for index, turn in enumerate(MESSAGES)]
     with pytest.raises(UserError, match=f"^chat.jsonl:7: {message}"):
         encode({"messages": messages}, chat_tokenizer)
@@ -121,12 +121,12 @@ def turns(*roles: str) -> dict:
         (turns("user"), "chat.jsonl:7: no assistant turn among the messages"),
         (
             turns("system", "assistant"),
-            "chat.jsonl:7: message 2 is an assistant turn behind system, where only user or tool may",
+            "chat.jsonl:7: message 2 is an assistant turn after system, where only user or tool may",
         ),
-        (turns("user", "user", "assistant"), "chat.jsonl:7: message 2 is a user turn behind user"),
-        (turns("user", "assistant", "assistant"), "chat.jsonl:7: message 3 is an assistant turn behind assistant"),
-        (turns("user", "system", "assistant"), "message 2 is a system turn behind user, where only nothing may stand"),
-        (turns("tool", "assistant"), "chat.jsonl:7: message 1 is a tool turn behind nothing"),
+        (turns("user", "user", "assistant"), "chat.jsonl:7: message 2 is a user turn after user"),
+        (turns("user", "assistant", "assistant"), "chat.jsonl:7: message 3 is an assistant turn after assistant"),
+        (turns("user", "system", "assistant"), "message 2 is a system turn after user, where only nothing may come"),
+        (turns("tool", "assistant"), "chat.jsonl:7: message 1 is a tool turn after nothing"),
         (
             turns("user", "bot"),
             "chat.jsonl:7: message 2 has the role 'bot'; known are system, developer, user, assistant, tool",
@@ -159,8 +159,8 @@ def test_a_tokenizer_without_a_template(tokenizer) -> None:
         encode({"messages": MESSAGES}, tokenizer)
 
 
-# As those of Qwen 3, which shows thoughts in the last turn alone, and Phi-3, which puts the eos token behind the
-# conversation, not behind a turn
+# Like those of Qwen 3, which shows reasoning in the last turn alone, and Phi-3, which puts the eos token after the
+# conversation, not after a turn
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
@@ -172,7 +172,7 @@ PHI3 = (
 )
 
 
-def test_a_template_that_shows_earlier_turns_without_thoughts_trains_the_last(build_tokenizer) -> None:
+def test_a_template_that_shows_earlier_turns_without_reasoning_trains_the_last(build_tokenizer) -> None:
     tokenizer = build_tokenizer(eos_token="<|im_end|>", chat_template=QWEN3)
     pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
     assert [text for text, is_target in pieces if is_target] == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
@@ -182,7 +182,7 @@ def test_a_template_that_shows_earlier_turns_without_thoughts_trains_the_last(bu
     )
 
 
-def test_an_eos_token_behind_the_conversation_alone(build_tokenizer) -> None:
+def test_an_eos_token_after_the_conversation_alone(build_tokenizer) -> None:
     tokenizer = build_tokenizer(chat_template=PHI3)
     pieces = ChatEncoder().split({"messages": MESSAGES}, "chat.jsonl:7", tokenizer)
     assert [text for text, is_target in pieces if is_target] == ["Eight.<end>\n", "Yes.<end>\n</s>"]
@@ -190,7 +190,7 @@ def test_an_eos_token_behind_the_conversation_alone(build_tokenizer) -> None:
 
 
 @pytest.mark.parametrize("template", [QWEN3, PHI3])
-def test_turns_before_the_answers_are_no_targets(build_tokenizer, template: str) -> None:
+def test_turns_before_the_answers_are_not_targets(build_tokenizer, template: str) -> None:
     tokenizer = build_tokenizer(eos_token="<|im_end|>" if template is QWEN3 else "</s>", chat_template=template)
     pieces = split_messages(MESSAGES, "chat.jsonl:7", tokenizer, first_target=4)
     assert ["Yes." in text for text, is_target in pieces if is_target] == [True]

@@ -1,4 +1,4 @@
-"""Samples longer than a row: what is kept, what is lost, and that it is counted."""
+"""Samples longer than a row: what is kept, what is lost, and the counts."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_truncate_cuts_on_the_right() -> None:
     assert counts == LengthCounts(num_truncated=1, num_lost_tokens=5, num_lost_targets=5)
 
 
-def test_drop_leaves_it_out() -> None:
+def test_drop_omits_it() -> None:
     assert fit(SAMPLE, DROP, 10) == ([], LengthCounts(num_dropped=1, num_lost_tokens=11, num_lost_targets=7))
 
 
@@ -61,7 +61,7 @@ def test_a_completion_cut_away_entirely() -> None:
     message = "^train.jsonl:12: the prompt has 4 tokens and max_seq_length is 4, so no token of the completion is left"
     with pytest.raises(UserError, match=f"{message} .*; raise max_seq_length, set data.length_policy=drop, or shorten"):
         fit(SAMPLE, TRUNCATE, PROMPT)
-    # One target that the shift takes away is none: nothing predicts the first token.
+    # A target on the first token does not count: nothing predicts it.
     with pytest.raises(UserError, match="the prompt has 0 tokens and max_seq_length is 1"):
         fit(Sample(input_ids=[1, 2], labels=[1, 2]), TRUNCATE, 1)
 
@@ -75,12 +75,12 @@ def test_a_record_without_a_target(policy: LengthPolicy) -> None:
 
 def test_labels_that_are_not_aligned() -> None:
     with pytest.raises(
-        UserError, match="^train.jsonl:12: the encoder made 2 input_ids and 3 labels; one for each is needed"
+        UserError, match="^train.jsonl:12: the encoder made 2 input_ids and 3 labels; one label per token is needed"
     ):
         fit(Sample(input_ids=[1, 2], labels=[1, 2, 3]), TRUNCATE, 8)
 
 
-def test_counts_add_up_and_are_told() -> None:
+def test_counts_add_up_and_are_described() -> None:
     counts = LengthCounts()
     assert counts.describe() == ""
     counts.add(LengthCounts(num_truncated=1, num_lost_tokens=1500, num_lost_targets=3))

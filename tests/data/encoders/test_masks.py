@@ -25,7 +25,7 @@ from data.storage.rows import RowPlan, count_rows, prepare_rows
 from data.storage.tokenizing import prepare_dataset
 from errors import UserError
 
-# ChatML as its models ship it, with a turn of a tool and a call of one.
+# ChatML as its models ship it, with a tool turn and a tool call.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\ntools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -75,7 +75,7 @@ def split_row(input_ids: list[int], position_ids: list[int], labels: list[int], 
     for start, stop in zip(starts, [*starts[1:], len(input_ids)]):
         assert labels[start] == -100
         documents.append(read_runs(input_ids[start:stop], labels[start:stop], tokenizer))
-    # What is behind the last trained token of a row is padding, or the empty row of a batch that runs short.
+    # After the last trained token of a row comes padding, or an empty row of a short batch.
     while documents and documents[-1][-1][0] == "masked":
         assert set(documents[-1][-1][1].split("<|im_end|>")) == {""}, documents[-1][-1]
         documents[-1].pop()

@@ -1,4 +1,4 @@
-"""Images, video and sound: text that was written beside them is not trained on without them."""
+"""Images, video and audio: text that accompanies them is not trained on without them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFERENCE = {"prompt": "What is this?", "chosen": "A cat.", "rejected": "No."}
     [(ChatEncoder(), {"messages": [ASKED, ANSWERED]}), (SFTEncoder(), PAIR), (PreferenceEncoder(), PREFERENCE)],
 )
 @pytest.mark.parametrize("field", ["images", "image", "video", "audios"])
-def test_a_field_beside_the_text(chat_tokenizer, encoder: Any, record: dict, field: str) -> None:
+def test_a_field_next_to_the_text(chat_tokenizer, encoder: Any, record: dict, field: str) -> None:
     with pytest.raises(UserError, match=f"a.jsonl:3: the record has '{field}', and only text is trained on"):
         encoder.encode({**record, field: ["cat.png"]}, "a.jsonl:3", chat_tokenizer)
     assert encoder.encode({**record, field: None}, "a.jsonl:3", chat_tokenizer)

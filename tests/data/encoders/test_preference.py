@@ -1,4 +1,4 @@
-"""Pairs of answers: which tokens carry loss, that the two stay together, and what every bad record says."""
+"""Pairs of answers: which tokens carry loss, that the two stay together, and errors of bad records."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_assistant_turns_that_both_have_are_the_prompt(chat_tokenizer) -> None:
     assert [run for run in expected[0] if run[0] == "loss"] == [("loss", "Yes.<|im_end|>")]
     assert "Eight." in expected[0][0][1]
     assert encode({"chosen": [USER, EIGHT, SURE, yes], "rejected": [USER, EIGHT, SURE, no]}, chat_tokenizer) == expected
-    # From where they part, every assistant turn is an answer's.
+    # From the first different turn, every assistant turn belongs to an answer.
     parted = encode({"chosen": [USER, EIGHT, SURE, yes], "rejected": [USER, FIVE, SURE, no]}, chat_tokenizer)
     assert [text for kind, text in parted[1] if kind == "loss"] == ["Five.<|im_end|>", "No.<|im_end|>"]
 
@@ -96,8 +96,8 @@ def test_assistant_turns_that_both_have_are_the_prompt(chat_tokenizer) -> None:
         ({"chosen": [USER, EIGHT], "rejected": [USER, EIGHT]}, "fields 'chosen' and 'rejected' are the same"),
         ({**RECORD, "chosen": 8}, "field 'chosen' must be text, not int"),
         ({**RECORD, "prompt": None}, "field 'prompt' must be text, not NoneType"),
-        ({"prompt": [USER], "chosen": [EIGHT], "rejected": [SURE]}, "message 2 is a user turn behind user"),
-        ({"prompt": [USER, EIGHT], "chosen": "b", "rejected": "c"}, "message 3 is an assistant turn behind assistant"),
+        ({"prompt": [USER], "chosen": [EIGHT], "rejected": [SURE]}, "message 2 is a user turn after user"),
+        ({"prompt": [USER, EIGHT], "chosen": "b", "rejected": "c"}, "message 3 is an assistant turn after assistant"),
     ],
 )
 def test_a_bad_record(record: dict, message: str, chat_tokenizer) -> None:
@@ -138,7 +138,7 @@ def pairs(tmp_path: Path, tokenizer) -> Path:
     return tokenize(tmp_path, tokenizer, build_records(11))
 
 
-def test_both_answers_are_kept_or_none(tmp_path: Path, tokenizer) -> None:
+def test_both_answers_are_kept_or_neither(tmp_path: Path, tokenizer) -> None:
     long = {**RECORD, "rejected": "spider " * 40}
     path = tokenize(tmp_path, tokenizer, [RECORD, long, RECORD], max_seq_length=40, length_policy=LengthPolicy.drop)
     rows = Rows(path, RowPlan(40, group_size=2), True, True)
@@ -148,7 +148,7 @@ def test_both_answers_are_kept_or_none(tmp_path: Path, tokenizer) -> None:
     assert Rows(path, RowPlan(40, group_size=2), True, True).lengths[3] == 40
 
 
-def test_answers_that_part_too_late(tmp_path: Path, tokenizer) -> None:
+def test_answers_that_differ_too_late(tmp_path: Path, tokenizer) -> None:
     late = {**RECORD, "chosen": "spider " * 40 + "yes", "rejected": "spider " * 40 + "no"}
     with pytest.raises(
         UserError, match="pairs.jsonl:2: the two answers are the same up to max_seq_length=40 tokens; raise it"
@@ -158,7 +158,7 @@ def test_answers_that_part_too_late(tmp_path: Path, tokenizer) -> None:
     assert count_rows(path, RowPlan(40, group_size=2)) == 1
 
 
-def test_one_answer_is_no_pair(tmp_path: Path, tokenizer) -> None:
+def test_one_answer_is_not_a_pair(tmp_path: Path, tokenizer) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(RECORD))
     with pytest.raises(

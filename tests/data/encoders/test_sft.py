@@ -1,4 +1,4 @@
-"""Which tokens carry loss, token by token, and what every bad record says."""
+"""SFT records: which tokens carry loss, token by token, and errors of bad records."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ def read_runs(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[tuple[
 def test_loss_is_on_the_completion_and_the_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = encode(RECORD, tokenizer)
     assert read_runs(sample, tokenizer) == [("masked", "Is {x} {prompt}?\n"), ("loss", "The capital of France.</s>")]
-    # Token by token; the completion is more than one token, so that an alignment can be wrong.
+    # Token by token; a completion of several tokens shows a wrong alignment.
     prompt = tokenizer.encode("Is {x} {prompt}?\n", add_special_tokens=False)
     completion = tokenizer.encode("The capital of France.", add_special_tokens=False)
     assert len(completion) > 3
@@ -105,8 +105,8 @@ def test_a_template_without_a_prompt() -> None:
         SFTEncoder(prompt_template="Q: ")
 
 
-def test_a_chat_template_is_not_passed_over(build_tokenizer, chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Records of texts do not go through it; messages do."""
+def test_a_chat_template_is_not_ignored(build_tokenizer, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    """It is not applied to texts, only to messages."""
     with pytest.raises(UserError, match=r"train.jsonl:12: data.chat_template=chatml is not applied .* give data=chat"):
         encode(RECORD, build_tokenizer(), chat_template="chatml")
     assert encode(CONVERSATION, chat_tokenizer, chat_template="chatml") == encode(CONVERSATION, chat_tokenizer)

@@ -1,4 +1,4 @@
-"""Single answers with a label: the tokens of a pair's answer, the label beside them, and what every bad record says."""
+"""Single answers with a label: the tokens of a pair's answer, the label, and errors of bad records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_messages_and_texts_may_be_mixed(chat_tokenizer) -> None:
         assert sample == chosen | {"desirable": True}
 
 
-def test_a_chat_template_is_not_passed_over(chat_tokenizer) -> None:
+def test_a_chat_template_is_not_ignored(chat_tokenizer) -> None:
     pair = {"prompt": "Legs?", "chosen": "Eight.", "rejected": "Five."}
     messages = {"prompt": [{"role": "user", "content": "Legs?"}]}
     for encoder, record in ((UnpairedEncoder(chat_template="t"), RECORD), (PreferenceEncoder(chat_template="t"), pair)):

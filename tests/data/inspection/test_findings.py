@@ -1,4 +1,4 @@
-"""What looks wrong is found and named by its place, and nothing else is."""
+"""Suspicious samples are found and reported with their place, and no others are."""
 
 import json
 from pathlib import Path
@@ -56,10 +56,10 @@ def test_samples_of_strange_length(tokenizer, tmp_path: Path) -> None:
 
 
 def test_samples_without_a_target(tokenizer, tmp_path: Path) -> None:
-    """Only corpora that are tokenized already can hold them: elsewhere such a record is refused."""
+    """Only tokenized corpora can hold them: elsewhere such a record is refused."""
     corpus = write_corpus(tmp_path / "corpus", [[[5, 6, 7]], [[14]], [[8, 9, 10]]])
     encoding = Encoding(PretrainEncoder(), tokenizer, None)
     path = prepare_dataset([corpus], key="train_file", encoding=encoding, cache_dir=tmp_path, log=None)
     lines = describe_findings([Inspected("train_file", path, ["corpus"])], str).splitlines()
-    assert lines[0] == "train_file: 1 of 3 samples have no target and teach nothing"
+    assert lines[0] == "train_file: 1 of 3 samples have no target, so they add no loss"
     assert lines[1] == "  train_file sample 1 (number 1 of corpus): [14]"

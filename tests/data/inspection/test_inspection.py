@@ -1,4 +1,4 @@
-"""What `inspect_data=true` shows: the numbers are those of the data, and the marks those of the labels."""
+"""The output of `inspect_data=true`: the numbers match the data, and the marks the labels."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_answers_with_labels_are_counted_and_not_to_be_packed(tokenizer, tmp_pat
 
 def test_trained_parts_are_marked(path: Path, tokenizer) -> None:
     rows = Rows(path, PLANS[Packing.NONE], True, True)
-    # What a terminal would obey is shown and not sent.
+    # Terminal escape sequences are shown, not sent.
     assert render_row(rows, 0, tokenizer, in_colour=False) == "Legs?\n[[Eight\\x1b[2J.</s>]]"
     assert render_row(rows, 1, tokenizer, in_colour=True) == "\x1b[2mHow many legs?\n\x1b[0m\x1b[32m8</s>\x1b[0m"
     packed = Rows(path, PLANS[Packing.BEST_FIT], True, True)

@@ -1,4 +1,4 @@
-"""Loaders: what a rank reads, in which shape, and that the parts of a step add up to its global batch."""
+"""Loaders: the data and shapes that a rank reads, and that the parts of a step add up to its global batch."""
 
 import json
 import signal
@@ -78,7 +78,7 @@ def build_layout(path: Path, dp_size: int, micro_batch_size: int, accumulation: 
 
 
 def find_samples(batch: Batch, data: TokenizedDataset) -> list[int]:
-    """The samples in a batch, by content; rows that are all padding are left out. Checks the padding and the labels."""
+    """The samples in a batch, by content; rows that are all padding are omitted. Checks the padding and the labels."""
     (input_ids, position_ids, segment_ids), (targets, *_) = batch
     labels = unshift_targets(targets)
     assert (targets[:, -1] == -100).all()
@@ -149,7 +149,7 @@ def test_step_totals_are_those_of_the_global_batch(path: Path, data: TokenizedDa
         assert totals == compute_step_totals(Rows(path, OPTIONS.row_plan, False, False), ids, 1, shape)
         assert totals.most_documents == 2  # nothing is packed
     (loader,) = build_layout(path, 1, 2, 4, collator=Checked(PadRight(), "data.collator my.Own"))
-    assert loader.step_totals(2).most_documents == 0  # positions are the collator's to set
+    assert loader.step_totals(2).most_documents == 0  # the collator sets positions
 
 
 def test_a_run_from_the_middle_is_the_tail_of_a_run_from_the_start(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every file format gives the same records, compressed or not, and what a damaged file says."""
+"""Every file format gives the same records, compressed or not; errors of damaged files."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def test_every_format_gives_the_same_records(tmp_path: Path, kind: str, compress
     assert read(path) == RECORDS
 
 
-def test_what_arrow_fills_up_with_nulls_is_not_there(tmp_path: Path) -> None:
+def test_null_fields_of_arrow_are_removed(tmp_path: Path) -> None:
     path, calls = str(tmp_path / "a.parquet"), [{"name": "look", "arguments": {"city": "Lima"}}]
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     records = [{"messages": turns, "note": None}, {"messages": [{"role": "user", "content": "a"}], "note": "x"}]
@@ -80,7 +80,7 @@ def test_a_text_file_is_one_record(tmp_path: Path, compression: str) -> None:
     assert read(path) == [{"text": text}]
 
 
-def test_rows_are_told_by_the_line_they_begin_on(tmp_path: Path) -> None:
+def test_rows_are_numbered_by_their_first_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b'q,a\n"1\n2",b\n\n c,d\n')
     assert [(r.location, json.loads(r.text)) for r in read_file(path)] == [
         (f"{path}:2", {"q": "1\n2", "a": "b"}),
@@ -88,7 +88,7 @@ def test_rows_are_told_by_the_line_they_begin_on(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bad_row_is_told_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_bad_row_is_reported_and_the_others_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", b"q,a\nb,c\nd\ne,\xff\nf,g,h\ni,j\n")
     assert [record.problem for record in read_file(path)] == [
         None,

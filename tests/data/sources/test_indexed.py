@@ -37,7 +37,7 @@ def read(path: Path) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", CODES)
 def test_documents_of_each_dtype(prepare, tmp_path: Path, dtype: str) -> None:
     path = prepare(write_corpus(tmp_path / "corpus", dtype=dtype))
-    assert read(path) == [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14]]  # an empty one is none
+    assert read(path) == [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14]]  # empty documents are omitted
     summary = load_summary(path)
     assert (summary.num_samples, summary.num_tokens, summary.num_targets) == (3, 10, 7)
     assert (path / "length.bin").stat().st_size == 12
@@ -56,8 +56,8 @@ def test_any_of_its_names_is_the_corpus(prepare, tmp_path: Path) -> None:
 
 
 def test_rows_are_those_of_documents(prepare, tmp_path: Path) -> None:
-    """Laid end to end and cut where a row is full; positions restart at each document, and its first token is no
-    target."""
+    """Laid end to end and cut where a row is full; positions restart at each document, and its first token is not
+    a target."""
     path = prepare(write_corpus(tmp_path / "corpus"))
     plan = RowPlan(6, Packing.CONCATENATE)
     prepare_rows(path, plan, "train_file", None)
@@ -86,7 +86,7 @@ def test_a_mixture_of_corpora(prepare, tmp_path: Path) -> None:
         ({"code": 99}, r"corpus.idx has dtype code 99 \(no known dtype\), which token ids cannot have"),
         ({"cut": 60}, "corpus.idx has 60 bytes, its 4 sequences and 5 document boundaries need 122; it is cut off"),
         ({"tail": b"12"}, "corpus.bin has 22 bytes, .*corpus.idx describes 20; one of them is another corpus's"),
-        ({"code": 4}, r"corpus.idx: sequence 1 \(counted from 0\) does not begin where the one before it ends"),
+        ({"code": 4}, r"corpus.idx: sequence 1 \(counted from 0\) does not begin where the previous one ends"),
         ({"pointers": np.array([0, 6, 9, 18], "<i8")}, "corpus.idx: sequence 2 .* does not begin where"),
         ({"boundaries": np.array([0, 2, 2, 3])}, "document boundaries do not run from 0 to its 4 sequences"),
         ({"boundaries": np.array([0, 3, 2, 4])}, "document boundaries do not run from 0 to its 4 sequences"),
@@ -95,7 +95,7 @@ def test_a_mixture_of_corpora(prepare, tmp_path: Path) -> None:
         ({"documents": [[], []]}, "train_file: none of its 2 records is left"),
     ],
 )  # fmt: skip
-def test_an_index_that_does_not_fit_its_corpus(prepare, tmp_path: Path, changed: dict, message: str) -> None:
+def test_an_index_that_does_not_match_its_corpus(prepare, tmp_path: Path, changed: dict, message: str) -> None:
     prefix = write_corpus(tmp_path / "corpus", **changed)
     with pytest.raises(UserError, match=message):
         prepare(prefix)
@@ -111,5 +111,5 @@ def test_corpora_are_for_raw_text_and_whole(prepare, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches tokenized corpora .* and other files; give them apart"):
         prepare(str(tmp_path / "*o*"))
     (tmp_path / "corpus.idx").unlink()
-    with pytest.raises(UserError, match="corpus.bin has no .*corpus.idx beside it; a tokenized corpus is both"):
+    with pytest.raises(UserError, match="corpus.bin has no .*corpus.idx next to it; a tokenized corpus is both"):
         prepare(f"{prefix}.bin")

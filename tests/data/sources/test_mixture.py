@@ -1,4 +1,4 @@
-"""Mixtures: the shares that were asked for, nothing left unseen, the same in every run."""
+"""Mixtures: the requested shares, every sample seen, the same in every run."""
 
 import json
 from pathlib import Path
@@ -32,9 +32,9 @@ def test_weights_are_shares_and_every_sample_is_seen(unit: MixtureUnit, weights:
     assert shares_of(chosen, amounts) == pytest.approx(np.array(weights) / sum(weights), abs=0.004)
     times = np.bincount(chosen, minlength=len(SOURCES))
     for source in range(3):
-        of_source = times[source == SOURCES]
-        assert of_source.min() >= 1 and of_source.max() - of_source.min() <= 1
-    assert min(times[source == SOURCES].max() for source in range(3)) == 1  # no longer than it must be
+        source_times = times[source == SOURCES]
+        assert source_times.min() >= 1 and source_times.max() - source_times.min() <= 1
+    assert min(times[source == SOURCES].max() for source in range(3)) == 1  # no longer than necessary
 
 
 def test_weights_that_are_the_sizes_change_nothing() -> None:
@@ -55,7 +55,7 @@ def test_the_choice_is_the_same_in_every_run() -> None:
 
 
 def test_a_source_without_a_sample() -> None:
-    with pytest.raises(UserError, match="^train_file: entry 4 of the mixture has no sample left; leave it out"):
+    with pytest.raises(UserError, match="^train_file: entry 4 of the mixture has no sample left; omit it"):
         Mixture((1, 1, 1, 1)).choose_samples(SOURCES, LENGTHS)
 
 

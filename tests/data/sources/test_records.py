@@ -1,4 +1,4 @@
-"""Sources and records: what is found, in which order, and what a bad file says."""
+"""Sources and records: which are found, in which order, and errors of bad files."""
 
 import json
 import time
@@ -113,7 +113,7 @@ def test_a_data_set_that_has_changed_has_other_tokens(tokenizer, tmp_path: Path,
     folder.mkdir()
 
     def tokenize(text: str | None = None) -> tuple[Path, int]:
-        """As a run that starts does it: with nothing in its memory."""
+        """Read it as a new run does, without the cache in memory."""
         if text is not None:
             write(folder / "train.jsonl", json.dumps({"a": text}) + "\n")
         load_hub.cache_clear()
@@ -126,9 +126,9 @@ def test_a_data_set_that_has_changed_has_other_tokens(tokenizer, tmp_path: Path,
     assert second[0] != first[0] and second[1] > first[1]
 
 
-def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a closed port
     start = time.monotonic()
     with pytest.raises(
         UserError,
@@ -161,6 +161,6 @@ def test_malformed_json_names_line_reason_and_column(tmp_path: Path) -> None:
         parse_record("a.jsonl:1", "[" * 100_000)
 
 
-def test_a_record_that_is_no_object() -> None:
+def test_a_record_that_is_not_an_object() -> None:
     with pytest.raises(UserError, match="^a.jsonl:1: a record must be a JSON object, not a list"):
         parse_record("a.jsonl:1", "[1]")

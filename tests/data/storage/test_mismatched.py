@@ -1,4 +1,4 @@
-"""Answers to other prompts: which record gives them, at the seams of runs of one prompt too, and what is cut."""
+"""Mismatched answers: the record that they come from, also at the ends of runs of one prompt, and truncation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_samples(path: Path, prompts: list[int], desirable: list[bool] | None = 
         ([1, 2, 3], 1, [1, 2, 0]),
         ([1, 1, 2, 2, 3, 3], 1, [2, 3, 4, 5, 0, 1]),  # two answers to each prompt
         ([1, 1, 2, 3, 3, 3], 1, [2, 2, 3, 0, 1, 0]),
-        ([1, 2, 3, 1], 1, [1, 2, 3, 1]),  # the last prompt is the first: around the end, but to another one
+        ([1, 2, 3, 1], 1, [1, 2, 3, 1]),  # the last prompt equals the first: wraps around to another one
         ([1, 1, 2, 2, 3, 3], 2, [2, 3, 4, 5, 0, 1]),  # pairs
         ([1, 1, 1, 1, 2, 2], 2, [4, 5, 4, 5, 0, 1]),
     ],
@@ -76,8 +76,8 @@ def test_one_prompt_alone_is_refused(tmp_path: Path, prompts: list[int], samples
         ([False, False], True, "the labels of all 2 samples are false"),
         ([False, False], False, None),
         ([False, True], True, None),
-        ([True], False, "needs to know of each sample whether it is desirable"),  # an encoder that says it of some
-        (None, True, "needs to know of each sample whether it is desirable"),
+        ([True], False, "needs a label of each sample, desirable or not"),  # an encoder that sets it for some
+        (None, True, "needs a label of each sample, desirable or not"),
     ],
 )
 def test_labels_are_there_and_of_both_kinds(

@@ -1,4 +1,4 @@
-"""Rows from lengths: best fit against a slow one from the book, and documents end to end without a token lost."""
+"""Rows from lengths: best fit against a slow textbook version, and documents end to end without a lost token."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LENGTHS = {
 
 
 def pack_slowly(lengths: np.ndarray, capacity: int) -> list[int]:
-    """Best-fit decreasing, word for word; the rooms that are left, sorted."""
+    """Textbook best-fit decreasing; returns the remaining rooms, sorted."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -35,7 +35,7 @@ def rows_of(pieces: Pieces) -> list[list[tuple[int, int, int]]]:
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_best_fit_is_that_of_the_book(name: str) -> None:
+def test_best_fit_is_the_textbook_one(name: str) -> None:
     lengths = LENGTHS[name]
     pieces = pack_best_fit(np.arange(len(lengths)), lengths, 16)
     assert sorted(16 - pieces.compute_row_lengths()) == pack_slowly(lengths, 16)

@@ -1,4 +1,4 @@
-"""Packed rows on disk: every sample once, documents kept apart, and an index that is whole or made again."""
+"""Packed rows on disk: every sample once, documents kept apart, and an index that is whole or rebuilt."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ def end_is_pad(build_tokenizer):
 
 @pytest.fixture(scope="module")
 def path(end_is_pad, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples that all differ; with a prompt template that starts with the completion where the prompt is empty."""
+    """Samples that all differ; with an empty prompt a sample starts with the completion."""
     folder = tmp_path_factory.mktemp("rows")
     records = [
         {"prompt": "What legs" * (n % 4), "completion": f"{n} " + "Paris " * (n % 6)} for n in range(NUM_SAMPLES)
@@ -77,8 +77,8 @@ def test_which_tokens_of_a_packed_batch_carry_loss(path: Path, end_is_pad) -> No
     rows = Rows(path, PLAN, True, True)
     for ids, positions, segments, row_labels, row in zip(*inputs, labels, order.sample_ids(0)):
         length = rows.lengths[row]
-        # Padding continues the last document's positions: no document of its own, and no mask where nothing is
-        # packed.
+        # Padding continues the last document's positions: it is not a document of its own, and needs no
+        # mask without packing.
         assert positions[length:].tolist() == [positions[length - 1] + 1 + i for i in range(len(ids) - length)]
         assert (row_labels[length:] == -100).all() and (ids[length:] == end_is_pad.pad_token_id).all()
         starts = np.flatnonzero(positions[:length] == 0).tolist()
@@ -135,7 +135,7 @@ def test_evaluation_takes_every_packed_sample_once(path: Path) -> None:
     assert targets == loader.num_targets == TokenizedDataset(path, False, False).num_targets.sum()
 
 
-def test_an_index_is_found_again_and_a_damaged_one_is_made_again(path: Path) -> None:
+def test_an_index_is_found_again_and_a_damaged_one_is_rebuilt(path: Path) -> None:
     folder = PLAN.folder(path)
     before = folder.stat().st_ino
     lines: list[str] = []
@@ -152,7 +152,7 @@ def test_an_index_is_found_again_and_a_damaged_one_is_made_again(path: Path) -> 
 @pytest.mark.parametrize("packing", Packing)
 def test_windows_of_samples_make_one_index(path: Path, monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
     """However few samples are laid into rows at a time, all of them are there, once."""
-    mixture = Mixture((1,), ShareKind.EPOCHS)  # another plan than that of the other tests
+    mixture = Mixture((1,), ShareKind.EPOCHS)  # a plan that no other test uses
     plan = RowPlan(LENGTH, packing, mixture)
     monkeypatch.setattr("data.storage.rows.WINDOW", 7)
     prepare_rows(path, plan, "train_file", print, names=["a"])

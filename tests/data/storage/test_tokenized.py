@@ -1,4 +1,4 @@
-"""The tokenized cache: what is in it, when it is made again, and that it is whole or not there."""
+"""The tokenized cache: its contents, when it is rebuilt, and that it is whole or absent."""
 
 import csv
 import errno
@@ -34,7 +34,7 @@ RECORDS = [{"prompt": f"How many {'legs ' * (n % 5)}{n}?", "completion": f"Eight
 
 @dataclass(frozen=True)
 class SlowEncoder(SFTEncoder):
-    """Leaves a line in `trace` for every record that it encodes."""
+    """Writes a line to `trace` for every record that it encodes."""
 
     trace: str = ""
 
@@ -53,7 +53,7 @@ class BrokenEncoder(SFTEncoder):
 
 @dataclass(frozen=True)
 class DyingEncoder(SFTEncoder):
-    """Kills the process it works in, unless that is `parent`."""
+    """Kills its process, unless that is `parent`."""
 
     parent: int = 0
 
@@ -157,11 +157,11 @@ def test_a_second_run_finds_it(prepare, train_file: Path) -> None:
     again, lines = prepare(encoder=encoder)
     assert (
         again == path and Path(encoder.trace).read_text() == trace and len(trace.splitlines()) == 2 * 12
-    )  # and 12 to tell the size from
+    )  # and 12 for the estimate of the size
     assert len(lines) == 1 and "cached in" in lines[0]
 
 
-def test_whatever_changes_the_tokens_makes_it_again(prepare, train_file: Path, build_tokenizer) -> None:
+def test_every_change_of_the_tokens_rebuilds_it(prepare, train_file: Path, build_tokenizer) -> None:
     paths = [
         prepare()[0],
         prepare(max_seq_length=63)[0],
@@ -274,13 +274,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_folder_is_told_and_made_again(prepare, name: str) -> None:
+def test_a_damaged_folder_is_reported_and_rebuilt(prepare, name: str) -> None:
     path, _ = prepare()
     before = TokenizedDataset(path, True, False).input_ids(3).tolist()
     DAMAGE[name](path)
     again, lines = prepare()
     assert again == path and TokenizedDataset(path, True, False).input_ids(3).tolist() == before
-    assert lines[0].startswith(f"train_file: the tokenized data in {path} is damaged (") and "made again" in lines[0]
+    assert lines[0].startswith(f"train_file: the tokenized data in {path} is damaged (") and "rebuilt" in lines[0]
     assert "tokenized into" in lines[2] and "cached in" in prepare()[1][0]
 
 
@@ -317,7 +317,7 @@ def test_a_disk_without_room_stops_it_before_it_starts(
         prepare(encoder=encoder)
     cache = train_file.parent / "cache"
     message = (
-        f"train_file: tokenized it will need about 1.[0-9]+ kB, and in {cache} 1 kB are free; "
+        f"train_file: the tokenized data will need about 1.[0-9]+ kB, but {cache} has 1 kB free; "
         "make room, or choose another folder with data.cache_dir"
     )
     assert re.fullmatch(message, str(caught.value)) and list_cache(train_file) == []
@@ -379,7 +379,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: str) -> None:
-    """From the first 200 records of 3,000; what lies on disk afterwards is within 10% of it."""
+    """The estimate from the first 200 of 3,000 records is within 10% of the disk space used."""
     lengths = np.random.default_rng(0).integers(1, 40, 3000)
     records = [{"prompt": f"{n} legs?", "completion": "Eight legs. " * int(length)} for n, length in enumerate(lengths)]
     WRITERS[name](tmp_path / name, records)
@@ -393,7 +393,7 @@ def test_the_log_says_how_much_disk_it_will_need(prepare, tmp_path: Path, name: 
     assert float(found_size[2]) * {"kB": 10**3, "MB": 10**6}[found_size[3]] == pytest.approx(found, rel=0.1)
 
 
-def test_no_size_is_told_where_no_record_is_a_sample(tmp_path: Path) -> None:
+def test_no_size_is_logged_where_no_record_is_a_sample(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"question": "?"}] * 3)
     encoding = Encoding(SFTEncoder(), save_tokenizer(tmp_path / "tokenizer"), 256)
     assert estimate_size([[str(tmp_path / "a.jsonl")]], encoding) is None
@@ -406,8 +406,8 @@ def test_a_damaged_file_among_whole_ones_is_named(prepare, tmp_path: Path) -> No
         prepare(entries=[str(tmp_path / "*.parquet")])
 
 
-def test_a_process_that_is_killed_is_told(prepare, tmp_path: Path) -> None:
-    """As the kernel does when memory runs out; nothing hangs, and nothing is left."""
+def test_a_process_that_is_killed_is_reported(prepare, tmp_path: Path) -> None:
+    """As the kernel does when memory runs out: nothing hangs, and no file remains."""
     path = tmp_path / "many.jsonl"
     write_jsonl(path, RECORDS * 500)
     with pytest.raises(

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, build_family, build_family_config
-from torch.nn import functional as F
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, LlamaConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
 from models.layers.score_head import describe_reward_model
-from models.losses.reward import RewardLoss
 
 LENGTHS = (17, 9)  # of the rows, padded to the longest
 GENERIC = ("gpt_neox", "qwen3_moe")  # without a file
@@ -65,21 +63,3 @@ def test_a_classifier_of_several_labels_is_refused() -> None:
         UserError, match="LlamaForSequenceClassification with num_labels=3; a reward model has one label"
     ):
         build_layers(config)
-
-
-@pytest.mark.parametrize("centering_coef", [0.0, 0.3])
-def test_the_loss(centering_coef: float) -> None:
-    """The last pair fills the batch, with scores that are not finite."""
-    scores = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
-    lengths = torch.tensor([2, 1, 2, 2, 0, 0])
-    loss = RewardLoss(centering_coef)
-    found = loss((scores, lengths), (torch.zeros(6, 2), torch.tensor(2.0)))
-    differences, sums = torch.tensor([3.0, -0.2]), torch.tensor([-1.0, 1.2])
-    expected = (-F.logsigmoid(differences) + centering_coef * sums.square()).sum() / 2
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found, scores)
-    assert gradient.isfinite().all() and gradient[4:].eq(0).all() and gradient[:4].ne(0).all()
-    totals = loss.take_totals()
-    assert totals is not None and totals[1].tolist() == [2, 2, 2, 2]
-    torch.testing.assert_close(totals[0].float(), torch.tensor([1.5, -1.3, 2.8, 1.0]))
-    assert loss.take_totals() is None

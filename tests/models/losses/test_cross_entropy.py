@@ -1,4 +1,4 @@
-"""The exact loss: whatever the micro-batches hold, their mean is the global batch's loss, and so is its gradient."""
+"""The exact loss: for any split into micro-batches, the mean is the global batch's loss, and so is its gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses import logit_chunks as logit_pieces
+from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss, find_targets
-from models.losses.logit_chunks import PIECE, list_pieces
+from models.losses.logit_chunks import CHUNK_LOGITS, list_chunks
 from models.losses.token_loss import TokenLoss
-from tests.support.logit_pieces import cut_pieces
+from tests.support.logit_chunks import set_chunk_size
 
 B, T, D, V = 8, 12, 16, 40  # samples of a global batch, sequence, hidden, vocabulary
 
@@ -86,7 +86,7 @@ def plain_loss(
     logit_softcap: float | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The same, whole."""
+    """Compute the same loss from whole logits."""
     (hidden_states, weight), (target_ids, denominator) = outputs, targets
     has_target = target_ids != -100
     logits = F.linear(hidden_states[has_target], weight)
@@ -100,7 +100,7 @@ def plain_loss(
 def loss_and_gradients(
     loss_fn, hidden_states: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
+    """Return the loss and its gradients, scaled as the engine scales them for 3 micro-batches."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden_states, weight)]
     loss = loss_fn((inputs[0], inputs[1]), (target_ids, torch.tensor(17.0)))
     return loss, *torch.autograd.grad(loss / 3, inputs)
@@ -114,17 +114,17 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("logit_softcap", [None, 3.0])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("piece", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
-def test_pieces_are_the_whole(
+@pytest.mark.parametrize("chunk", [1, 3 * V, 7 * V + 1, 22 * V, 2**25])
+def test_chunks_are_the_whole(
     batch,
     dtype: torch.dtype,
-    piece: int,
+    chunk: int,
     label_smoothing: float,
     logit_softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the size of a piece: one target, some that do not divide the targets, all."""
-    cut_pieces(monkeypatch, piece)
+    """For any size of a chunk: one target, several that do not divide the targets, all."""
+    set_chunk_size(monkeypatch, chunk)
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     found, expected = (
         loss_and_gradients(
@@ -142,7 +142,7 @@ def test_pieces_are_the_whole(
 
 
 def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_pieces(monkeypatch, 4 * V)
+    set_chunk_size(monkeypatch, 4 * V)
     low = [tensor.detach().to(torch.bfloat16) for tensor in batch[:2]]
     targets = shift_labels(batch[2])
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
@@ -153,14 +153,14 @@ def test_bf16_gradients_are_no_further_from_fp64_than_the_plain_ones(batch, monk
 
 
 def test_many_targets_in_bf16_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 targets four wait at a time, and what comes out is no further from fp64 than one product."""
-    cut_pieces(monkeypatch, 4 * V)
-    monkeypatch.setattr(logit_pieces, "WAITING", 0)
+    """With four of 50 targets per product, the gradient is as close to fp64 as that of one product."""
+    set_chunk_size(monkeypatch, 4 * V)
+    monkeypatch.setattr(logit_chunks, "WAITING", 0)
     generator = torch.Generator().manual_seed(1)
     hidden_states, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 50, 8), (V, 8)))
     low = [tensor.to(torch.bfloat16) for tensor in (hidden_states, weight)]
     targets = torch.randint(V, (1, 50), generator=generator)
-    assert logit_pieces.count_waiting(50, 8, V) == 4
+    assert logit_chunks.count_waiting(50, 8, V) == 4
     ours, plain = (loss_and_gradients(function, *low, targets) for function in (causal_lm_loss, plain_loss))
     exact = loss_and_gradients(plain_loss, *(tensor.double() for tensor in low), targets)
     for index in (1, 2):
@@ -188,7 +188,7 @@ def test_fp16_makes_its_logits_at_once(batch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) -> None:
-    """`LabelSmoother`, which takes labels that are not shifted, and means over targets."""
+    """`LabelSmoother` takes labels that are not shifted, and a mean over targets."""
     hidden_states, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in batch[:2])
     labels, smoother = batch[2], LabelSmoother(epsilon=0.3)
     expected = smoother({"logits": F.linear(hidden_states, weight)}, labels, shift_labels=True)
@@ -201,8 +201,8 @@ def test_smoothed_labels_are_those_of_hugging_face(batch, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the plain loss, whatever was smoothed in training; of equal logits the first token counts."""
-    cut_pieces(monkeypatch, 3 * V)
+    """In addition to the plain loss, without smoothing; of equal logits the first token counts."""
+    set_chunk_size(monkeypatch, 3 * V)
     hidden_states, weight, labels = (*(tensor.detach().to(dtype) for tensor in batch[:2]), batch[2])
     weight[30] = weight[3]  # never the first
     best = F.linear(hidden_states, weight)[:, :-1].argmax(-1)
@@ -213,19 +213,19 @@ def test_correct_tokens_are_counted_where_no_gradient_is_made(batch, dtype, monk
     targets = shift_labels(labels), torch.tensor(1.0)
     with torch.no_grad():
         losses = [each((hidden_states, weight), targets) for each in (loss, plain)]
-        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: counts for nothing
+        loss((hidden_states[:1], weight), (targets[0][:1], targets[1]))  # no target: not counted
     assert losses[0] == losses[1]
     expected = int((best == labels[:, 1:]).sum())
     assert 0 < expected < 22 and loss.take_totals().tolist() == [expected, 22]
     assert loss.take_totals() is None and plain.take_totals() is None
     loss((hidden_states, weight.requires_grad_()), targets)
-    assert loss.take_totals() is None  # of training
+    assert loss.take_totals() is None  # training does not count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden, vocabulary = 512, 64, 8000
-    cut_pieces(monkeypatch, tokens * vocabulary // 16)
+    set_chunk_size(monkeypatch, tokens * vocabulary // 16)
     states, weight = torch.randn(1, tokens, hidden, dtype=dtype), torch.randn(vocabulary, hidden, dtype=dtype)
     targets = torch.randint(vocabulary, (1, tokens))
     peaks = []
@@ -236,29 +236,29 @@ def test_the_peak_is_less_than_a_third(dtype: torch.dtype, monkeypatch: pytest.M
     assert peaks[0] < peaks[1] / 3
 
 
-def test_evaluation_keeps_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_keeps_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden, vocabulary = 512, 16, 2000
-    piece = tokens * vocabulary // 16
-    cut_pieces(monkeypatch, piece)
+    chunk = tokens * vocabulary // 16
+    set_chunk_size(monkeypatch, chunk)
     states, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, tokens, hidden), (vocabulary, hidden)))
     with torch.no_grad(), AllocationPeak() as counter:
         loss = causal_lm_loss((states, weight), (torch.randint(vocabulary, (1, tokens)), torch.tensor(22.0)))
     assert loss.grad_fn is None
-    assert counter.peak < 4 * (3 * piece + 3 * states.numel() + weight.numel())
+    assert counter.peak < 4 * (3 * chunk + 3 * states.numel() + weight.numel())
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256, 151_936, 256_000, 262_144])
-def test_a_piece_is_made_of_tiles(vocabulary: int) -> None:
-    """Of 128 rows, the last piece aside: what a matrix product on tensor cores works in."""
+def test_a_chunk_is_made_of_tiles(vocabulary: int) -> None:
+    """Chunks but the last are tiles of 128 rows, those of matrix products on tensor cores."""
     hidden, weight = torch.empty(5000, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
-    *pieces, last = list_pieces(hidden, weight, None)
-    assert pieces and last.stop >= 5000
-    assert all((piece.stop - piece.start) % 128 == 0 for piece in (*pieces, last))
-    assert all((piece.stop - piece.start) * vocabulary <= PIECE for piece in pieces)
+    *chunks, last = list_chunks(hidden, weight, None)
+    assert chunks and last.stop >= 5000
+    assert all((chunk.stop - chunk.start) % 128 == 0 for chunk in (*chunks, last))
+    assert all((chunk.stop - chunk.start) * vocabulary <= CHUNK_LOGITS for chunk in chunks)
 
 
 def test_known_indices_are_taken(batch) -> None:
-    """Some of the targets, so that a loss which looks for them itself is seen."""
+    """Given only some of the targets, so that a loss that searches for them itself differs."""
     hidden_states, weight, labels = batch
     targets = shift_labels(labels)
     some = find_targets(targets)[::2]

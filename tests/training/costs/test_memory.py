@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.configs import build_config
-from support.logit_pieces import cut_pieces
+from support.logit_chunks import set_chunk_size
 
 from benchmarks.allocation import AllocationPeak
-from models.losses import logit_chunks as logit_pieces
+from models.losses import logit_chunks
 from models.losses.cross_entropy import causal_lm_loss
-from models.losses.logit_chunks import PIECE
+from models.losses.logit_chunks import CHUNK_LOGITS
 from training.config.schema import CheckpointMode, Device, Precision
 from training.cost_terms import loss as levers_loss
 from training.cost_terms.cost_term import PlannedRun, Stage
@@ -235,8 +235,8 @@ def test_only_the_last_stage_makes_logits() -> None:
 def test_the_loss_makes_its_logits_in_pieces() -> None:
     many, vocabulary = 4096, 128_000
     sizes = many, vocabulary, 4096
-    assert compute_loss_bytes(*sizes, Precision.bf16) == 2 * many * vocabulary + 10 * PIECE
-    assert compute_loss_bytes(*sizes, Precision.fp32) == 8 * PIECE
+    assert compute_loss_bytes(*sizes, Precision.bf16) == 2 * many * vocabulary + 10 * CHUNK_LOGITS
+    assert compute_loss_bytes(*sizes, Precision.fp32) == 8 * CHUNK_LOGITS
     assert compute_loss_bytes(*sizes, Precision.fp16) == 12 * many * vocabulary
     assert compute_loss_bytes(10, 10, 4096, Precision.fp32) == 800
 
@@ -245,7 +245,7 @@ def test_of_many_targets_the_loss_sums_the_gradient_of_the_head() -> None:
     """As much for 128k tokens as for 16k: four pieces of 256 targets wait, beside a sum in fp32."""
     vocabulary, hidden_size = 128_000, 4096
     needed = [compute_loss_bytes(many, vocabulary, hidden_size, Precision.bf16) for many in (2**14, 2**17)]
-    assert needed == [12 * PIECE + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
+    assert needed == [12 * CHUNK_LOGITS + 2 * 1024 * vocabulary + 4 * vocabulary * hidden_size] * 2
     assert needed[0] < 2 * 2**14 * vocabulary
 
 
@@ -260,9 +260,9 @@ def test_the_peak_is_the_larger_of_backward_pass_and_step() -> None:
 def test_what_the_loss_of_many_targets_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what goes in, the gradients that come out included."""
     tokens, hidden_size, vocabulary = 2048, 128, 3000
-    cut_pieces(monkeypatch, 32 * vocabulary)
-    monkeypatch.setattr(levers_loss, "PIECE", 32 * vocabulary)
-    monkeypatch.setattr(logit_pieces, "WAITING", 0)
+    set_chunk_size(monkeypatch, 32 * vocabulary)
+    monkeypatch.setattr(levers_loss, "CHUNK_LOGITS", 32 * vocabulary)
+    monkeypatch.setattr(logit_chunks, "WAITING", 0)
     states, weight = (
         torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
         for shape in ((1, tokens, hidden_size), (vocabulary, hidden_size))

@@ -123,7 +123,7 @@ class Careless(PadRight):
         (
             "targets",
             "data.collator my.Careless: 0 targets in a micro-batch that had 2; "
-            "which tokens carry loss is for the encoder to say",
+            "the encoder decides which tokens carry loss",
         ),
     ],
 )

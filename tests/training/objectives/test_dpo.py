@@ -130,8 +130,8 @@ def find_references(tmp_path: Path) -> list[Path]:
 def test_a_run_learns_and_continues_at_another_layout(
     run, root: Path, tmp_path: Path, saved: str, resumed: str, stops: bool
 ) -> None:
-    """Also without the reference's log-probabilities, which are then computed again by the model that the run has
-    started from. stops: from a run that was stopped, else from the middle of the whole one."""
+    """Also without the reference's log-probabilities, which are then computed again by the initial model. stops:
+    continue a run that was stopped, else one from the middle of the whole run."""
     whole, begun = run("whole", saved, "save_steps=3"), "whole"
     (file,) = find_references(tmp_path)
     reference, written = np.load(file), file.stat().st_mtime_ns
@@ -167,7 +167,7 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_other_weights_are_another_reference(run, root: Path, tmp_path: Path) -> None:
-    """A file says by its name which model computed it: one that changes in place is noticed."""
+    """A file's name identifies the model that computed it: a model that changes in place is noticed."""
     quick = ("max_steps=1", "eval_file=null", "eval_on_start=false")
     run("first", "pp1", *quick)
     model = tmp_path / "model"

@@ -67,10 +67,10 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
 
 
 class Answers:
-    """The samples of a case as the paper has them: prompts, answers, labels."""
+    """The samples of a case in the paper's terms: prompts, answers, labels."""
 
     def __init__(self, case: Case, reference: torch.nn.Module, num_samples: int | None = None) -> None:
-        """num_samples: of the file, where there are several; it is then the beginning of the training file."""
+        """num_samples: those of the file where there are several; it is then the beginning of the training file."""
         dataset = find_dataset(case.workdir, num_samples)
         self.rows = []
         for i in range(len(dataset)):
@@ -102,7 +102,7 @@ class Answers:
 def compute_terms(
     config: Any, answers: Answers, policy: torch.nn.Module, ids: list[int]
 ) -> tuple[Iterator[tuple[torch.Tensor, float]], float]:
-    """(loss, ratio) of each sample, one after the other as they are asked for, and z0."""
+    """Return a lazy iterator of (loss, ratio) of each sample, and z0."""
     with torch.no_grad():
         kl = max(0.0, float(np.mean([answers.compute_ratio(policy, i, mismatched=True).item() for i in ids])))
 
@@ -141,7 +141,7 @@ def train_oracle(
 
 def check_equal(result: dict[str, Any], oracle: dict[str, Any], first_metrics: int = 1) -> None:
     """first_metrics: see `objective_runs.check_equal`."""
-    assert min(metrics["kl"] for metrics in oracle["metrics"][1:]) > 0.1  # it is not the 0 that it may not be below
+    assert min(metrics["kl"] for metrics in oracle["metrics"][1:]) > 0.1  # z0 is not clamped at 0
     objective_runs.check_equal(result, oracle, first_metrics)
 
 
@@ -230,7 +230,7 @@ def test_a_run_learns_and_continues_at_another_layout(
 
 
 def evaluate_oracle(case: Case, folder: Path, num_samples: int) -> dict[str, float]:
-    """Of the model in `folder`."""
+    """Evaluate the model in `folder`."""
     answers, ids = Answers(case, load_model(case.model), num_samples), list(range(num_samples))
     with torch.no_grad():
         terms, kl = compute_terms(case.config(), answers, load_model(folder), ids)
@@ -247,8 +247,8 @@ def test_each_evaluation_file_has_its_own_reference_point(run, root: Path, tmp_p
     found, means = lines[-1], []
     for name, num_samples in (("whole", NUM_SAMPLES), ("part", 5)):
         expected = evaluate_oracle(case, tmp_path / "named" / "hf", num_samples)
-        of_file = {key: found[key.replace("eval_", f"eval_{name}_", 1)] for key in expected}
-        assert of_file == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        file_metrics = {key: found[key.replace("eval_", f"eval_{name}_", 1)] for key in expected}
+        assert file_metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
         means.append((expected["eval_loss"], num_samples, expected["eval_kl"]))
     assert means[0][2] != pytest.approx(means[1][2], rel=0.1) and max(means[0][2], means[1][2]) > 0.1
     whole = sum(loss * number for loss, number, _ in means) / (NUM_SAMPLES + 5)
@@ -256,8 +256,8 @@ def test_each_evaluation_file_has_its_own_reference_point(run, root: Path, tmp_p
 
 
 @pytest.mark.full
-def test_what_is_not_trained_on_is_not_compared_with(run, root: Path, tmp_path: Path) -> None:
-    """Steps of `skip_data_intervals` have no reference point either."""
+def test_skipped_steps_have_no_reference_point(run, root: Path, tmp_path: Path) -> None:
+    """Steps of `skip_data_intervals` are not scored by the first pass."""
     keys = ("skip_data_intervals=[[2,2]]", "optimizer=sgd", "learning_rate=0.2", "max_grad_norm=1.0", "max_steps=4")
     constant = ("lr_scheduler_type=constant", "warmup_ratio=0", "eval_file=null", "eval_on_start=false")
     lines = run("skipped", "pp2", *keys, *constant)

@@ -92,7 +92,7 @@ def test_token_accuracy_can_be_turned_off(run) -> None:
     assert "eval_token_accuracy" not in read_metrics(run("run", 1, 1, "eval_token_accuracy=false"))[-1]
 
 
-def test_smoothing_is_a_part_of_what_a_run_keeps_and_of_these_objectives_alone() -> None:
+def test_smoothing_must_be_kept_and_is_for_next_token_objectives_only() -> None:
     assert "label_smoothing" not in describe_objective(build_config())
     assert describe_objective(build_config(SMOOTHED))["label_smoothing"] == "0.2"
     check_objective(build_config(SMOOTHED, "data=pretrain"))

@@ -25,7 +25,7 @@ from support.pair_runs import FORMULAS, evaluate_oracle, train_oracle
 from support.workers import WorkerError, WorkerGroup
 
 TASKS = tuple(name for name in FORMULAS if name != "dpo")
-# Each away from its default
+# Each differs from its default
 KEYS = {
     "orpo": ("orpo.beta=0.7",),
     "simpo": ("simpo.beta=1.5", "simpo.gamma=0.8"),
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False) -> Case:
-    """overrides: with the task."""
+    """overrides: include the task."""
     given = ("data=preference", "micro_batch_size=1", "learning_rate=0.02", *overrides)
     return objective_runs.build_case(root, workdir, layout, *given, tied=tied)
 

@@ -1,5 +1,4 @@
-"""The table of objectives: which one a run has, what is refused, and that a new one is a class and a line in the
-table."""
+"""The table of objectives: the lookup, what is refused, and that a new one is a class and a line in the table."""
 
 from __future__ import annotations
 
@@ -21,16 +20,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from data.encoders.kinds import KINDS
 from data.storage.tokenized import TokenizedDataset
 from errors import UserError
-from models.losses.cpo import CPOFormula
 from models.losses.cross_entropy import Loss, build_loss
-from models.losses.dpo import DPOFormula
 from models.losses.options import DPOLossType
-from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import PairFormula, WithNLL
-from models.losses.simpo import SimPOFormula
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig, to_typed
+from training.objectives.cpo import CPOFormula
+from training.objectives.dpo import DPOFormula
 from training.objectives.objective import Objective
+from training.objectives.orpo import OddsRatioFormula
 from training.objectives.preference import PreferenceObjective
 from training.objectives.registry import (
     OBJECTIVES,
@@ -39,6 +37,7 @@ from training.objectives.registry import (
     get_objective,
     is_trained_on,
 )
+from training.objectives.simpo import SimPOFormula
 from training.objectives.user_loss import build_run_loss
 from training.planner.plan import Plan
 from training.planner.run import plan_run
@@ -65,11 +64,11 @@ class CountedSteps:
 
 
 class ScaledCrossEntropy(Objective):
-    """An objective that the project does not have: cross entropy times a constant."""
+    """A new objective: cross entropy times a constant."""
 
     name = "scaled"
     data_kinds = ("sft",)
-    remakes_logits = True  # it does not, but the plan has to ask
+    remakes_logits = True  # it does not, but the plan must read this
 
     def describe(self, config: RunConfig) -> dict[str, str]:
         return {"scale": f"{SCALE:g}"}
@@ -90,7 +89,7 @@ class ScaledCrossEntropy(Objective):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The table with its one new line."""
+    """Add the new objective to the table."""
     OBJECTIVES[ScaledCrossEntropy.name] = ScaledCrossEntropy()
     try:
         yield
@@ -105,7 +104,7 @@ def new_objective() -> Iterator[None]:
 
 
 def train_scaled(case: Case) -> None:
-    """A whole run on this rank, with the new objective."""
+    """Run training on this rank with the new objective."""
     with registered():
         train_run(case)
 
@@ -146,11 +145,11 @@ def test_a_new_objective_is_trained_evaluated_and_reported_through_pipeline_stag
 
 @pytest.fixture(scope="module")
 def usual() -> RunConfig:
-    """Of which `set_keys` changes copies, faster than Hydra composes."""
+    """The default config; `set_keys` changes copies, which is faster than composing."""
     return build_config()
 
 
-def test_messages_know_a_new_objective(new_objective: None) -> None:
+def test_messages_name_a_new_objective(new_objective: None) -> None:
     config = build_config("task=scaled")
     check_objective(config)
     assert describe_objective(config) == {"scale": "3", "task": "scaled"}
@@ -171,8 +170,8 @@ def build_small_plan(*overrides: str) -> Plan:
     return plan_config(config)
 
 
-def test_the_plan_asks_a_new_objective(new_objective: None) -> None:
-    """Its logits are made again in the backward pass, its rows are those of the usual one."""
+def test_the_plan_reads_a_new_objective(new_objective: None) -> None:
+    """Its logits are computed again in the backward pass; its rows are those of cross entropy."""
     usual, scaled = build_small_plan(), build_small_plan("task=scaled")
     assert scaled.stages[-1].backward_flops > usual.stages[-1].backward_flops
     assert scaled.stages[0].backward_flops == usual.stages[0].backward_flops
@@ -185,7 +184,7 @@ def test_the_plan_counts_a_forward_pass_before_each_step() -> None:
     assert [stage.backward_flops for stage in kto.stages] == [stage.backward_flops for stage in dpo.stages]
 
 
-def test_a_plan_refuses_a_task_that_is_not_there() -> None:
+def test_a_plan_refuses_an_unknown_task() -> None:
     with pytest.raises(UserError, match="task=scaled: must be one of .*dpo, .*pretrain, .*sft"):
         next(plan_run(build_config("task=scaled", "plan=true", "world_size=4")))
 
@@ -242,7 +241,7 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> 
         (("data=preference", "dpo.sft_coef=inf"), "dpo.sft_coef=inf: 0 or more; 0 turns it off"),
     ],
 )
-def test_what_preferences_do_not_go_with(usual: RunConfig, overrides: tuple[str, ...], message: str) -> None:
+def test_what_does_not_go_with_preferences(usual: RunConfig, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_objective(set_keys(usual, *overrides))
 
@@ -292,7 +291,7 @@ def test_every_key_of_a_preference_objective_reaches_its_formula(
     assert objective.needs_reference == formula.needs_reference
 
 
-def test_a_run_of_before_the_sft_term_continues(usual: RunConfig) -> None:
+def test_a_run_from_before_the_sft_term_continues(usual: RunConfig) -> None:
     assert describe_objective(set_keys(usual, "data=preference")) == {
         "dpo.beta": "0.1",
         "dpo.label_smoothing": "0",
@@ -302,6 +301,6 @@ def test_a_run_of_before_the_sft_term_continues(usual: RunConfig) -> None:
 
 @pytest.mark.parametrize("task", ["orpo", *(pytest.param(task, marks=pytest.mark.full) for task in ("simpo", "cpo"))])
 def test_the_plan_of_pairs_is_that_of_dpo(task: str) -> None:
-    """Two rows a pair, and logits that are made twice."""
+    """Two rows per pair, and logits that are computed twice."""
     plan, usual = (build_small_plan("data=preference", f"task={each}") for each in (task, "dpo"))
     assert plan.stages == usual.stages and plan.tokens_per_step == usual.tokens_per_step

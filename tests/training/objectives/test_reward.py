@@ -41,6 +41,7 @@ from support.objective_runs import (
 from support.pair_runs import REWARDS
 from support.tiny import save_llama, save_tokenizer
 from support.workers import WorkerError, WorkerGroup
+from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from data.storage.tokenized import TokenizedDataset
@@ -49,6 +50,7 @@ from models.architecture.lookup import build_layers
 from models.weights.reward import as_reward_model
 from models.weights.sources import open_weights
 from scripts.generate import load_model
+from training.objectives.reward import RewardLoss
 
 CENTERED = "reward.centering_coef=0.05"
 
@@ -64,7 +66,7 @@ def build_case(root: Path, workdir: Path, layout: str, *overrides: str, tied: bo
 
 
 def load_oracle(case: Case) -> PreTrainedModel:
-    """transformers' own class, with the head that the run draws."""
+    """Load transformers' own class, with the head that the run initializes."""
     config = case.config()
     source = as_reward_model(open_weights(config.model_name_or_path), config.seed)
     layers = build_layers(source.config)
@@ -79,7 +81,7 @@ def load_oracle(case: Case) -> PreTrainedModel:
 
 
 def compute_scores(model: torch.nn.Module, dataset: TokenizedDataset, pair: int) -> torch.Tensor:
-    """Of both answers, each by itself, [2]."""
+    """Return the scores of both answers, each computed alone, [2]."""
     rows = [torch.from_numpy(dataset.input_ids(i).astype("int64"))[None] for i in (2 * pair, 2 * pair + 1)]
     return torch.cat([model(row, use_cache=False).logits[0] for row in rows])
 
@@ -95,13 +97,13 @@ def summarize(scores: list[list[float]]) -> dict[str, float]:
 
 
 def train_oracle(case: Case, model: torch.nn.Module) -> dict[str, Any]:
-    """The same steps of SGD, pair by pair."""
+    """Run the same steps of SGD, pair by pair."""
     config, dataset = case.config(), find_dataset(case.workdir)
 
     def compute_step(ids: list[int]) -> tuple[Iterator[tuple[torch.Tensor, list[float]]], Summarize]:
         scores = (compute_scores(model, dataset, pair) for pair in ids)
         coefficient = config.reward.centering_coef
-        return ((compute_loss(of_pair, coefficient), of_pair.tolist()) for of_pair in scores), summarize
+        return ((compute_loss(pair_scores, coefficient), pair_scores.tolist()) for pair_scores in scores), summarize
 
     return objective_runs.train_oracle(case, model, compute_step, NUM_SAMPLES)
 
@@ -148,7 +150,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 def evaluate_folder(folder: Path, tmp_path: Path) -> dict[str, float]:
-    """By transformers, in one padded batch, as people use it."""
+    """Evaluate the export by transformers, in one padded batch, as users do."""
     model, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -190,7 +192,7 @@ def test_a_run_learns_continues_at_another_layout_and_is_exported(
 
 @pytest.mark.full
 def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path, tmp_path: Path) -> None:
-    """Also by the converter, both ways; its head is read, not drawn."""
+    """Also by the converter, in both directions; the head is loaded, not initialized."""
     first = run("first", "pp1", "max_steps=2")
     hf, pipeline, back = tmp_path / "first" / "hf", tmp_path / "pipeline", tmp_path / "back"
     for arguments in ((hf, pipeline), (pipeline, back, "--to_hf")):
@@ -198,7 +200,7 @@ def test_an_exported_model_is_converted_evaluated_and_trained_on(run, root: Path
         command = [sys.executable, "convert2ckpt.py", "--model_name_or_path", source, "--output_dir", target, *flags]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert evaluate_folder(back, tmp_path) == evaluate_folder(hf, tmp_path)
-    for name, folder in (("of_hf", hf), ("of_pipeline", pipeline)):
+    for name, folder in (("from_hf", hf), ("from_pipeline", pipeline)):
         run(name, "pp2", "evaluate_only=true", f"model_name_or_path={folder}")
         evaluation = json.loads((tmp_path / name / "evaluation.json").read_text())
         assert evaluation["eval_rewards_margin"] == pytest.approx(first[-1]["eval_rewards_margin"], rel=BOUND)
@@ -228,3 +230,21 @@ def test_another_loss_is_named_by_a_resume(run, tmp_path: Path) -> None:
     run("begun", "pp1", "stop_after_steps=1")
     with pytest.raises(WorkerError, match="reward.centering_coef was 0, is 0.1. Give the same"):
         run("other", "pp1", f"resume={tmp_path}/begun/checkpoints", "reward.centering_coef=0.1")
+
+
+@pytest.mark.parametrize("centering_coef", [0.0, 0.3])
+def test_the_loss_equals_its_formula(centering_coef: float) -> None:
+    """The last pair fills the batch, with scores that are not finite."""
+    scores = torch.tensor([1.0, -2.0, 0.5, 0.7, torch.inf, torch.nan], requires_grad=True)
+    lengths = torch.tensor([2, 1, 2, 2, 0, 0])
+    loss = RewardLoss(centering_coef)
+    found = loss((scores, lengths), (torch.zeros(6, 2), torch.tensor(2.0)))
+    differences, sums = torch.tensor([3.0, -0.2]), torch.tensor([-1.0, 1.2])
+    expected = (-F.logsigmoid(differences) + centering_coef * sums.square()).sum() / 2
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found, scores)
+    assert gradient.isfinite().all() and gradient[4:].eq(0).all() and gradient[:4].ne(0).all()
+    totals = loss.take_totals()
+    assert totals is not None and totals[1].tolist() == [2, 2, 2, 2]
+    torch.testing.assert_close(totals[0].float(), torch.tensor([1.5, -1.3, 2.8, 1.0]))
+    assert loss.take_totals() is None

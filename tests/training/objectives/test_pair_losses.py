@@ -14,13 +14,13 @@ from transformers import Gemma2Config, LlamaConfig
 
 from benchmarks.allocation import AllocationPeak
 from data.collator import shift_labels
-from models.losses.cpo import CPOFormula
-from models.losses.dpo import DPOFormula, RowScore
 from models.losses.options import DPOLossType
-from models.losses.orpo import OddsRatioFormula
 from models.losses.pairs import REWARDS, PairFormula, PairLoss, Pairs, WithNLL
-from models.losses.simpo import SimPOFormula
-from tests.support.logit_pieces import cut_pieces
+from tests.support.logit_chunks import set_chunk_size
+from training.objectives.cpo import CPOFormula
+from training.objectives.dpo import DPOFormula, RowScore
+from training.objectives.orpo import OddsRatioFormula
+from training.objectives.simpo import SimPOFormula
 
 R, T, D, V = 6, 12, 16, 40  # rows: three pairs; sequence, hidden, vocabulary
 BETA, GAMMA = 0.7, 0.4
@@ -53,7 +53,7 @@ def compute_sums(
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a pair's answers: log-probabilities, numbers of tokens, log-probabilities by the reference."""
+    """Log-probabilities, numbers of tokens and the reference's log-probabilities of the answers of pairs."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -84,9 +84,9 @@ def expect_dpo(loss_type: str, smoothing: float, sums: Sums) -> Expected:
 def expect_orpo(sums: Sums) -> Expected:
     chosen, rejected = sums.chosen / sums.num_chosen, sums.rejected / sums.num_rejected
     odds = [torch.exp(mean) / (1 - torch.exp(mean)) for mean in (chosen, rejected)]
-    of_ratio = torch.log(1 + odds[1] / odds[0])  # -log sigmoid(log(a / b)) = log(1 + b / a)
-    reported = {"log_odds_ratio": torch.log(odds[0] / odds[1]), "odds_ratio_loss": of_ratio, "nll_loss": -chosen}
-    return -chosen + BETA * of_ratio, BETA * chosen, BETA * rejected, reported
+    ratio_loss = torch.log(1 + odds[1] / odds[0])  # -log sigmoid(log(a / b)) = log(1 + b / a)
+    reported = {"log_odds_ratio": torch.log(odds[0] / odds[1]), "odds_ratio_loss": ratio_loss, "nll_loss": -chosen}
+    return -chosen + BETA * ratio_loss, BETA * chosen, BETA * rejected, reported
 
 
 def expect_simpo(sums: Sums) -> Expected:
@@ -100,7 +100,7 @@ def expect_cpo(alpha: float, per_token: bool, sums: Sums) -> Expected:
     return loss, BETA * sums.chosen, BETA * sums.rejected, {"nll_loss": nll}
 
 
-def expect_sft_beside(sums: Sums) -> Expected:
+def expect_dpo_and_sft(sums: Sums) -> Expected:
     loss, *rewards, reported = expect_dpo("sigmoid", 0.0, sums)
     nll = -sums.chosen / sums.num_chosen
     return loss + 0.3 * nll, *rewards, {**reported, "nll_loss": nll}
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[PairFormula, Callable[[Sums], Expected]]] = {
     "dpo robust": (build_dpo("robust", 0.1), partial(expect_dpo, "robust", 0.1)),
     "ipo": (build_dpo("ipo"), partial(expect_dpo, "ipo", 0.0)),
     "hinge": (build_dpo("hinge"), partial(expect_dpo, "hinge", 0.0)),
-    "dpo and sft": (WithNLL(build_dpo(), 0.3), expect_sft_beside),
+    "dpo and sft": (WithNLL(build_dpo(), 0.3), expect_dpo_and_sft),
     "orpo": (WithNLL(OddsRatioFormula(BETA), 1.0), expect_orpo),
     "simpo": (SimPOFormula(BETA, GAMMA), expect_simpo),
     "cpo": (WithNLL(CPOFormula(BETA), 0.5), partial(expect_cpo, 0.5, True)),
@@ -129,17 +129,17 @@ def add_reference(formula: PairFormula, target_ids: torch.Tensor, reference: tor
     return (target_ids, reference) if formula.needs_reference else (target_ids,)
 
 
-@pytest.mark.parametrize("piece", [2**25, 3 * V], ids=["one-piece", "pieces"])
+@pytest.mark.parametrize("chunk", [2**25, 3 * V], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("config", [CONFIG, CAPPED], ids=["plain", "capped"])
 @FORMULAS
 def test_loss_gradient_and_metrics(
-    batch: tuple[torch.Tensor, ...], name: str, config: object, piece: int, monkeypatch: pytest.MonkeyPatch
+    batch: tuple[torch.Tensor, ...], name: str, config: object, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_pieces(monkeypatch, piece)
+    set_chunk_size(monkeypatch, chunk)
     (formula, expect), (hidden_states, weight, target_ids, reference) = CASES[name], batch
     sums = compute_sums(hidden_states, weight, target_ids, getattr(config, "final_logit_softcapping", None))
     lengths = (target_ids != -100).sum(dim=1)
-    by_answer = [part for of_rows in (sums, lengths, reference) for part in (of_rows[::2], of_rows[1::2])]
+    by_answer = [part for rows in (sums, lengths, reference) for part in (rows[::2], rows[1::2])]
     losses, chosen, rejected, reported = expect(Sums(*by_answer))
     expected = losses.sum() / 2
     expected_gradients = torch.autograd.grad(expected, (hidden_states, weight), retain_graph=True)
@@ -168,7 +168,7 @@ def test_the_score_of_a_row(batch: tuple[torch.Tensor, ...], config: object) -> 
 
 
 @FORMULAS
-def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ...], name: str) -> None:
+def test_a_pair_without_targets_is_not_counted(batch: tuple[torch.Tensor, ...], name: str) -> None:
     (formula, _), (hidden_states, weight, target_ids, reference) = CASES[name], batch
     expected, filled = PairLoss(CONFIG, formula), PairLoss(CONFIG, formula)
     targets = add_reference(formula, target_ids[:4], reference[:4])
@@ -183,10 +183,10 @@ def test_a_pair_without_targets_counts_for_nothing(batch: tuple[torch.Tensor, ..
 
 
 def test_the_odds_of_answers_that_are_nearly_certain_are_finite() -> None:
-    """In fp32 their log-probability is 0, and 1 - P, by which the odds divide, too."""
-    of_answers = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    terms = OddsRatioFormula(BETA)(Pairs(of_answers, torch.ones_like(of_answers)))
-    (gradient,) = torch.autograd.grad(terms.losses.sum(), of_answers)
+    """In fp32 their log-probability is 0, and so is 1 - P, the divisor of the odds."""
+    log_probabilities = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    terms = OddsRatioFormula(BETA)(Pairs(log_probabilities, torch.ones_like(log_probabilities)))
+    (gradient,) = torch.autograd.grad(terms.losses.sum(), log_probabilities)
     assert terms.losses.isfinite().all() and gradient.isfinite().all()
     assert terms.losses[0] < 1e-6 < 1 < terms.losses[1]
 
@@ -204,8 +204,8 @@ def test_where_policy_and_reference_agree_the_loss_is_log_2(batch: tuple[torch.T
 def test_the_gradient_in_16_bits_is_rounded_once(
     batch: tuple[torch.Tensor, ...], name: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """scale: of the loss, in fp16. Parts of its gradient are below what fp16 can hold without it."""
-    cut_pieces(monkeypatch, 3 * V)
+    """scale: the loss scale in fp16, without which parts of the gradient underflow."""
+    set_chunk_size(monkeypatch, 3 * V)
     formula = CASES[name][0]
     hidden_states, weight = (tensor.detach().to(dtype) for tensor in batch[:2])
     targets = (*add_reference(formula, batch[2], batch[3]), torch.tensor(3e4))
@@ -228,9 +228,9 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(batch: tuple[torch.Tensor
     torch.testing.assert_close(gradient, torch.autograd.grad(whole, hidden_states)[0], rtol=1e-12, atol=0)
 
 
-def test_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, length, vocabulary = 2, 513, 4000
-    cut_pieces(monkeypatch, 16 * vocabulary)
+    set_chunk_size(monkeypatch, 16 * vocabulary)
     inputs = [torch.randn(rows, length, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)]
     target_ids = torch.randint(vocabulary, (rows, length))
     with AllocationPeak() as peak:
