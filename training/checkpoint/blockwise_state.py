@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.optim.pieces import split_flat
+from training.optim.chunks import split_flat
 from training.optim.state_kinds import BLOCK_SIZE, count_blocks
 
 SCALE_MARK = "+"  # in the kind of scales, in front of the phase

@@ -121,7 +121,7 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
         if kinds - {WEIGHT}:
             state = _make_state(partition, kinds, scalars, step_dir)
             engine.restore_state(number, state)
-            for name in _names_of(partition.declared, StateKind.blockwise, state):
+            for name in _list_names(partition.declared, StateKind.blockwise, state):
                 kept = partition.declared[name]
                 restores[number, name] = BlockRestore(
                     state[name], state[kept.scales], state[kept.table], scales_name=kept.scales
@@ -192,9 +192,9 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         states: dict[str, torch.Tensor | BlockRun] = {
             WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)
         }
-        for kind in _names_of(partition.declared, StateKind.elementwise, partition.state):
+        for kind in _list_names(partition.declared, StateKind.elementwise, partition.state):
             states[kind] = partition.state[kind].narrow(0, held.start, held.length)
-        for kind in _names_of(partition.declared, StateKind.blockwise, partition.state):
+        for kind in _list_names(partition.declared, StateKind.blockwise, partition.state):
             whole = BlockRun(partition.state[kind], partition.state[partition.declared[kind].scales], phase=0)
             states[kind] = whole.narrow(held.start, held.length)
         owned = engine.saves_state and placement.is_saved_by(engine.rank)
@@ -208,12 +208,12 @@ def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for partition in engine.list_partitions():
         for kind in (StateKind.scalar, StateKind.number):
-            names = _names_of(partition.declared, kind, partition.state)
+            names = _list_names(partition.declared, kind, partition.state)
             scalars |= {name: partition.state[name] for name in names}
     return scalars | engine.read_loss_scaler()
 
 
-def _names_of(declared: DeclaredState, kind: StateKind, state: Mapping[str, Any]) -> list[str]:
+def _list_names(declared: DeclaredState, kind: StateKind, state: Mapping[str, Any]) -> list[str]:
     """What there is of one kind in a state; nothing before the optimizer's first step."""
     return [name for name, kept in declared.items() if kept.kind is kind and name in state]
 

@@ -58,7 +58,7 @@ class RunFolder:
                     "output_dir, or move the weights"
                 )
 
-    def take(self) -> None:
+    def acquire_lock(self) -> None:
         """Makes the folder this process's own until `release`. Main rank only.
 
         The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run
@@ -79,7 +79,7 @@ class RunFolder:
             shutil.rmtree(export, ignore_errors=True)
         self.metrics.unlink(missing_ok=True)
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         if self._lock is not None:
             self._lock.release()
 

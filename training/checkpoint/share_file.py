@@ -28,7 +28,7 @@ class ShareFile:
     @property
     def copy_nbytes(self) -> int:
         """What a copy takes of the host's memory."""
-        return sum(pinned_bytes(t.nbytes) if _is_on_card(t) else t.nbytes for t in self.tensors.values())
+        return sum(pinned_bytes(t.nbytes) if _is_on_gpu(t) else t.nbytes for t in self.tensors.values())
 
     def copy(self, before: ShareFile | None) -> ShareFile:
         """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs
@@ -43,13 +43,13 @@ class ShareFile:
         return ShareFile(self.name, copies, is_copy=True)
 
 
-def _is_on_card(tensor: torch.Tensor) -> bool:
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """From a card into pinned memory, since a copy into any other is slow and waits for each tensor."""
-    if not _is_on_card(tensor):
+    if not _is_on_gpu(tensor):
         return tensor.to("cpu", copy=True)
     return _allocate_pinned(tensor).copy_(tensor, non_blocking=True)
 

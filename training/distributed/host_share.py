@@ -20,7 +20,7 @@ def set_allocator_defaults() -> None:
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
-def may_share_cards(visible_devices_variables: Sequence[str]) -> bool:
+def may_share_gpus(visible_devices_variables: Sequence[str]) -> bool:
     """Whether a rank may take a card whose number is not its own: `srun --gpus-per-task=1` and scripts that start ranks
     one by one let each see its own card alone, which is number 0 for all of them; and ranks with an `NCCL_HOSTID` each
     are let through by NCCL, several on one card.
@@ -33,10 +33,10 @@ def may_share_cards(visible_devices_variables: Sequence[str]) -> bool:
     return "NCCL_HOSTID" in os.environ or sees_its_own
 
 
-def choose_card(local_rank: int, local_size: int, device_count: int, may_share: bool = False) -> int:
+def choose_gpu(local_rank: int, local_size: int, device_count: int, may_share: bool = False) -> int:
     """The number of this rank's card among the `device_count` that it sees.
 
-    may_share: see `may_share_cards`. Raises UserError, on all ranks of the host, when there are fewer cards than ranks.
+    may_share: see `may_share_gpus`. Raises UserError, on all ranks of the host, when there are fewer cards than ranks.
     """
     if max(local_rank + 1, local_size) <= device_count:
         return local_rank

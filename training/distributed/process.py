@@ -60,8 +60,8 @@ def find_device(ranks: Ranks) -> int | None:
     if not has_accelerator():
         return None
     accelerator = get_accelerator()
-    may_share = host_share.may_share_cards(accelerator.visible_devices_envs())
-    return host_share.choose_card(ranks.local_rank, ranks.local_size, accelerator.device_count(), may_share)
+    may_share = host_share.may_share_gpus(accelerator.visible_devices_envs())
+    return host_share.choose_gpu(ranks.local_rank, ranks.local_size, accelerator.device_count(), may_share)
 
 
 def take_device(ranks: Ranks) -> None:

@@ -232,7 +232,7 @@ def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path, count: i
             os.read(ready, 1)  # all at once: the pipe's end closes
             folder = RunFolder(out)
             try:
-                folder.take()
+                folder.acquire_lock()
             except UserError as error:
                 assert "is in use by another run" in str(error)
                 raise

@@ -15,10 +15,10 @@ import torch
 from errors import UserError
 from training.distributed import process
 from training.distributed.host_share import (
-    choose_card,
+    choose_gpu,
     count_threads,
     has_chosen_threads,
-    may_share_cards,
+    may_share_gpus,
     read_cores_per_task,
     set_allocator_defaults,
 )
@@ -50,7 +50,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_each_rank_takes_a_card(
     local_rank: int, local_size: int, device_count: int, may_share: bool, card: int
 ) -> None:
-    assert choose_card(local_rank, local_size, device_count, may_share) == card
+    assert choose_gpu(local_rank, local_size, device_count, may_share) == card
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_fewer_cards_than_ranks_is_one_line_on_each_of_them(
         f"{local_size} ranks were started on this host, and {device_count} GPUs are visible; .*DS_ACCELERATOR=cpu"
     )
     with pytest.raises(UserError, match=expected):
-        choose_card(local_rank, local_size, device_count, may_share)
+        choose_gpu(local_rank, local_size, device_count, may_share)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_fewer_cards_than_ranks_is_one_line_on_each_of_them(
 )
 def test_a_card_is_shared_by_those_who_can(variables: dict[str, str], shares: bool, environ: dict[str, str]) -> None:
     environ |= variables
-    assert may_share_cards(OWN) == shares
-    assert may_share_cards(OTHERS) == ("NCCL_HOSTID" in variables)
+    assert may_share_gpus(OWN) == shares
+    assert may_share_gpus(OTHERS) == ("NCCL_HOSTID" in variables)
 
 
 class Accelerator:

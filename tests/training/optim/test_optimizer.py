@@ -155,15 +155,15 @@ class Listing(Counting):
 @pytest.mark.parametrize(
     ("target", "fields", "error"),
     [
-        ("torch.optim.Adafactor", {}, "Adafactor is not elementwise: ZeRO hands each rank a flat piece of the weights"),
+        ("torch.optim.Adafactor", {}, "Adafactor is not elementwise: ZeRO gives each rank a flat part of the weights"),
         (
             f"{__name__}.RowNormalized",
             {},
-            "and there it makes other steps than on whole weights; give an optimizer that",
+            "and on such a part it makes other steps than on whole weights; give an optimizer that",
         ),
-        (f"{__name__}.Listing", {}, r"for one it keeps history \(list\); give an optimizer"),
+        (f"{__name__}.Listing", {}, r"for such a part it keeps history \(list\); give an optimizer"),
         ("torch.optim.Adagrad", {}, "DeepSpeed makes torch.optim.Adagrad anew and drops its groups"),
-        (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a piece it fails \(KeyError"),
+        (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a part it fails \(KeyError"),
         ("torch.optim.Muon", {}, r"Muon does not take a step on matrices and vectors \(ValueError: Muon only supports"),
         ("torch.optim.LBFGS", {}, r"LBFGS does not take a step on matrices and vectors \(ValueError"),
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.config.validate import MAX_BF16_BETA
-from training.optim import pieces
+from training.optim import chunks
 from training.optim.lion import Lion
 from training.optim.rounded_adamw import RoundedAdamW
 
@@ -27,7 +27,7 @@ def run(build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> t
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 300)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 300)
 
 
 def round_state(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -28,7 +28,7 @@ from training.costs.hardware import Machine
 from training.costs.memory import HOST_BYTES_A_RANK
 from training.distributed.topology import build_layout
 from training.objectives.registry import get_objective
-from training.optim import pieces
+from training.optim import chunks
 from training.pipeline.partition import compute_bounds
 from training.pipeline.pass_times import time_passes
 from training.pipeline.schedules import build_schedule, schedule_layout
@@ -81,7 +81,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
         return built
 
     with (
-        patch.object(pieces, "PIECE", SMALL_BUCKET),
+        patch.object(chunks, "CHUNK_SIZE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(plain_engine, "build_deepspeed_config", build),
         patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
@@ -251,7 +251,7 @@ def compare_peaks(
 ) -> None:  # fmt: skip
     for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
         monkeypatch.setattr(f"training.cost_terms.model_states.{name}", bucket)
-    monkeypatch.setattr(pieces, "PIECE", SMALL_BUCKET)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
     monkeypatch.setattr("training.cost_terms.model_states.pinned_bytes", lambda nbytes: nbytes)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
