@@ -1,4 +1,4 @@
-"""Who may write into a run's folder, and files that are whole or not there."""
+"""Who may write into a run's folder, and files that are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_folder_in_use_is_refused_until_its_run_is_killed(tmp_path: Path) -> N
     with another_run(folder.path) as process:
         folder.write_completed({"step": 1})
         with pytest.raises(
-            UserError, match=f"output_dir={folder.path} is in use by another run .*; take another output_dir"
+            UserError, match=f"output_dir={folder.path} is in use by another run .*; give another output_dir"
         ):
             folder.acquire_lock()
         assert folder.completed.exists()  # nothing of the other run was touched
         process.send_signal(signal.SIGKILL)
         process.wait()
         folder.acquire_lock()
-    assert folder.read_completed() == {"step": 1}  # it may find that nothing is left to do
+    assert folder.read_completed() == {"step": 1}  # the run may find that it is complete
     folder.reopen()
     assert folder.read_completed() == {}
     folder.release_lock()

@@ -52,7 +52,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 def train_while_asked(case: Case, asked: dict[int, str]) -> None:
-    """On a rank: a run, and beside it a thread that asks for something after the second step."""
+    """On a rank: a run, and a thread that requests something after the second step."""
     out = Path(case.config().output_dir)
 
     def ask(what: str) -> None:

@@ -94,12 +94,12 @@ def test_ranks_that_share_a_sequence_are_replicas_to_deepspeed() -> None:
     assert ranks.groups(CONTEXT, TENSOR)[1] == [6, 7, 8, 9, 10, 11] == ranks.groups(TENSOR, CONTEXT)[1]
     assert (ranks.neighbour(4, CONTEXT), ranks.neighbour(4, CONTEXT, -1), ranks.neighbour(13, PIPE)) == (0, 2, 1)
 
-    of_deepspeed = build_deepspeed_topology(ranks)
+    deepspeed_topology = build_deepspeed_topology(ranks)
     for rank in range(24):
-        coordinate = of_deepspeed.get_coord(rank)
+        coordinate = deepspeed_topology.get_coord(rank)
         assert coordinate.pipe == ranks.index(rank, PIPE) and coordinate.model == ranks.index(rank, TENSOR)
         assert coordinate.data == ranks.index(rank, DATA, CONTEXT)
-    assert of_deepspeed.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
+    assert deepspeed_topology.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
     # DeepSpeed counts the samples of each of its `data` ranks; those of a context group share theirs.
     assert layout.global_batch_size == 3 * 5 * 2 and build_deepspeed_config(config, layout)["train_batch_size"] == 90
 
@@ -132,7 +132,7 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
         "values and outputs over the network four times a micro-batch, 1.50 GiB of a rank a step. Start a multiple of "
         "context_parallel_size=4 x tensor_parallel_size=2 ranks on each host, or give a smaller context_parallel_size"
     ) in text
-    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # which have no room for another
+    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # hosts that have no room for a whole group
     assert "ranks on each host" in large
     assert "ranks on each host" not in both.describe_placement([host for host in "abcd" for _ in range(4)])
 

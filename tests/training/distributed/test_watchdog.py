@@ -58,7 +58,7 @@ def work(words: dict[int, str], folder: Path) -> None:
 
 
 def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
-    """What was said, by rank, and the seconds it took."""
+    """The messages, by rank, and the seconds it took."""
     group = WorkerGroup(world_size, folder)
     group.run(time.sleep, 0)  # started
     processes, start = list(group._processes), time.monotonic()

@@ -1,5 +1,5 @@
-"""What adding a schedule takes: one class and one line in a table. GPipe (1811.06965) is trained, simulated, planned
-and drawn here."""
+"""Adding a schedule takes one class and one line in a table. Here GPipe (1811.06965) is trained, simulated, planned and
+drawn."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def train_with_gpipe(case: Case) -> tuple[dict[str, Any], list[int]]:
-    """On a rank, whose process has a table of its own: the result, and the stage of each list of units that was asked
-    for."""
+    """On a rank, whose process has a table of its own: the result, and the stage of each list of units that was
+    requested."""
     asked = []
 
     class WatchedGPipe(GPipe):

@@ -1,4 +1,4 @@
-"""What an optimizer keeps is declared, or the run does not start."""
+"""An optimizer's state is as declared, or the run does not start."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Counting(torch.optim.SGD):
 
 
 class RowNormalized(torch.optim.SGD):
-    """Looks at whole rows, and keeps nothing that would show it."""
+    """Normalizes whole rows, with no state that would show it."""
 
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
@@ -132,7 +132,7 @@ class RowNormalized(torch.optim.SGD):
 
 
 class Attached(torch.optim.SGD):
-    """Makes its state when it is built."""
+    """Creates its state in its constructor."""
 
     def __init__(self, params: list, lr: float) -> None:
         super().__init__(params, lr)

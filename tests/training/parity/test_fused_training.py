@@ -59,7 +59,7 @@ def test_a_machine_that_cannot_says_so_and_trains(workers, case: Case) -> None:
 
 
 def train_and_listen(case: Case) -> tuple[dict[str, object], list[str]]:
-    """`train_case`, and what it says on the screen of fused kernels."""
+    """The result of `train_case`, and the lines that it prints about fused kernels."""
     import console
 
     said: list[str] = []

@@ -133,7 +133,7 @@ def test_lora_equals_peft(workers: Callable[[int], WorkerGroup], root: Path, tmp
 def test_parts_give_what_whole_sequences_give(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
-    """Which other tests hold against the oracle."""
+    """Other tests compare these with the oracle."""
     split = replace(build_case(root, *keys), workdir=tmp_path)
     alone = replace(split, world_size=1, overrides=split.overrides[2:])
     found, expected = (merge(workers(case.world_size).run(train_case, case)) for case in (split, alone))
