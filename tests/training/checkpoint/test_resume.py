@@ -162,7 +162,7 @@ def test_data_that_is_other_is_named(name: str) -> None:
     assert check_resumable(saved, saved, Path("/c/global_step2")) == []
 
 
-def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> None:
+def test_an_additional_entry_is_named_and_a_checkpoint_without_data_entries() -> None:
     more = {"the hash of the tokens of train_file entry 2": "9c1"}
     with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was none, is 9c1. Give"):
         check_resumable(replace(STATE, data=DATA), replace(STATE, data=DATA | more), Path("/c/global_step2"))
@@ -174,7 +174,7 @@ def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> 
         check_resumable(STATE, replace(STATE, data=DATA | {"packing": "in rows"}), Path("/c/global_step2"))
 
 
-def test_another_layout_and_a_longer_schedule_may_go_on() -> None:
+def test_another_layout_and_a_longer_schedule_may_continue() -> None:
     run = replace(STATE, step=0, num_tokens=0, total_steps=99, num_stages=1, dp_size=4, micro_batch_size=1)
     assert check_resumable(STATE, run, Path("/c/global_step2")) == []
 

@@ -64,16 +64,16 @@ def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
         case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)
     ).config()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    said: list[str] = []
+    messages: list[str] = []
 
     def raise_here(error: UserError) -> None:
         raise error
 
     with patch.object(resuming, "raise_together", raise_here):  # each rank returns its error instead of exiting
         try:
-            return str(resuming.choose_whole(check_run(config, ranks).resumable, said.append)), said
+            return str(resuming.choose_whole(check_run(config, ranks).resumable, messages.append)), messages
         except UserError as error:
-            return str(error), said
+            return str(error), messages
 
 
 def flip_a_byte(file: Path) -> None:
@@ -97,18 +97,18 @@ def test_a_flipped_byte_makes_latest_go_back_and_say_so(choose, copied: Path, na
         f"{copied}/global_step2",
         [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest complete checkpoint"],
     )
-    error, said = choose(copied / "global_step3")
-    assert (error, said) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
+    error, messages = choose(copied / "global_step3")
+    assert (error, messages) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
 
 
 def test_truncated_flipped_and_missing_at_once(choose, copied: Path) -> None:
     os.truncate(copied / "global_step3" / "layer_00-model_states.pt", 100)
     flip_a_byte(copied / "global_step2" / "layer_02-model_states.pt")
-    chosen, said = choose(copied)
-    assert chosen == f"{copied}/global_step1" and len(said) == 3
+    chosen, messages = choose(copied)
+    assert chosen == f"{copied}/global_step1" and len(messages) == 3
     assert (
-        "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in said[0]
-        and "global_step2/layer_02" in said[1]
+        "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in messages[0]
+        and "global_step2/layer_02" in messages[1]
     )
     (copied / "global_step1" / "layer_03-model_states.pt").unlink()
     error, _ = choose(copied)
@@ -136,8 +136,8 @@ def test_a_malicious_pickle_does_not_run(choose, copied: Path, tmp_path: Path, w
             torch.save({"weight": Malicious(trace)}, step_dir / name)
         else:
             (step_dir / name).write_bytes(pickle.dumps({"weight": Malicious(trace)}))
-    chosen, said = choose(copied)
-    assert chosen == f"{copied}/global_step2" and "is damaged" in said[0]
+    chosen, messages = choose(copied)
+    assert chosen == f"{copied}/global_step2" and "is damaged" in messages[0]
 
     rewrite_manifest(step_dir)  # as an attacker could
     source = open_weights(str(step_dir))

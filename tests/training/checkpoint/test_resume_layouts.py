@@ -135,14 +135,14 @@ def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("saved, resumed, kind", FEW, ids=str)
-def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
+def test_another_layout_continues_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
-def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+def test_every_layout_continues_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -191,7 +191,7 @@ SHARDED_PAIRS = [
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 @pytest.mark.parametrize("saved, resumed", SHARDED_PAIRS, ids=str)
-def test_zero_stages_go_on_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
+def test_zero_stages_continue_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -207,14 +207,14 @@ SHARDED_SIDES += [(one, other) for one in SHARDED for other in SHARDED if one !=
     [(*pair, list(KINDS)[number % len(KINDS)]) for number, pair in enumerate(SHARDED_SIDES)],
     ids=str,
 )
-def test_zero_stages_go_on_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_zero_stages_continue_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
-def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_mixtures_and_their_adapters_continue_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -224,7 +224,7 @@ def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, re
     [pytest.param(*pair, marks=pytest.mark.full) for pair in OPTIMIZER_PAIRS],
     ids=str,
 )
-def test_each_optimizer_goes_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_each_optimizer_continues_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -266,7 +266,7 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
     [(GROUPS, "parameter_groups was none, is \\["), ((STATE_IN_BF16,), "optimizer.state_dtype was none, is bf16")],
     ids=["groups", "state"],
 )
-def test_other_groups_or_averages_go_on_when_they_may(run, changed: tuple[str, ...], named: str) -> None:
+def test_other_groups_or_averages_continue_when_allowed(run, changed: tuple[str, ...], named: str) -> None:
     whole = run("pp2-tied-whole", "pp2", "tiedTrue")
     resume = f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}"
     with pytest.raises(WorkerError, match=named):

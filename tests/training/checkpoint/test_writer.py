@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_is_survived(
     assert latest(tmp_path) == tmp_path / "global_step2"
 
 
-def test_no_room_is_told_before_a_byte_is_written(
+def test_no_room_is_reported_before_a_byte_is_written(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -140,7 +140,7 @@ def test_no_room_is_told_before_a_byte_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_for_any_checkpoint_is_told_before_the_first_step(
+def test_no_room_for_any_checkpoint_is_reported_before_the_first_step(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, state = (
@@ -191,7 +191,7 @@ def test_other_ranks_hear_of_a_failure(
     assert not (tmp_path / "latest").exists()
 
 
-def test_training_goes_on_while_a_copy_is_written(
+def test_training_continues_while_a_copy_is_written(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous, trained, may_write = True, torch.ones(3), threading.Event()
@@ -279,7 +279,7 @@ def test_copies_from_a_gpu_take_what_pinning_rounds_up_to(
     assert list(found.values()) == [False, True]
 
 
-def test_what_went_wrong_beside_the_training_is_told_at_the_end(
+def test_an_error_during_training_is_reported_at_the_end(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous = True

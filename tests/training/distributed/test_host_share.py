@@ -147,18 +147,18 @@ def test_too_few_gpus_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyPa
 def test_gpus_that_never_answer_are_hinted_at(
     rank: int, accelerator: Accelerator | None, hints: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    hinted: list[str] = []
     if accelerator is not None:
         monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(process.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(process.deepspeed, "init_distributed", lambda: None)
-    monkeypatch.setattr(process.console, "say", said.append)
+    monkeypatch.setattr(process.console, "say", hinted.append)
     monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 0.01)
     monkeypatch.setattr(process.dist, "barrier", lambda: time.sleep(0.1))  # and then they do
     process.join_process_group()
     monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 60)
     process.join_process_group()
-    assert len(said) == hints and all("NCCL_P2P_DISABLE=1" in text for text in said)
+    assert len(hinted) == hints and all("NCCL_P2P_DISABLE=1" in text for text in hinted)
 
 
 def test_a_rank_on_the_cpu_is_pinned_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

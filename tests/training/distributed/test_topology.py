@@ -115,7 +115,7 @@ def test_ranks_that_share_a_sequence_are_replicas_to_deepspeed() -> None:
         build_layout(build_config(*given, "context_parallel_size=0"), 16, 8, False)
 
 
-def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
+def test_a_group_that_crosses_hosts_is_reported_with_the_cost() -> None:
     layout = Layout(Topology.of(8, pipe=2, tensor=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert "warning" not in layout.describe_placement(["a"] * 4 + ["b"] * 4)
     text = layout.describe_placement(["a"] * 2 + ["b"] * 6)
@@ -132,7 +132,7 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
         "values and outputs over the network four times a micro-batch, 1.50 GiB of a rank a step. Start a multiple of "
         "context_parallel_size=4 x tensor_parallel_size=2 ranks on each host, or give a smaller context_parallel_size"
     ) in text
-    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # hosts that have no room for a whole group
+    large = both.describe_placement(["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # one host has room for a whole group
     assert "ranks on each host" in large
     assert "ranks on each host" not in both.describe_placement([host for host in "abcd" for _ in range(4)])
 
@@ -143,7 +143,7 @@ def test_a_rank_is_named_by_its_place() -> None:
     assert Layout(Topology.of(4, pipe=4), 1, 1).name_rank(3) == "3"
 
 
-def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
+def test_the_placement_names_stages_by_host_and_what_crosses() -> None:
     four_by_two = Layout(Topology.of(8, pipe=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert four_by_two.describe_placement(["a"] * 4 + ["b"] * 4) == (
         "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
@@ -217,7 +217,7 @@ def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
     assert message in str(caught.value)
 
 
-def test_groups_that_share_out_are_neighbours() -> None:
+def test_shard_groups_are_neighbours() -> None:
     from training.distributed.sharding import list_shard_groups
 
     keys = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=1", "global_batch_size=4")

@@ -104,7 +104,7 @@ def test_it_is_planned_and_drawn(case: Case) -> None:
     assert (case.workdir / "out" / "schedule.png").stat().st_size > 10_000
 
 
-def test_the_search_tries_it_beside_1f1b(case: Case) -> None:
+def test_the_search_tries_it_next_to_1f1b(case: Case) -> None:
     config = replace(case.config(), world_size=2, plan="search")
     architecture = load_architecture(config)
     hardware = complete_hardware(config.hardware, config.precision, 2)

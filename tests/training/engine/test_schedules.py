@@ -312,7 +312,7 @@ def test_a_run_continues_under_the_other_schedule(run: Callable[..., Path], save
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
-def test_a_run_is_the_same_under_any_schedule_and_says_what_it_did(run: Callable[..., Path], name: str) -> None:
+def test_a_run_is_the_same_under_any_schedule_and_reports_it(run: Callable[..., Path], name: str) -> None:
     plain, other = (run(each, f"schedule={each}", "profile_step=2") for each in ("1f1b", name))
     assert list(read(other)) == pytest.approx(list(read(plain)), rel=BOUND)
     assert (other / "step_2.png").stat().st_size > 10_000

@@ -175,7 +175,7 @@ def test_two_ranks_do_what_one_does(
 
 
 @pytest.mark.full
-def test_a_run_in_a_ring_evaluates_what_it_exports_and_goes_on_by_heads(
+def test_a_run_in_a_ring_evaluates_what_it_exports_and_continues_by_heads(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
 ) -> None:
     save_records(tmp_path / "eval.jsonl", 11, seed=1)

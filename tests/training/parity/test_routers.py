@@ -171,7 +171,7 @@ def train_unwatched(case: Case) -> dict[str, Any]:
 
 @full
 @pytest.mark.parametrize("layout", ["pp2", "dp2", *ZERO_LAYOUTS])
-def test_an_adapter_beside_frozen_routers(workers, material, tmp_path: Path, layout: str) -> None:
+def test_an_adapter_with_frozen_routers(workers, material, tmp_path: Path, layout: str) -> None:
     """The losses' gradient reaches the adapters through hidden states alone."""
     given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *LOSSES)
     case = material("deepseek_v3", layout, *given, steps=3)

@@ -100,7 +100,7 @@ def test_every_family_equals_hugging_face(workers: Callable[[int], WorkerGroup],
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_biases_behind_a_sum_equal_hugging_face(
+def test_biases_after_a_sum_equal_hugging_face(
     workers: Callable[[int], WorkerGroup], root: Path, schedule: str
 ) -> None:
     keys = (f"schedule={schedule}", "micro_batch_size=1", "learning_rate=0.05")

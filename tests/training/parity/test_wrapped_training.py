@@ -163,11 +163,11 @@ def test_two_ranks_share_each_layer(
 def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None:
     case = material(SHORT)
     source = open_weights(str(case.model))
-    (said,) = describe_wrapper(source).values()
+    (description,) = describe_wrapper(source).values()
     assert re.fullmatch(
         r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are carried along "
         "unchanged",
-        said,
+        description,
     )
     overrides = (f"model_name_or_path={case.model}", "plan=true", "world_size=2", "hardware=a100_80g")
     config = to_typed(compose_config("base", *overrides, f"output_dir={tmp_path}", "num_stages=2"), ("train_file",))

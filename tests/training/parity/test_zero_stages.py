@@ -127,7 +127,7 @@ GROUPED = {  # num_stages, world_size, sharding_parallel_size
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("layout", GROUPED)
-def test_groups_that_share_out_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
+def test_shard_groups_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
     num_stages, world_size, size = GROUPED[layout]
     keys = (f"zero_stage={stage}", f"sharding_parallel_size={size}", "micro_batch_size=1", CLIPPED)
     case = replace(material(tied, 1, *keys), num_stages=num_stages, world_size=world_size)
@@ -175,7 +175,7 @@ def train_offloaded(case: Case) -> dict[str, Any]:
     asked: list[Any] = []
     init, start = weight_sharding.Init, plain_engine.Zero3Engine
 
-    def cut(**arguments: Any) -> Any:
+    def shard(**arguments: Any) -> Any:
         asked.append(arguments.get("remote_device"))
         return init(**arguments)
 
@@ -183,7 +183,7 @@ def train_offloaded(case: Case) -> dict[str, Any]:
         assert wrapped.optimizer.offload_param
         return start(wrapped, *others)
 
-    with patch.object(weight_sharding, "Init", cut), patch.object(plain_engine, "Zero3Engine", begin):
+    with patch.object(weight_sharding, "Init", shard), patch.object(plain_engine, "Zero3Engine", begin):
         result = train_case(case)
     assert asked and {*asked} == {"cpu"}
     return result
