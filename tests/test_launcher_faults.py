@@ -201,7 +201,9 @@ def test_damage_is_named_and_the_one_before_is_taken(train, expected, tmp_path: 
         file = rng.choice(sorted((broken / "checkpoints" / "global_step10").iterdir()))
         damage(file, kind, rng)
         ended = finish(train, broken, expected)
-        assert f"resume: going back to {broken}/checkpoints/global_step9, the newest whole checkpoint" in ended.output
+        assert (
+            f"resume: going back to {broken}/checkpoints/global_step9, the newest complete checkpoint" in ended.output
+        )
 
 
 def test_a_second_run_on_the_folder_is_refused(train, expected, tmp_path: Path) -> None:

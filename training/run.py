@@ -84,7 +84,7 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
 def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
     """The run itself: join the ranks, build, train, export. Returns the signal that ended it early, or 0."""
     if ranks.is_main:
-        folder.take()
+        folder.acquire_lock()
     machine = find_run_machine(config, ranks) if ranks.is_main else None  # while all cores are ours
     tokenizer = join_ranks(config, setup, ranks)
     with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
@@ -95,7 +95,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             ranks.say(f"resume: {budget.finished}")
             if ranks.is_main:
                 folder.confirm_completed()
-            folder.release()
+            folder.release_lock()
             return 0
         hosts = process.gather_hosts()
         prediction = predict_run(
@@ -133,7 +133,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         with watchdog.watching(engine.module):
             loop.run()
         conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
-    folder.release()
+    folder.release_lock()
     return loop.signum
 
 

@@ -1,1 +1,1 @@
-"""What is saved of a run, how it is written whole, and how the newest whole one is found again."""
+"""Checkpoints: their content, writing them so that none is ever incomplete, and finding the newest complete one."""

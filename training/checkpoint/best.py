@@ -1,4 +1,4 @@
-"""Which evaluation is the best so far, and how long ago it was. Part of what a checkpoint says of its run."""
+"""The best evaluation so far, and how long ago it was. Saved in each checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from training.config.criterion import Criterion
 
 @dataclass(frozen=True)
 class Best:
-    """Of the evaluations so far.
+    """The best of the evaluations so far.
 
-    step, value: of the best one; the value is NaN while there has been no other. evaluations_since: how many in a row,
-    up to the last one, were no better by more than `early_stopping_threshold` than the best before them.
+    step, value: of the best one; the value is NaN while every evaluation was NaN. evaluations_since: how many in a row,
+    up to the last one, did not improve on the best before them by more than `early_stopping_threshold`.
     """
 
     metric: str
@@ -31,7 +31,7 @@ class Best:
 def update_best(
     best: Best | None, criterion: Criterion, evaluation: Mapping[str, Any], step: int, threshold: float = 0.0
 ) -> Best:
-    """With the evaluation of this step. best: None before the first one."""
+    """Return the best evaluation, including this step's. best: None before the first one."""
     value = evaluation[criterion.metric]
     if best is None:
         return Best(criterion.metric, criterion.greater_is_better, value, step)
@@ -42,11 +42,12 @@ def update_best(
 
 
 def has_lost_patience(best: Best | None, patience: int | None) -> bool:
-    """Whether `early_stopping_patience` ends the run. None: it is not asked to."""
+    """Returns whether `early_stopping_patience` ends the run. patience: None for no early stopping."""
     return best is not None and patience is not None and best.evaluations_since >= patience
 
 
 def describe_patience(best: Best, threshold: float) -> str:
+    """Return the reason of an early stop in words."""
     by = f" by more than {threshold:g}" if threshold else ""
     return (
         f"{best.metric} has not improved{by} in {best.evaluations_since} evaluations; the best is {best.value:.4f} at "

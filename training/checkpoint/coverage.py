@@ -1,4 +1,4 @@
-"""Whether all ranks together save all state of every trained parameter: what one rank leaves out, no other can know."""
+"""Checks that all ranks together save all state of every trained parameter: no rank can know what another omits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from training.pipeline.weight_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a rank trains, and what it saves of the optimizer's state.
+    """What a rank trains, and the optimizer state that it saves.
 
-    trained: name of a parameter, with its place in the whole one -> number of elements. saved: name in the file of a
-    fragment -> the same of that. in_fp32: of those that are their own master weights.
+    trained: name of a parameter, with its shard -> number of elements. saved: name of a fragment in the file -> number
+    of elements. in_fp32: the names of trained parameters that are their own master weights.
     """
 
     trained: Mapping[str, int]
@@ -34,9 +34,10 @@ class Coverage:
 def check_coverage(
     engine: Engine, saved: Mapping[str, torch.Tensor], step: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """saved: as `collect_state` returns it. All ranks call it; of `group` the first compares what they hold.
+    """Check that every element of the optimizer's state is saved by exactly one rank. All ranks call it.
 
-    Raises UserError, together on all ranks, when state of a trained parameter is missing or there twice.
+    saved: as `collect_state` returns it. group: of all ranks; rank 0 compares. Raises UserError, together on all ranks,
+    when state of a trained parameter is missing or saved twice.
     """
     parameters = {
         f"{name}{render_shard(placed.shard)}": p
@@ -61,8 +62,8 @@ def check_coverage(
 
 
 def find_gap(ranks: Sequence[Coverage]) -> str | None:
-    """The first elements of a trained parameter that no rank saves, or several, in words; None when all ranks together
-    save each element of each kind of state once."""
+    """Return, in words, the first elements of a trained parameter that no rank or several ranks save; None when each
+    element of each kind of state is saved once."""
     trained = sorted({item for rank in ranks for item in rank.trained.items()})
     by_kind, in_fp32 = _list_fragments(ranks), {name for rank in ranks for name in rank.in_fp32}
     for name, count in trained:
@@ -85,6 +86,6 @@ def _list_fragments(ranks: Sequence[Coverage]) -> dict[str, dict[str, list[tuple
     for key, length in (item for rank in ranks for item in rank.saved.items()):
         kind, _, label = key.partition("/")
         name, _, start = label.rpartition("@")
-        if kind != SCALAR and SCALE_MARK not in kind:  # scales are of blocks; their elements are counted
+        if kind != SCALAR and SCALE_MARK not in kind:  # scales belong to blocks, whose elements are counted
             by_kind.setdefault(kind, {}).setdefault(name, []).append((int(start), length))
     return by_kind

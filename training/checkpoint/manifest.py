@@ -1,8 +1,8 @@
-"""Whole or absent: each file of a checkpoint with its size and hash.
+"""The manifest: each file of a checkpoint with its size and hash, so that a checkpoint is either complete or not one.
 
-The hash (XXH3, 128 bits: faster than the memory it reads, and no defence against forgery) is computed while the bytes
-go to the file and compared while they are read back. A checkpoint without `manifest.json` has not been written to its
-end, or comes from elsewhere.
+The hash (XXH3, 128 bits: faster than memory, and no protection against forgery) is computed while the bytes are written
+and compared when they are read back. A checkpoint without `manifest.json` was not written completely, or comes from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ _CHUNK = 8 * 2**20  # bytes
 
 @dataclass(frozen=True)
 class FileRecord:
+    """A file's entry in the manifest."""
+
     size: int  # bytes
     xxh3_128: str
 
 
 class HashedFile:
-    """A file to write into, front to back; a context. `finish` flushes it to the disk and says what it holds."""
+    """A file that is written front to back and hashed on the way; a context. `finish` syncs it and returns its
+    record."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
         """wrote: called with the number of bytes."""
@@ -44,14 +47,14 @@ class HashedFile:
     def __exit__(self, *_: object) -> None:
         try:
             self._file.close()
-        except OSError:  # bytes that a full disk did not take; what has been raised before says so
+        except OSError:  # bytes that a full disk did not take; an earlier exception reports it
             pass
 
     def __str__(self) -> str:
         return str(self._path)
 
     def write(self, data: Any) -> int:
-        """`data`: bytes, or anything that shows its bytes."""
+        """Write `data`, bytes or an object with the buffer protocol. Returns the number of bytes."""
         self._hash.update(data)
         written = self._file.write(data)
         self._size += written
@@ -62,13 +65,14 @@ class HashedFile:
         self._file.flush()
 
     def finish(self) -> FileRecord:
+        """Sync the file to the disk. Returns its size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileRecord(self._size, self._hash.hexdigest())
 
 
 def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """Names every other file of `folder`. On disk when this returns."""
+    """Write the manifest of `folder`, with a record of every other file. It is on the disk on return."""
     content = {"files": {name: asdict(record) for name, record in sorted(records.items())}}
     file = folder / MANIFEST_NAME
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -76,7 +80,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
-    """File name -> record; None when there is no manifest or it cannot be read."""
+    """Return file name -> record; None when there is no manifest or it cannot be read."""
     try:
         content = json.loads((folder / MANIFEST_NAME).read_text())
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
@@ -86,8 +90,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
 
 
 def find_wrong_size(folder: Path) -> str | None:
-    """What is wrong with `folder` as far as names and sizes tell, in words; None when nothing is. Reads no file but
-    the manifest."""
+    """Return, in words, the first file of `folder` that is missing or has a wrong size; None when there is none. Reads
+    no file but the manifest."""
     records = read_manifest(folder)
     if records is None:
         return f"{folder / MANIFEST_NAME} is missing or damaged"
@@ -102,7 +106,8 @@ def find_wrong_size(folder: Path) -> str | None:
 
 
 def find_wrong_content(folder: Path, names: Iterable[str]) -> str | None:
-    """The first of the files `names` whose bytes are not those that were saved, in words; None when all are."""
+    """Return, in words, the first of the files `names` whose bytes differ from those that were saved; None when there
+    is none."""
     records = read_manifest(folder)
     if records is None:
         return f"{folder / MANIFEST_NAME} is missing or damaged"

@@ -1,28 +1,29 @@
 """The optimizer's state, in files that fit any layout.
 
-Under ZeRO-1 a data-parallel rank holds one slice, its *partition*, of each parameter group of its stage laid end to
-end: the fp32 weights, and as many values again for each of AdamW's moments. What a partition holds of one parameter is
-a *fragment*: a run of elements of the flattened parameter. Saved is each fragment under the parameter's Hugging Face
-name and the place of its first element,
+Under ZeRO-1 a data-parallel rank holds one slice, its *partition*, of each concatenated parameter group of its stage:
+the fp32 weights, and as many values again for each of AdamW's moments. The part of one parameter in a partition is a
+*fragment*: a range of elements of the flattened parameter. Each fragment is saved under the parameter's Hugging Face
+name and the position of its first element,
 
     exp_avg/model.layers.3.mlp.up_proj.weight@4096      fp32 [number of elements]
 
-so a rank of any layout, the same one included, takes what overlaps with its own fragments. With tensor parallelism a
-rank has a shard of the parameter, and the name says where its elements lie in the whole one: `[stride:first+length]`,
-in each `stride` elements of the whole those from `first` on (columns 40 to 79 of a matrix with 80 columns),
+so a rank of any layout, the same one included, reads what overlaps with its own fragments. With tensor parallelism a
+rank has a shard of the parameter, and the name states the position of its elements in the whole one:
+`[stride:first+length]` means, in each `stride` elements of the whole, `length` elements from `first` on (columns 40 to
+79 of a matrix with 80 columns),
 
     exp_avg/model.layers.3.mlp.down_proj.weight[80:40+40]@0
 
-What an optimizer keeps is declared (`training/optim/state_kinds.py`, `optimizer.py`);
-training/checkpoint/coverage.py checks that all of it is saved. Master weights are left out where the weights
-themselves are in fp32: they are made again from the layer's file. Parameter groups need not match: they follow from the
-parameters when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's
-are saved and both read them.
+The state that an optimizer keeps is declared (`training/optim/state_kinds.py`, `optimizer.py`);
+training/checkpoint/coverage.py checks that all of it is saved. Master weights are omitted where the weights themselves
+are in fp32: they are restored from the layer's file. Parameter groups need not match: they follow from the parameters
+when the optimizer is built. A tied weight is in the partitions of two stages, with equal values; the owner's are saved
+and both read them.
 
-Why not DeepSpeed's universal checkpoint: it is a second format that one process per host has to write from the first,
-unpickling every file, before anyone can load, and it takes the size of the checkpoint once more on the disk. Here every
-byte is read once, mapped, by who needs it, nothing is unpickled, and one path serves all layouts, so the tests of one
-are the tests of all.
+Why not DeepSpeed's universal checkpoint: it is a second format that one process per host has to convert to, unpickling
+every file, before any rank can load, and it takes the size of the checkpoint once more on the disk. Here every byte is
+read once, memory-mapped, by the rank that needs it, nothing is unpickled, and one path serves all layouts, so the tests
+of one are the tests of all.
 """
 
 from __future__ import annotations
@@ -44,34 +45,31 @@ from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, ch
 from training.pipeline.placement import parse_shard, render_shard
 
 WEIGHT = "weight"  # the kind of state that every optimizer has: the fp32 master weights
-SCALAR = "scalar"  # the kind of what a whole run has once, such as Adam's step count
+SCALAR = "scalar"  # the kind of values that a whole run has once, such as Adam's step count
 FILE_PATTERN = "optimizer-*.safetensors"
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer holds of a parameter."""
+    """The part of a parameter in this rank's optimizer."""
 
     name: str  # the parameter's, in Hugging Face's naming
-    owned: (
-        bool  # this rank saves it; False for the other end of a tie, and on all but one of the ranks that have it alike
-    )
-    shard: ShardLayout | None  # where the parameter lies in the whole one, where it is a shard
+    owned: bool  # this rank saves it; False for the other end of a tie, and on all but one of the ranks with replicas
+    shard: ShardLayout | None  # the parameter's position in the whole one, where it is a shard
     start: int  # the first element, in the flattened parameter
     states: dict[str, torch.Tensor | BlockRun]  # kind -> view of the partition, [number of elements]
     held: PartitionSlice
-    is_weight: bool  # the master weights are the parameter itself, in fp32, as the layer's file has it
+    is_weight: bool  # the master weights are the parameter itself, in fp32, as saved in the layer's file
 
     @property
     def label(self) -> str:
-        """The name in a file, without the kind."""
+        """Return the name in a file, without the kind."""
         return f"{self.name}{render_shard(self.shard)}@{self.start}"
 
 
 def file_name(topology: Topology, rank: int) -> str:
-    """Of what a rank saves: its stage, its place among the ranks with the same weights, and its shards where there are
-    some.
-    """
+    """Return the name of a rank's file: its stage, its index among the ranks with the same weights, and its index on
+    each other axis that splits weights."""
     stage_id, replica = topology.index(rank, PIPE), topology.index(rank, *topology.weight_replica_axes)
     shards = "".join(
         f"-{axis.label}_{topology.index(rank, axis.name):02d}"
@@ -82,8 +80,8 @@ def file_name(topology: Topology, rank: int) -> str:
 
 
 def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """What this rank has to save, by the names it has in the file: views where they are large. Empty when nothing here
-    is trained. Raises UserError when the optimizer keeps something else than it declares."""
+    """Return the tensors that this rank has to save, by their names in the file: views where they are large. Empty when
+    nothing here is trained. Raises UserError when the optimizer's state differs from its declaration."""
     for partition in engine.list_partitions():
         if partition.state:
             check_state(partition.weights, partition.state, partition.declared)
@@ -91,7 +89,7 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
     declared = {name: kept for partition in engine.list_partitions() for name, kept in partition.declared.items()}
     for fragment in _list_fragments(engine):
         for kind, state in fragment.states.items() if fragment.owned else ():
-            if kind == WEIGHT and fragment.is_weight:  # made again from the weights
+            if kind == WEIGHT and fragment.is_weight:  # restored from the weights
                 continue
             if isinstance(state, BlockRun):
                 tensors[f"{kind}/{fragment.label}"] = state.codes
@@ -103,15 +101,15 @@ def collect_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def count_elements(engine: Engine) -> int:
-    """Of the trained parameters whose state this rank saves."""
+    """Return the number of trained elements whose state this rank saves."""
     return sum(fragment.states[WEIGHT].numel() for fragment in _list_fragments(engine) if fragment.owned)
 
 
 def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> None:
-    """Fills this rank's partitions from a checkpoint of any layout.
+    """Fill this rank's partitions from a checkpoint of any layout.
 
-    with_moments: False takes the fp32 weights alone, when another optimizer continues.
-    Raises UserError when a parameter's state is not there, or not all of it.
+    with_moments: False loads the fp32 weights alone, when another optimizer continues.
+    Raises UserError when a parameter's state is missing or incomplete.
     """
     files = sorted(step_dir.glob(FILE_PATTERN))
     kinds, scalars = _survey(files)
@@ -121,7 +119,7 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
         if kinds - {WEIGHT}:
             state = _make_state(partition, kinds, scalars, step_dir)
             engine.restore_state(number, state)
-            for name in _names_of(partition.declared, StateKind.blockwise, state):
+            for name in _list_names(partition.declared, StateKind.blockwise, state):
                 kept = partition.declared[name]
                 restores[number, name] = BlockRestore(
                     state[name], state[kept.scales], state[kept.table], scales_name=kept.scales
@@ -145,8 +143,8 @@ def load_state(engine: Engine, step_dir: Path, with_moments: bool = True) -> Non
 
 
 def _make_state(partition: Partition, kinds: Set[str], scalars: Mapping[str, float], step_dir: Path) -> dict[str, Any]:
-    """The state of a partition: scalars as they were saved, the rest zeros, to be filled. kinds, scalars: of the files.
-    Raises UserError when these are not what the optimizer needs."""
+    """The state of a partition: scalars as they were saved, the rest zeros, to be filled. kinds, scalars: in the files.
+    Raises UserError when they are not those that the optimizer needs."""
     needed = {
         name: kept.kind in (StateKind.scalar, StateKind.number)
         for name, kept in partition.declared.items()
@@ -192,9 +190,9 @@ def _list_fragments(engine: Engine) -> Iterator[Fragment]:
         states: dict[str, torch.Tensor | BlockRun] = {
             WEIGHT: partition.weights.detach().narrow(0, held.start, held.length)
         }
-        for kind in _names_of(partition.declared, StateKind.elementwise, partition.state):
+        for kind in _list_names(partition.declared, StateKind.elementwise, partition.state):
             states[kind] = partition.state[kind].narrow(0, held.start, held.length)
-        for kind in _names_of(partition.declared, StateKind.blockwise, partition.state):
+        for kind in _list_names(partition.declared, StateKind.blockwise, partition.state):
             whole = BlockRun(partition.state[kind], partition.state[partition.declared[kind].scales], phase=0)
             states[kind] = whole.narrow(held.start, held.length)
         owned = engine.saves_state and placement.is_saved_by(engine.rank)
@@ -208,13 +206,13 @@ def _read_scalars(engine: Engine) -> dict[str, Any]:
     scalars: dict[str, Any] = {}
     for partition in engine.list_partitions():
         for kind in (StateKind.scalar, StateKind.number):
-            names = _names_of(partition.declared, kind, partition.state)
+            names = _list_names(partition.declared, kind, partition.state)
             scalars |= {name: partition.state[name] for name in names}
     return scalars | engine.read_loss_scaler()
 
 
-def _names_of(declared: DeclaredState, kind: StateKind, state: Mapping[str, Any]) -> list[str]:
-    """What there is of one kind in a state; nothing before the optimizer's first step."""
+def _list_names(declared: DeclaredState, kind: StateKind, state: Mapping[str, Any]) -> list[str]:
+    """The names of one kind in a state; empty before the optimizer's first step."""
     return [name for name, kept in declared.items() if kept.kind is kind and name in state]
 
 
@@ -236,7 +234,7 @@ def _survey(files: list[Path]) -> tuple[set[str], dict[str, float]]:
 def _read_overlaps(
     file: Path, wanted: dict[tuple[str, str], Fragment], missing: dict[tuple[str, str], int], restores: Restores
 ) -> None:
-    """Copies what `file` has of the wanted fragments, and counts it off."""
+    """Copy what `file` holds of the wanted fragments, and subtract it from `missing`."""
     with safe_open(file, framework="pt") as saved:
         keys = list(saved.keys())
         scales = {(key.partition(SCALE_MARK)[0], key.partition("/")[2]): key for key in keys if SCALE_MARK in key}
@@ -245,30 +243,28 @@ def _read_overlaps(
             fragment = wanted.get((kind, name))
             if fragment is None:
                 continue
-            piece, target = saved.get_tensor(key), fragment.states[kind]  # mapped: what is not copied is not read
-            here, there = (shard, start, piece.numel()), (fragment.shard, fragment.start, target.numel())
+            source, target = saved.get_tensor(key), fragment.states[kind]  # mapped: only what is copied is read
+            here, there = (shard, start, source.numel()), (fragment.shard, fragment.start, target.numel())
             for low, to, length in _list_overlaps(here, there):
                 if isinstance(target, torch.Tensor):
-                    target[to : to + length].copy_(piece[low : low + length])
+                    target[to : to + length].copy_(source[low : low + length])
                 else:
                     restore = restores[fragment.held.partition, kind]
                     scale_key = scales[restore.scales_name, key.partition("/")[2]]
                     phase = int(scale_key.partition("/")[0].partition(SCALE_MARK)[2])
-                    run = BlockRun(piece, saved.get_tensor(scale_key), phase)
+                    run = BlockRun(source, saved.get_tensor(scale_key), phase)
                     restore.put(fragment.held.start + to, run.narrow(low, length))
                 missing[kind, name] -= length
 
 
-Restores = dict[tuple[int, str], BlockRestore]  # of a partition's state in blocks, by its name
-Run = tuple[
-    ShardLayout | None, int, int
-]  # where a parameter lies in the whole one; the first element of a run in the flattened parameter, and how many
+Restores = dict[tuple[int, str], BlockRestore]  # (partition, name of its blockwise state) ->
+# A parameter's shard; the first element of a run in the flattened parameter; the number of elements
+Run = tuple[ShardLayout | None, int, int]
 
 
 def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
-    """The elements of the whole tensor that two fragments have in common: (place in the first, in the second, length)
-    of each run of them.
-    """
+    """The elements of the whole tensor that two fragments have in common, run by run: (position in the first, in the
+    second, length)."""
     one, other = (_list_runs(*fragment, is_same=first[0] == second[0]) for fragment in (first, second))
     mine, its = next(one, None), next(other, None)
     while mine is not None and its is not None:
@@ -282,7 +278,7 @@ def _list_overlaps(first: Run, second: Run) -> Iterator[tuple[int, int, int]]:
 
 
 def _list_runs(shard: ShardLayout | None, start: int, count: int, is_same: bool) -> Iterator[tuple[int, int, int]]:
-    """(first in the fragment, first in the whole, length); where both are the same shard, it stands for the whole."""
+    """(first in the fragment, first in the whole, length); where both are the same shard, it counts as the whole."""
     if shard is None or is_same:
         yield 0, start, count
         return

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest whole one, with what the run must have in common with it."""
+"""Chooses the checkpoint that a run resumes from, the newest complete one, and checks that the run matches it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from training.checkpoint.manifest import MANIFEST_NAME, find_wrong_content, find
 from training.checkpoint.state import STATE_NAME, TEMPORARY_PREFIX, TrainerState, list_checkpoints, step_of
 from training.distributed.ranks import raise_together
 
-# What decides which samples come next and what a step does with them. The layout does not.
+# The fields that determine which samples come next and what a step does with them. The layout does not.
 _KEPT = ("global_batch_size", "num_samples", "seed", "precision", "optimizer")
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """What `resume` may mean: checkpoints that are whole as far as names and sizes tell, the best first; what is
-    wrong with better ones."""
+    """The checkpoints that `resume` may refer to.
+
+    candidates: those that are complete by names and sizes, the preferred one first. damages: what is wrong with those
+    that would be preferred to all of them.
+    """
 
     candidates: list[Path]
     damages: list[str]
 
 
 def choose_resume(resume: str | None, checkpoints: Path) -> str | None:
-    """`auto` is `latest` where a run has saved something, and a new run elsewhere; another value is what it is."""
+    """Return `latest` for `auto` where a run has saved a checkpoint, else None; other values unchanged."""
     if resume != "auto":
         return resume
     return "latest" if list_checkpoints(checkpoints) else None
 
 
 def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
-    """`latest`, or a folder that holds it: that checkpoint, else those before it, newest first, else those after it. A
-    path: that one.
+    """Return the checkpoints to resume from. For `latest`, or a folder that holds it: that checkpoint, then those
+    before it, newest first, then those after it. For the path of a checkpoint: that one.
 
-    trust: take one that has no manifest at all. Raises UserError when there is none, none of a training run, or none
-    that is whole.
+    trust: accept one that has no manifest at all. Raises UserError when there is no checkpoint, none of a training run,
+    or none that is complete.
     """
     path = checkpoints if resume == "latest" else Path(resume).expanduser()
     named = _list_candidates(path)
     if not any(candidate.is_dir() for candidate in named):
         raise UserError(
-            f"resume={resume}: there is no checkpoint at {named[0] if named else path}; leave resume out to start a "
-            "new run"
+            f"resume={resume}: there is no checkpoint at {named[0] if named else path}; omit resume to start a new run"
         )
     first = named[0]
     if first.is_dir() and (
@@ -56,10 +58,8 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
     ):
         raise UserError(
             f"resume={resume}: {first} is not a training checkpoint of this project, or a save that never ended (a "
-            "whole "
-            "one is named "
-            f"global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, give it as "
-            "model_name_or_path"
+            f"complete one is named global_stepN and holds {STATE_NAME}); to start a new run from a folder's weights, "
+            "give it as model_name_or_path"
         )
     found = {candidate: _find_quick_damage(candidate, trust) for candidate in named}
     whole = [candidate for candidate, damage in found.items() if damage is None]
@@ -71,7 +71,8 @@ def find_resume(resume: str, checkpoints: Path, trust: bool) -> Resumable:
 
 
 def damaged_error(damages: list[str]) -> UserError:
-    others = " (none of the others there is whole)" if len(damages) > 1 else ""
+    """Return the error for damaged checkpoints, when none is complete. damages: the first one is quoted."""
+    others = " (none of the others there is complete)" if len(damages) > 1 else ""
     return UserError(f"resume: {damages[0]}; copy the checkpoint again, or resume from another one{others}")
 
 
@@ -97,15 +98,15 @@ def _find_quick_damage(step_dir: Path, trust: bool) -> str | None:
         return (
             None
             if trust
-            else f"{step_dir} has no {MANIFEST_NAME}: it is not whole, or not from this project (trust_checkpoint=true "
-            "takes it as it is)"
+            else f"{step_dir} has no {MANIFEST_NAME}: it is not complete, or not from this project "
+            "(trust_checkpoint=true accepts it as it is)"
         )
     return find_wrong_size(step_dir)
 
 
 def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
-    """What is wrong with this rank's share of the files, in words; the shares of all ranks make the whole
-    checkpoint. Reads every byte."""
+    """Return, in words, what is wrong with this rank's share of the files; None when nothing is. The shares of all
+    ranks are the whole checkpoint. Reads every byte."""
     records = read_manifest(step_dir)
     if records is None:
         return None if not (step_dir / MANIFEST_NAME).exists() else f"{step_dir / MANIFEST_NAME} is damaged"
@@ -116,10 +117,10 @@ def find_damage(step_dir: Path, rank: int, world_size: int) -> str | None:
 
 
 def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
-    """The first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call it, in
-    a process group.
+    """Return the first candidate whose bytes are those that were saved; each rank reads a share of them. All ranks call
+    it, in a process group.
 
-    say: called with what is wrong with better ones. Raises UserError when none is whole.
+    say: prints what is wrong with the preferred ones. Raises UserError when none is complete.
     """
     damages = list(resumable.damages)
     for chosen in resumable.candidates:
@@ -130,15 +131,15 @@ def choose_whole(resumable: Resumable, say: Callable[[str], None]) -> Path:
         damages.append(next(filter(None, found)))
     else:
         raise_together(damaged_error(damages))
-    for text in [*damages, f"going back to {chosen}, the newest whole checkpoint"] if damages else []:
+    for text in [*damages, f"going back to {chosen}, the newest complete checkpoint"] if damages else []:
         say(f"resume: {text}")
     return chosen
 
 
 def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allow_changes: bool = False) -> list[str]:
-    """What differs in what the run means, in words. The layout may differ freely.
+    """Return, in words, the settings that differ between the saved run and this one. The layout may differ freely.
 
-    Raises UserError for a checkpoint of weights alone, and, unless `allow_changes`, naming all that differs.
+    Raises UserError for a checkpoint of weights alone and, unless `allow_changes`, for any difference.
     """
     before, after = ({name: getattr(state, name) for name in _KEPT} | state.data for state in (saved, run))
     if saved.weights_only:
@@ -154,8 +155,7 @@ def check_resumable(saved: TrainerState, run: TrainerState, step_dir: Path, allo
     if differing and not allow_changes:
         raise UserError(
             f"resume: this run differs from the one that saved {step_dir}: {'; '.join(differing)}. Give the same "
-            "values, "
-            "or continue all the same with resume_allow_changes=true, or start a new run from its weights with "
+            "values, or continue anyway with resume_allow_changes=true, or start a new run from its weights with "
             f"model_name_or_path={step_dir}"
         )
     return differing

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last few, the best few by evaluation, and the one that the run will end with."""
+"""Chooses which checkpoints to keep: the last few, the best few by evaluation, and the one the run will end with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from training.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Retention:
-    """keep_last: None keeps all. keep_best: that many more may stay for their evaluation, the earlier of two equal
-    ones. keeps_best_step: the one that the newest checkpoint calls the best stays, whatever else is said."""
+    """The checkpoints to keep.
+
+    keep_last: None keeps all. keep_best: the best ones to keep as well, the earlier of two equal ones.
+    keeps_best_step: keep the step that the newest checkpoint records as the best in any case.
+    """
 
     keep_last: int | None = None
     keep_best: int | None = None
@@ -31,7 +34,7 @@ class Retention:
         return cls(config.keep_last, config.keep_best, Criterion.of(config), config.load_best_model_at_end)
 
     def choose_prunable(self, metrics: dict[int, float | None], kept: Set[int] = frozenset()) -> list[int]:
-        """The steps to delete, of those that are saved with their metrics. The newest, and `kept`, always stay."""
+        """Return the steps to delete. metrics: of each saved step. The newest step, and `kept`, always stay."""
         if self.keep_last is None:
             return []
         newest_first = sorted(metrics, reverse=True)
@@ -44,10 +47,10 @@ KEEP_ALL = Retention()
 
 
 def prune_checkpoints(newest: Path, retention: Retention) -> None:
-    """Deletes checkpoints beside `newest`, which has just become whole.
+    """Delete the checkpoints next to `newest`, just completed, that `retention` does not keep.
 
-    What is not whole counts for nothing and stays for a person to look at, and so do steps after `newest`: the run went
-    back before them, and they may be why.
+    Incomplete checkpoints are not counted, and are left for a person to look at. So are steps after `newest`: the run
+    went back to a step before them, and they may be the reason.
     """
     metrics: dict[int, float | None] = {}
     for step_dir in list_checkpoints(newest.parent):
@@ -62,7 +65,7 @@ def prune_checkpoints(newest: Path, retention: Retention) -> None:
 
 
 def _delete(step_dir: Path) -> None:
-    """Under a temporary name, so that one half deleted is never taken for a checkpoint."""
+    """Delete a folder under a temporary name, so that a half-deleted one is never mistaken for a checkpoint."""
     doomed = step_dir.with_name(f"{TEMPORARY_PREFIX}deleted-{step_dir.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(step_dir, doomed)

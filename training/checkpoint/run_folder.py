@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, and what lies where (see the README for the list of its files)."""
+"""The folder of a run: who may write into it, and the paths of its files (the README lists them)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from filesystem import lock_file, write_atomically
 
 
 class RunFolder:
+    """A run's output_dir."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
@@ -25,43 +27,45 @@ class RunFolder:
         self._lock: BaseFileLock | None = None
 
     def find_checkpoint(self, step: int) -> Path:
+        """Return the path of a step's checkpoint, which need not exist."""
         return self.checkpoints / f"global_step{step}"
 
     def find_export(self, step: int) -> Path:
-        """Of a step of `export_steps`."""
+        """Return the path of the export of a step of `export_steps`, which need not exist."""
         return self.path / f"{self.export.name}-step{step}"
 
     def check_writable(self) -> None:
-        """Raises UserError for a folder that cannot be written."""
+        """Check permissions. Raises UserError for a folder that cannot be written."""
         existing = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(
                 f"output_dir={self.path} cannot be written: {existing} is "
-                f"{'read-only' if existing.is_dir() else 'a file'}; take another one"
+                f"{'read-only' if existing.is_dir() else 'a file'}; give another one"
             )
 
     def check_usable(self, resuming: bool, overwrite: bool) -> None:
-        """Raises UserError for a folder that cannot be written, or whose checkpoints this run would write over."""
+        """Check the folder for a run. Raises UserError when it cannot be written, or when this run would overwrite its
+        checkpoints."""
         self.check_writable()
         if (self.checkpoints / "latest").exists() and not resuming and not overwrite:
             raise UserError(
                 f"output_dir={self.path} holds checkpoints of an earlier run; continue with resume=latest, "
-                "or start afresh with overwrite_output_dir=true (deletes them), or take another output_dir"
+                "or start over with overwrite_output_dir=true (deletes them), or give another output_dir"
             )
 
     def check_keeps(self, source: Path) -> None:
-        """Raises UserError when starting afresh would delete the weights to start from."""
+        """Check the weights to start from. Raises UserError when starting over would delete them."""
         for doomed in (self.checkpoints, self.export):
             if source.resolve().is_relative_to(doomed.resolve()):
                 raise UserError(
-                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path lies; take another "
+                    f"overwrite_output_dir=true would delete {doomed}, where model_name_or_path is; give another "
                     "output_dir, or move the weights"
                 )
 
-    def take(self) -> None:
-        """Makes the folder this process's own until `release`. Main rank only.
+    def acquire_lock(self) -> None:
+        """Lock the folder for this process until `release_lock`. Main rank only.
 
-        The lock is the kernel's: it goes when the process ends, however it ends. Raises UserError when another run
+        It is a kernel lock, which is released when the process ends, however it ends. Raises UserError when another run
         holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -69,22 +73,23 @@ class RunFolder:
             self._lock = lock_file(self.path / ".lock")
         except BlockingIOError:
             raise UserError(
-                f"output_dir={self.path} is in use by another run that has not ended; take another output_dir"
+                f"output_dir={self.path} is in use by another run that has not ended; give another output_dir"
             ) from None
 
     def clear(self) -> None:
-        """Deletes what an earlier run has left."""
+        """Delete the checkpoints, exports and metrics of an earlier run."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         for export in (self.export, *self.path.glob(f"{self.export.name}-step*")):
             shutil.rmtree(export, ignore_errors=True)
         self.metrics.unlink(missing_ok=True)
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
+        """Release the lock, if this process holds it."""
         if self._lock is not None:
             self._lock.release()
 
     def read_completed(self) -> dict[str, Any]:
-        """What the run that has ended here, its export included, has left on record; empty where none has."""
+        """Return the completion record of a run that has ended here, its export included; empty where there is none."""
         try:
             record = json.loads(self.completed.read_text())
         except (OSError, ValueError):
@@ -92,13 +97,13 @@ class RunFolder:
         return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
 
     def confirm_completed(self) -> None:
-        """The completion record becomes today's, for whoever waits for one."""
+        """Update the completion record's modification time, for processes that wait for a new one."""
         os.utime(self.completed)
 
     def reopen(self) -> None:
-        """It is no longer a completed run's: this one begins to train."""
+        """Delete the completion record: a run begins to train here."""
         self.completed.unlink(missing_ok=True)
 
     def write_completed(self, record: dict[str, Any]) -> None:
-        """The completion record: whoever supervises the run reads this, not the launcher's exit code."""
+        """Write the completion record: supervisors of the run read this, not the launcher's exit code."""
         write_atomically(self.completed, json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A file of what one rank saves, and its copy in the host's memory, from which it is written while training goes on."""
+"""A file that one rank saves, and its copy in host memory, from which it is written while training continues."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from training.distributed.pinned_memory import pinned_bytes
 
 @dataclass(frozen=True)
 class ShareFile:
-    """A file of this rank's share, and the tensors that go into it."""
+    """A file of this rank's share of a checkpoint, and its tensors."""
 
     name: str
     tensors: dict[str, torch.Tensor]
-    is_copy: bool = False  # they are not the engine's own
+    is_copy: bool = False  # the tensors are not the engine's own
 
     @property
     def is_optimizer_state(self) -> bool:
@@ -27,12 +27,15 @@ class ShareFile:
 
     @property
     def copy_nbytes(self) -> int:
-        """What a copy takes of the host's memory."""
-        return sum(pinned_bytes(t.nbytes) if _is_on_card(t) else t.nbytes for t in self.tensors.values())
+        """Return the bytes of host memory that a copy needs."""
+        return sum(pinned_bytes(t.nbytes) if _is_on_gpu(t) else t.nbytes for t in self.tensors.values())
 
     def copy(self, before: ShareFile | None) -> ShareFile:
-        """With tensors of its own, in the host's memory: those of the copy `before` where they fit. New memory costs
-        more than the copying. What comes from a card is there when the card has been waited for."""
+        """Return a copy with tensors in host memory. Copies from a GPU are asynchronous: synchronize before reading.
+
+        before: an earlier copy, whose tensors are reused where shape and dtype match: allocating costs more than
+        copying.
+        """
         if self.is_copy:
             return self
         there = {} if before is None else before.tensors
@@ -43,13 +46,13 @@ class ShareFile:
         return ShareFile(self.name, copies, is_copy=True)
 
 
-def _is_on_card(tensor: torch.Tensor) -> bool:
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """From a card into pinned memory, since a copy into any other is slow and waits for each tensor."""
-    if not _is_on_card(tensor):
+    """From a GPU into pinned memory: a copy into pageable memory is slow and waits for each tensor."""
+    if not _is_on_gpu(tensor):
         return tensor.to("cpu", copy=True)
     return _allocate_pinned(tensor).copy_(tensor, non_blocking=True)
 

@@ -1,17 +1,17 @@
-"""Training checkpoints: what lies in one.
+"""The content of training checkpoints.
 
     checkpoints/  latest  config.json  tokenizer files  global_stepN/
-    global_stepN/ layer_XX-model_states.pt       weights in the training dtype, one file a layer
+    global_stepN/ layer_XX-model_states.pt       weights in the training dtype, one file per layer
                   optimizer-stage_XX-dp_YY.safetensors   see training/checkpoint/optimizer_state.py
-                  mp_rank_00_model_states.pt     nothing; DeepSpeed's own load_checkpoint(load_module_only=True) asks
-                                                 for it
-                  trainer_state.json             where the run stands
+                  mp_rank_00_model_states.pt     empty; DeepSpeed's own load_checkpoint(load_module_only=True) requires
+                                                 it
+                  trainer_state.json             the run's progress
                   manifest.json                  size and hash of each file; see training/checkpoint/manifest.py
 
 No file depends on the layout that wrote it, so a run resumes at any other. Random numbers, learning rate and sample
-order are functions of the step, so the step is all the state there is beside the tensors. Nothing in a checkpoint is
-unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` writes them,
-`training/checkpoint/resume.py` says which one a run resumes from.
+order are functions of the step, so the step is the only state in addition to the tensors. Nothing in a checkpoint is
+unpickled but tensors (`weights_only=True`). `training/checkpoint/writer.py` writes checkpoints,
+`training/checkpoint/resume.py` chooses the one that a run resumes from.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from training.engine.engine import Engine
 
 STATE_NAME = "trainer_state.json"
 TEMPORARY_PREFIX = "tmp-"
-FORMAT = 2  # raise it when an older project could not read what this one writes
+FORMAT = 2  # increase it when an older version of the project could not read what this one writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where a run is, and what it must keep to continue from there."""
+    """A run's progress, and the settings that it must keep to continue."""
 
     step: int  # optimizer steps done
     num_tokens: int  # seen so far, without padding
@@ -48,9 +48,7 @@ class TrainerState:
     seed: int
     precision: str = ""
     optimizer: str = ""
-    data: dict[str, str] = field(
-        default_factory=dict
-    )  # what is trained on and how: `describe_data` and `describe_loss`
+    data: dict[str, str] = field(default_factory=dict)  # what decides the loss: `describe_data`, `describe_objective`
     evaluation: dict[str, float] = field(default_factory=dict)  # of this step; empty where it was not evaluated
     best: Best | None = None  # of the evaluations so far
     weights_only: bool = False  # `save_weights_only`: without the optimizer's state
@@ -58,17 +56,19 @@ class TrainerState:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """The `global_stepN` folders, newest step first, whole or not."""
+    """Return the `global_stepN` folders, newest step first, complete or not."""
     found = [path for path in checkpoints.glob("global_step*") if re.fullmatch(r"global_step\d+", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(step_dir: Path) -> int:
+    """Return N of a `global_stepN` folder."""
     return int(step_dir.name.removeprefix("global_step"))
 
 
 def read_state(step_dir: Path) -> TrainerState:
-    """Raises UserError when it cannot be read, or was written by a newer version of this project."""
+    """Read a checkpoint's trainer_state.json. Raises UserError when it cannot be read, or was written by a newer
+    version of this project."""
     file = step_dir / STATE_NAME
     try:
         content = json.loads(file.read_text())
@@ -87,7 +87,7 @@ def read_state(step_dir: Path) -> TrainerState:
 
 
 def _modernize(content: dict[str, Any]) -> dict[str, Any]:
-    """Fields of format 1 as those of today."""
+    """Convert the fields of format 1 to the current ones."""
     known = dict(content)
     eval_loss = known.pop("eval_loss", None)
     if eval_loss is not None:
@@ -98,10 +98,10 @@ def _modernize(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None:
-    """Restores the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from
+    """Restore the optimizer and the counters of an engine of any layout, whose weights `StageModule` has read from
     `step_dir`.
 
-    state: where this run starts. Raises UserError when the optimizer's state is not all there.
+    state: where this run starts. Raises UserError when the optimizer's state is incomplete.
     """
     same_optimizer = read_state(step_dir).optimizer == state.optimizer
     optimizer_state.load_state(engine, step_dir, with_moments=same_optimizer)
@@ -109,6 +109,6 @@ def load_checkpoint(engine: Engine, step_dir: Path, state: TrainerState) -> None
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Deletes what saves and deletions that never ended have left."""
+    """Delete the remains of saves and deletions that were interrupted."""
     for folder in checkpoints.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)

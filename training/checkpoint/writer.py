@@ -1,10 +1,10 @@
-"""Saving: every rank writes its share, and rank 0 makes it a checkpoint when all of it is on the disk.
+"""Saving: every rank writes its share, and rank 0 publishes the checkpoint when all of it is on the disk.
 
-A save goes into `tmp-global_stepN`. Each rank writes the layers and the optimizer's partition that are its own (the
-replicas of a stage share out its layers), flushes them, and reports to rank 0 their sizes and hashes. Rank 0 writes
-state and manifest, renames the folder and moves `latest`. All that happens in a thread, which talks to the other ranks'
-threads over a process group of its own. With `async_save` it writes a copy of the state in the host's memory while
-training goes on; the next save and the end of the run wait for it. (DeepSpeed's decoupled writer queues the tensors
+A save is written to `tmp-global_stepN`. Each rank writes its layers and its partition of the optimizer (the layers of a
+stage are divided among its replicas), flushes them, and reports their sizes and hashes to rank 0. Rank 0 writes state
+and manifest, renames the folder and moves `latest`. All that happens in a thread, which communicates with the other
+ranks' threads over a process group of its own. With `async_save` it writes a copy of the state in host memory while
+training continues; the next save and the end of the run wait for it. (DeepSpeed's decoupled writer queues the tensors
 themselves, which training then changes; seen in 0.19.8.)
 """
 
@@ -44,14 +44,14 @@ from training.distributed.ranks import raise_together
 from training.engine.engine import Engine
 
 _SLOWEST_RANK = timedelta(hours=2)  # ranks wait this long for the last one to have written its share
-_SHARE_OF_MEMORY = 0.8  # of what the host has free, for copies
-_SECONDS_BETWEEN_LOOKS = 0.2  # at how far a save is that is waited for
+_SHARE_OF_MEMORY = 0.8  # of the host's free memory, for copies
+_SECONDS_BETWEEN_POLLS = 0.2  # of the progress of a save that is waited for
 _SPARE_BYTES = 16 * 2**20  # headers, state, manifest
 
 
 def plan_share(engine: Engine, weights_only: bool = False) -> list[ShareFile]:
-    """The files that this rank writes, with the engine's own tensors. All ranks call it: those that share layers, or
-    their weights, put them together, one after the other, in the host's memory of the one that writes it."""
+    """Return the files that this rank writes, with the engine's own tensors. All ranks call it: a layer or a weight
+    that is sharded over ranks is gathered, one at a time, in the host memory of the rank that writes it."""
     module, topology, parallel = engine.module, engine.layout.topology, engine.module.parallel
     num_replicas, replica = (
         engine.layout.num_weight_replicas,
@@ -75,8 +75,8 @@ def plan_share(engine: Engine, weights_only: bool = False) -> list[ShareFile]:
 def plan_whole_share(
     engine: Engine, step: int, group: dist.ProcessGroup | None, weights_only: bool = False
 ) -> list[ShareFile]:
-    """`plan_share`, for a save of this step. Raises UserError, together on all ranks, where it would leave out state of
-    a trained parameter."""
+    """Return `plan_share` for a save of this step. Raises UserError, together on all ranks, where it would omit state
+    of a trained parameter."""
     share: list[ShareFile] = []
     error = None
     try:
@@ -104,8 +104,8 @@ class CheckpointWriter:
         weights_only: bool = False,
         export: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """weights_only: nothing of the optimizer. export: called on rank 0, in the thread, once the checkpoint of a
-        step is whole."""
+        """weights_only: without the optimizer's state. export: called on rank 0, in the thread, once the checkpoint of
+        a step is complete."""
         self._engine, self._checkpoints, self._retention = engine, checkpoints, retention
         self._asynchronous, self._weights_only, self._export = asynchronous, weights_only, export
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -113,24 +113,24 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
         self._copies: dict[str, ShareFile] = {}  # of the last save, by file
-        self._held = 0  # bytes of the host's memory that they take
+        self._held = 0  # bytes of host memory that they take
 
     def check_room(self, state_bytes: float) -> None:
-        """Raises UserError when the disk has no room for one checkpoint; reported before the first step, not after the
-        last.
+        """Check that the disk has room for one checkpoint, before the first step instead of after the last. Raises
+        UserError when it does not.
 
-        state_bytes: that the optimizer will keep of a parameter, beside its fp32 weight.
+        state_bytes: of optimizer state per trained parameter, without its fp32 weight.
         """
         files = plan_share(self._engine, self._weights_only)
-        there = sum(
+        present = sum(
             tensor.nbytes
             for file in files
             for name, tensor in file.tensors.items()
             if not file.is_optimizer_state or name.startswith(f"{optimizer_state.WEIGHT}/")
         )
-        to_come = 0 if self._weights_only else state_bytes * optimizer_state.count_elements(self._engine)
+        expected = 0 if self._weights_only else state_bytes * optimizer_state.count_elements(self._engine)
         gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, there + round(to_come), group=self._group)
+        dist.all_gather_object(gathered, present + round(expected), group=self._group)
         error = None
         if self._rank == 0:
             try:
@@ -140,9 +140,9 @@ class CheckpointWriter:
         raise_together(error)
 
     def save(self, state: TrainerState) -> None:
-        """Writes `global_step{state.step}`; asynchronously, only takes a copy and starts to write it.
+        """Write `global_step{state.step}`; if asynchronous, only copy the state and start to write it.
 
-        Raises UserError when the disk did not take this or the last one, or when a weight is not finite.
+        Raises UserError when this or the last save could not be written, or when a weight is not finite.
         """
         self.wait()
         share = plan_whole_share(self._engine, state.step, self._group, self._weights_only)
@@ -155,7 +155,7 @@ class CheckpointWriter:
         if self._asynchronous and fits:
             self._copies = {file.name: file.copy(self._copies.get(file.name)) for file in share}
             self._held, share = copied, list(self._copies.values())
-            synchronize()  # once, for all tensors: training may not touch them before
+            synchronize()  # once, for all tensors: training must not change them before
         self._what, self._num_bytes, self._written = f"saving step {state.step}", sum(file.nbytes for file in share), 0
         self._thread = threading.Thread(target=self._write, args=(folder, share, state), daemon=True)
         self._thread.start()
@@ -164,17 +164,17 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes what was saved last."""
+        """Returns whether this rank is still writing the last save."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises UserError when the disk did not take it."""
+        """Wait until nothing is being written. Raises UserError when the save failed."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         with progress(self._what, self._num_bytes, "B", shown=self._rank == 0) as bar:
             while thread.is_alive():
-                thread.join(_SECONDS_BETWEEN_LOOKS)
+                thread.join(_SECONDS_BETWEEN_POLLS)
                 bar.reach(self._written)
         raise_together(self._error)
 
@@ -182,10 +182,10 @@ class CheckpointWriter:
         self._written += num_bytes
 
     def _prepare(self, folder: Path, nbytes: int, copied: int) -> bool:
-        """An empty folder that all ranks see, on a disk that has room for what all of them write: `nbytes` by this one.
+        """Create the empty folder, after a check that its disk has room for what all ranks write: `nbytes` by this one.
 
-        Returns whether on every host a copy of what its ranks write fits into its memory, of which this one's takes
-        `copied` bytes. The same on all ranks: one that copies continues while another would wait for it.
+        Returns whether a copy of what its ranks write fits into memory on every host; this rank's takes `copied` bytes.
+        The same on all ranks: a rank that copies continues training, where one that does not would wait for it.
         """
         gathered: list[Any] = [None] * self._world_size
         available = psutil.virtual_memory().available
@@ -208,14 +208,14 @@ class CheckpointWriter:
         )
 
     def _write(self, folder: Path, share: list[ShareFile], state: TrainerState) -> None:
-        """In the thread. Every rank ends with the same `_error`, or none."""
+        """Runs in the thread. Every rank ends with the same `_error`, or None."""
         records: dict[str, FileRecord] = {}
         error = None
         try:
             error = find_nonfinite(share, state.step)
             if error is None:
                 records = write_share(folder, share, writes_engine_state=self._rank == 0, wrote=self._count)
-        except Exception as mistake:  # whatever it is, the other ranks must not wait for this one
+        except Exception as mistake:  # of any kind: the other ranks must not wait for this one
             error = _explain(mistake, folder)
         gathered: list[Any] = [None] * self._world_size
         try:
@@ -240,22 +240,24 @@ class CheckpointWriter:
 
 
 def have_room(ranks: list[tuple[int, int, int]]) -> bool:
-    """ranks: of one host, each (bytes to copy, bytes held for them already, bytes that it found available)."""
+    """Returns whether the copies of one host's ranks fit into its memory.
+
+    ranks: each (bytes to copy, bytes it holds for copies already, bytes it found available).
+    """
     return sum(nbytes - held for nbytes, held, _ in ranks) < _SHARE_OF_MEMORY * min(
         available for *_, available in ranks
     )
 
 
 def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
-    """The error for state that no run could continue from: a finite gradient times a large learning rate may have made
-    it."""
+    """Return an error for weights or state that are not finite, from which no run could continue; None when all are.
+    Finite gradients times a large learning rate can produce them."""
     for file in share:
         for name, tensor in file.tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 return UserError(
                     f"saving: '{name}' of {file.name} is not finite after step {step}, so that step is not saved; the "
-                    "checkpoints before it "
-                    "are untouched. Lower learning_rate and continue with resume=latest"
+                    "checkpoints before it are untouched. Lower learning_rate and continue with resume=latest"
                 )
     return None
 
@@ -263,7 +265,7 @@ def find_nonfinite(share: list[ShareFile], step: int) -> UserError | None:
 def write_share(
     folder: Path, share: list[ShareFile], writes_engine_state: bool, wrote: Callable[[int], None] = lambda count: None
 ) -> dict[str, FileRecord]:
-    """Writes a rank's files, all of them on the disk on return: their sizes and hashes by name."""
+    """Write a rank's files, all of them on the disk on return. Returns their sizes and hashes by name."""
     records = {file.name: _write_file(folder / file.name, partial(_fill, file=file), wrote) for file in share}
     if writes_engine_state:
         records[ENGINE_STATE_NAME] = _write_file(
@@ -292,13 +294,13 @@ def _write_file(
 
 
 def publish(folder: Path, checkpoints: Path, state: TrainerState, records: dict[str, FileRecord]) -> None:
-    """Makes the written folder a checkpoint, and `latest` name it."""
+    """Make the written folder a checkpoint, and point `latest` to it."""
     text = json.dumps(asdict(state), indent=2) + "\n"
     record = _write_file(folder / STATE_NAME, lambda stream: stream.write(text.encode()))
     write_manifest(folder, {**records, STATE_NAME: record})
     sync_to_disk(folder)
     final = checkpoints / folder.name.removeprefix(TEMPORARY_PREFIX)
-    if final.exists():  # the run went back and came here again: the old one keeps its name until the new one takes it
+    if final.exists():  # the run went back and reached this step again: swap, so that the name always exists
         exchange(folder, final)
         shutil.rmtree(folder, ignore_errors=True)
     else:

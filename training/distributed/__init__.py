@@ -1,1 +1,1 @@
-"""Who this process is among the others: ranks, axes, device, signals, the watchdog, transfers between two ranks."""
+"""This process among the others: ranks, axes, device, signals, the watchdog, transfers between two ranks."""

@@ -1,8 +1,8 @@
 """Requests to a run from outside: SIGTERM, SIGINT, the files STOP and SAVE in output_dir, and the interval
 `save_minutes`.
 
-Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, before
-which the ranks have synchronized anyway (the gradient norm and the loss are reduced over all of them).
+Whichever rank receives one, all ranks act at the same step boundary: one all-reduce of four numbers on the host, at a
+point where the ranks have just synchronized anyway (the gradient norm and the loss are reduced over all of them).
 
 A signal may arrive while the main thread is in a collective, where Python runs no handler: the interpreter's C handler
 writes a byte into a socket, and a thread reads it. If the step does not end within `grace_seconds`, the process exits
@@ -30,10 +30,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Interrupt:
-    """What all ranks do at this step boundary."""
+    """The action of all ranks at a step boundary."""
 
-    signum: int = 0  # save and leave, without evaluation and export; 0: no signal
-    stop: bool = False  # save and end as at the last step
+    signum: int = 0  # save and exit, without evaluation and export; 0: no signal
+    stop: bool = False  # save and end as after the last step
     save: bool = False
     nonfinite: bool = False  # the step's loss or gradient is not finite on some rank
 
@@ -53,7 +53,7 @@ class Interrupts:
         is_main: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """group: of all ranks, for what is in the host's memory; the default group otherwise."""
+        """group: of all ranks, for tensors in host memory; None for the default group."""
         self._output_dir, self._grace_seconds, self._is_main = output_dir, grace_seconds, is_main
         self._save_seconds = None if save_minutes is None else 60 * save_minutes
         self._group = group
@@ -63,6 +63,7 @@ class Interrupts:
         self._last_save = time.monotonic()
 
     def start(self) -> Interrupts:
+        """Install the signal handlers, and start the thread that receives signals. Returns self."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._handlers = {signum: signal.signal(signum, _wake) for signum in _SIGNALS}
@@ -71,6 +72,7 @@ class Interrupts:
         return self
 
     def close(self) -> None:
+        """Restore the previous signal handlers, and end the thread."""
         signal.set_wakeup_fd(self._wakeup)
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
@@ -78,7 +80,8 @@ class Interrupts:
         self._writer.close()  # ends the thread
 
     def agree(self, nonfinite: bool = False) -> Interrupt:
-        """What all ranks do now, the same on each. nonfinite: whether the step that has just ended was, on this rank.
+        """Return the action of all ranks now, the same on each. nonfinite: whether the last step's loss or gradient was
+        not finite on this rank.
 
         The files are removed, so that one file is one request.
         """
@@ -98,7 +101,7 @@ class Interrupts:
         return request
 
     def saved(self) -> None:
-        """Restarts the interval `save_minutes`."""
+        """Restart the interval `save_minutes`."""
         self._last_save = time.monotonic()
 
     def _is_time(self) -> bool:
@@ -124,7 +127,7 @@ class Interrupts:
 
 
 def exit_code(signum: int) -> int:
-    """The code that shells and schedulers expect from a process that a signal ended."""
+    """Return the exit code that shells and schedulers expect from a process that a signal ended."""
     return 128 + signum
 
 
@@ -138,7 +141,7 @@ def tolerate_dead_workers() -> None:
 
 
 def _wake(signum: int, frame: object) -> None:
-    """Replaces the default, which would end the process. The byte in the socket does the rest."""
+    """Replaces the default handler, which would end the process. The thread acts on the byte in the socket."""
     tolerate_dead_workers()
 
 

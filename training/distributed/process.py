@@ -1,4 +1,4 @@
-"""This process: its device and cores, its group with the others, and where what libraries print goes."""
+"""This process: its device and cores, its process group, and where the output of libraries goes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from training.distributed.ranks import Ranks
 T = TypeVar("T")
 # A process that joins without a GPU builds and loads DeepSpeed's op for `inference_all_reduce`, which nothing here
 # calls: 25 s of compiling once, and a rank that is killed meanwhile (as the others are when one finds a mistake) leaves
-# a lock on which every later run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). No op counts as
-# compatible, so none is built.
+# a lock on which every later run hangs silently (torch's FileBaton; seen with deepspeed 0.19.8). With no op declared
+# compatible, none is built.
 deepspeed.ops.__compatible_ops__ = {}
 
 
@@ -43,68 +43,68 @@ _OWN_TIMEOUT = "own_timeout"  # the description of a group whose timeout nobody 
 
 
 def has_accelerator() -> bool:
+    """Returns whether DeepSpeed runs on an accelerator instead of the CPU."""
     return get_accelerator().device_name() != "cpu"
 
 
 def current_device() -> torch.device:
+    """Return this process's device."""
     return torch.device(get_accelerator().current_device_name())
 
 
 def describe_device() -> str:
-    """What the driver calls the accelerator; "cpu" without one."""
+    """Return the driver's name for the accelerator; "cpu" without one."""
     if not has_accelerator():
         return "cpu"
     return torch.get_device_module(get_accelerator().device_name()).get_device_name()
 
 
 def find_device(ranks: Ranks) -> int | None:
-    """The number of this rank's card, or None without an accelerator. Raises UserError when there are too few."""
+    """Return the number of this rank's GPU; None without an accelerator. Raises UserError when there are too few."""
     if not has_accelerator():
         return None
     accelerator = get_accelerator()
-    may_share = host_share.may_share_cards(accelerator.visible_devices_envs())
-    return host_share.choose_card(ranks.local_rank, ranks.local_size, accelerator.device_count(), may_share)
+    may_share = host_share.may_share_gpus(accelerator.visible_devices_envs())
+    return host_share.choose_gpu(ranks.local_rank, ranks.local_size, accelerator.device_count(), may_share)
 
 
 def take_device(ranks: Ranks) -> None:
-    """This rank's card, and its share of the host's cores.
+    """Set this rank's GPU, and its threads to its share of the host's cores.
 
-    Threads without a share fight over the cores (the deepspeed launcher sets nothing) or leave them idle (torchrun sets
-    one a rank), on a card too, where the optimizer runs on the host with offload_optimizer=cpu. Raises UserError when
-    there are fewer cards than ranks.
+    Otherwise the ranks' threads compete for the cores (the deepspeed launcher sets nothing) or leave them idle
+    (torchrun sets one per rank). It matters on GPUs too: with offload_optimizer=cpu the optimizer runs on the host.
+    Raises UserError when there are fewer GPUs than ranks.
     """
-    card = find_device(ranks)
-    if card is not None:
-        get_accelerator().set_device(card)
-        os.environ["LOCAL_RANK"] = str(card)  # what DeepSpeed's engine, module and process group take the device from
+    device = find_device(ranks)
+    if device is not None:
+        get_accelerator().set_device(device)
+        os.environ["LOCAL_RANK"] = str(device)  # DeepSpeed's engine, module and process group read the device from it
     if host_share.has_chosen_threads():
         return
     cores, cores_per_task = sorted(os.sched_getaffinity(0)), host_share.read_cores_per_task()
     share = host_share.count_threads(len(cores), ranks.local_size, cores_per_task)
     torch.set_num_threads(share)
-    # A rank with a card is not pinned: cores in the order of ranks may lie at another socket than its card, and all
-    # that it starts later (NCCL's proxies, loaders, the thread that pins) would be held to its own threads' cores.
-    if card is None and cores_per_task is None and share * ranks.local_size <= len(cores):
+    # A rank with a GPU is not pinned: cores in the order of ranks may be on another socket than its GPU, and everything
+    # that it starts later (NCCL's proxies, loaders, the pinning thread) would be confined to its own threads' cores.
+    if device is None and cores_per_task is None and share * ranks.local_size <= len(cores):
         os.sched_setaffinity(0, cores[ranks.local_rank * share : (ranks.local_rank + 1) * share])
 
 
 def synchronize() -> None:
-    """Waits until the accelerator has done all that it was given; nothing without one."""
+    """Wait until the accelerator has finished all queued work; does nothing without one."""
     get_accelerator().synchronize()
 
 
 def choose_interface() -> None:
-    """Tells gloo the network interface that leads to the main host. By default it takes the one that this host's
-    name resolves to, which is often the loopback, and then no other host can reach it. A name that someone has set is
-    kept.
+    """Set gloo's network interface to the one with a route to the main host. By default gloo uses the one that this
+    host's name resolves to, which is often the loopback, and then no other host can reach it. A user's setting is kept.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            )  # sends nothing: it asks for the route
+            # sends nothing: UDP connect only looks up the route
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         except OSError:
             return
         address = probe.getsockname()[0]
@@ -115,7 +115,7 @@ def choose_interface() -> None:
 
 
 def join_process_group(timeout: timedelta | None = None) -> None:
-    """Waits for the other ranks. timeout: of its collectives, torch's own by default."""
+    """Initialize the process group, and wait for the other ranks. timeout: of its collectives; torch's by default."""
     deepspeed.init_distributed(**({} if timeout is None else {"timeout": timeout}))
     with _hint_at_silence():
         dist.barrier()
@@ -123,9 +123,8 @@ def join_process_group(timeout: timedelta | None = None) -> None:
 
 @contextmanager
 def _hint_at_silence() -> Iterator[None]:
-    """Says what to try when the first message between cards does not arrive. All ranks are there by then: DeepSpeed
-    binds their cards, with which NCCL connects all of them before `init_distributed` returns (0.19.8, comm/torch.py).
-    """
+    """Print what to try when the first message between GPUs does not arrive. All ranks are present by then: DeepSpeed
+    binds their GPUs, so NCCL connects all of them before `init_distributed` returns (0.19.8, comm/torch.py)."""
     hint = threading.Timer(_SECONDS_OF_SILENCE, console.say, [_SILENCE])
     hint.daemon = True
     if has_accelerator() and dist.get_rank() == 0:
@@ -137,7 +136,8 @@ def _hint_at_silence() -> Iterator[None]:
 
 
 def make_host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for what is in the host's memory; all of them call it. None: the default group is one."""
+    """Create a group of all ranks for tensors in host memory; all of them call it. None where the default group can be
+    used."""
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
@@ -154,28 +154,29 @@ def limit_collectives(timeout: timedelta) -> None:
 
 
 def leave_process_group() -> None:
+    """Destroy the process groups."""
     comm.destroy_process_group()
 
 
 def broadcast_from_main(compute: Callable[[], T], ranks: Ranks) -> T:
-    """What rank 0 computes, on every rank: numbers on which all must agree, or they hang."""
+    """Return rank 0's result on every rank: for values on which all ranks must agree, or they would hang."""
     computed: list[Any] = [compute() if ranks.is_main else None]
     dist.broadcast_object_list(computed, src=0)
     return computed[0]
 
 
 def gather_hosts() -> list[str]:
-    """The name of each rank's host."""
+    """Return the host name of each rank."""
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return hosts
 
 
-_OWN_HANDLERS = ("DeepSpeed", "transformers", "datasets")  # loggers that do not leave it to the root
+_OWN_HANDLERS = ("DeepSpeed", "transformers", "datasets")  # loggers that do not propagate to the root's handlers
 
 
 def buffer_library_logs() -> None:
-    """From now on nothing that libraries log is to be seen, until `redirect_output_to_log` says where it goes."""
+    """Hold back everything that libraries log, until `redirect_output_to_log` sets its destination."""
     held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     for name in (None, *_OWN_HANDLERS):
         logging.getLogger(name).handlers = [held] if name is None else []
@@ -184,8 +185,8 @@ def buffer_library_logs() -> None:
 
 
 def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
-    """All that libraries print, what was buffered included, goes to this rank's log file. Their warnings are also shown
-    on the screen, each once."""
+    """Send everything that libraries print, including buffered logs, to this rank's log file. On the main rank their
+    warnings are also shown on the screen, each once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     console.redirect_to_console(file)
     sys.stdout = open(file, "a", buffering=1)
@@ -200,8 +201,8 @@ def redirect_output_to_log(file: Path, ranks: Ranks) -> None:
 
 
 class _WarningEcho(logging.Handler):
-    """Shows a library's warnings, without a stack trace and each text once. Those about code that will change are for
-    developers."""
+    """Shows a library's warnings on the screen, without a stack trace and each text once. Deprecation and future
+    warnings are for developers, and omitted."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(logging.WARNING)

@@ -1,5 +1,5 @@
-"""Which of the started processes this one is, from the launcher's environment variables; and errors that end all of
-them.
+"""This process's rank among those that were started, from the launcher's environment variables; and errors that end
+all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Ranks:
+    """This process's rank, globally and on its host."""
+
     rank: int
     world_size: int
     local_rank: int
@@ -38,7 +40,7 @@ class Ranks:
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """Prints to the screen, once: on the main rank alone."""
+        """Print to the screen, on the main rank alone."""
         if self.is_main:
             console.say(text)
 
@@ -47,12 +49,12 @@ SINGLE_PROCESS = Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
 
 
 def read_ranks() -> Ranks:
-    """From the variables that `deepspeed`, `torchrun` and `srun` set; without any a process is alone, and torch's are
-    set.
+    """Read the ranks from the variables that `deepspeed`, `torchrun` or `srun` set. Without any, the process is alone,
+    and torch's variables are set.
 
     Raises UserError when `srun` spans several hosts and MASTER_ADDR does not name the main one.
     """
-    # A batch script itself lacks the latter: it is alone.
+    # In a batch script itself the latter is not set: the process is alone.
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         _translate_slurm()
     if "RANK" not in os.environ:
@@ -65,14 +67,14 @@ def read_ranks() -> Ranks:
 
 
 def find_free_port() -> int:
-    """Another run on this machine may hold the usual one."""
+    """Return a free port: another run on this machine may use the default one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _translate_slurm() -> None:
-    """srun's variables into those that torch reads."""
+    """Translate srun's variables into those that torch reads."""
     environ = os.environ
     if "MASTER_ADDR" not in environ:
         if int(environ["SLURM_STEP_NUM_NODES"]) > 1:
@@ -93,13 +95,13 @@ def _translate_slurm() -> None:
 
 @contextmanager
 def exit_on_user_error(ranks: Ranks, reports: bool = True, log: Path | None = None) -> Iterator[None]:
-    """Turns a UserError, or what the disk or its owner refuse, into one line on stderr and exit code 1.
+    """Turn a UserError, or an error of the disk or of permissions, into one line on stderr and exit code 1.
 
-    reports: False on a rank that is about to find the same error as another: it prints nothing, and gives the other
-    time to report, since the launcher ends all ranks as soon as one of them has ended. log: this rank's, once it has
-    one. Then any other exception is one line too, which names the rank, and its stack trace is in the log, not between
-    the other ranks' lines. A rank whose peer is gone first waits to be ended by the launcher: the peer has reported
-    the cause.
+    reports: False on a rank that will find the same error as another: it prints nothing, and gives the other time to
+    report, since the launcher ends all ranks as soon as one of them has ended. log: this rank's log file, once it has
+    one. Then any other exception is one line too, which names the rank, and its stack trace goes to the log, not
+    between the other ranks' lines. A rank whose peer is gone first waits for the launcher to end it: the peer has
+    reported the cause.
     """
     try:
         yield
@@ -128,20 +130,19 @@ def _describe_unexpected(error: Exception) -> str:
 
 
 def _message(error: Exception) -> str:
-    """The message of an exception on one line. One from a process of a DataLoader is a stack trace that ends with
-    it.
-    """
+    """The message of an exception on one line. In an exception from a DataLoader's process it is the end of a stack
+    trace."""
     lines = str(error).strip().splitlines() or ["no message"]
     return (lines[-1].partition(": ")[2] or lines[-1]) if lines[0].startswith("Caught ") else lines[0]
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether a collective has failed because the process at the other end is gone."""
+    """Returns whether a collective has failed because the process at the other end is gone."""
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
 def raise_together(error: UserError | None) -> None:
-    """Ends all ranks when any of them has an error; the lowest that has one raises it, the others exit silently.
+    """End all ranks when any of them has an error; the lowest rank with one raises it, the others exit silently.
 
     All ranks call it, in a process group. For mistakes that several ranks may find, and should not all report.
     """

@@ -1,4 +1,6 @@
-"""Which ranks share out what ZeRO cuts, with `sharding_parallel_size`: pure arithmetic, for the engine and the plan."""
+"""The groups of ranks over which ZeRO partitions, with `sharding_parallel_size`: pure arithmetic, for the engine and
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from training.distributed.topology import Layout
 
 
 def list_shard_groups(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """(groups that share out, ranks with the same part); neighbours share out, so that a group lies inside a host."""
+    """Return (shard groups, groups of ranks with the same part). A shard group has neighbouring ranks, so that it is
+    within a host."""
     size = layout.num_shards
     alike = layout.topology.groups(*layout.topology.weight_replica_axes)
     own = [ranks[first : first + size] for ranks in alike for first in range(0, len(ranks), size)]

@@ -1,9 +1,9 @@
 """The axes along which ranks are laid out, and the arithmetic of ranks and batches on them.
 
-`AXES` is the one table: whatever computes with ranks asks a `Topology`, so another axis is another line of it. The
+`AXES` is the only table: all code that computes with ranks uses a `Topology`, so a new axis is one more line in it. The
 outermost axis comes first: with pipe, data and tensor, rank = (stage_id * data size + data index) * tensor size +
 tensor index, as in DeepSpeed's `PipeModelDataParallelTopology`. So ranks that share layers, which exchange most, are
-neighbours, and those that share a sequence come next.
+neighbours, and those that share a sequence are next.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ PIPE, DATA, CONTEXT, TENSOR = "pipe", "data", "context", "tensor"
 
 @dataclass(frozen=True)
 class Axis:
-    """size_key: the config key that gives its size; None for the one that follows from the number of ranks.
+    """An axis of parallelism.
 
-    splits_weights: its ranks have different weights (other layers, other shards); otherwise the same ones, and
-    gradients are summed.
+    size_key: the config key of its size; None for the one whose size follows from the number of ranks. splits_weights:
+    its ranks have different weights (other layers, other shards); otherwise they have the same, and gradients are
+    summed.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Axis:
     splits_weights: bool
 
 
-# What ranks of a host should keep among themselves -> what they send each other
+# Axes whose ranks should be on one host -> what they send each other
 _WITHIN_HOSTS = {TENSOR: "its activations", CONTEXT: "queries, keys, values and outputs"}
 
 AXES = (
@@ -48,14 +49,14 @@ AXES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """All ranks on the axes. sizes: of each axis. Wherever several axes are named, their order does not matter."""
+    """The grid of all ranks. sizes: of each axis. Methods that take several axes ignore their order."""
 
     axes: tuple[Axis, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, world_size: int, **sizes: int) -> Topology:
-        """sizes: by the axis's name, 1 where it is not given; the derived one follows."""
+        """Build the topology of `world_size` ranks. sizes: by axis name, 1 by default; that of `data` is derived."""
         given = {axis.name for axis in AXES if axis.size_key}
         derived, rest = divmod(world_size, math.prod(sizes.values()))
         assert rest == 0 and sizes.keys() <= given, f"{world_size} ranks, {sizes}"
@@ -63,23 +64,25 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def weight_replica_axes(self) -> tuple[str, ...]:
-        """Those along which ranks have the same weights: gradients are summed over them, ZeRO partitions its state."""
+        """The axes along which ranks have the same weights: gradients are summed and ZeRO partitions over them."""
         return tuple(axis.name for axis in self.axes if not axis.splits_weights)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks that differ in these axes alone."""
+        """Return the number of ranks that differ in these axes alone."""
         return math.prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis.name in axes)
 
     def others(self, *axes: str) -> tuple[str, ...]:
-        """All axes but these."""
+        """Return the names of all axes but these."""
         return tuple(axis.name for axis in self.axes if axis.name not in axes)
 
     def index(self, rank: int, *axes: str) -> int:
-        """The coordinate of a rank on an axis; on several, its place among the ranks that differ in these alone."""
+        """Return the coordinate of a rank on an axis; on several axes, its index among the ranks that differ in these
+        alone."""
         index, inner = 0, 1
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             rank, coordinate = divmod(rank, size)
@@ -88,20 +91,21 @@ class Topology:
         return index
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks that differ in these axes alone, group by group, both in the order of ranks."""
+        """Return the groups of ranks that differ in these axes alone; groups and ranks are in the order of ranks."""
         found: dict[int, list[int]] = {}
         for rank in range(self.world_size):
             found.setdefault(self.index(rank, *self.others(*axes)), []).append(rank)
         return list(found.values())
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
-        """The rank that lies `step` further along the axis, which closes to a ring."""
-        place = [known.name for known in self.axes].index(axis)
+        """Return the rank that is `step` further along the axis, as a ring."""
+        number = [known.name for known in self.axes].index(axis)
         here = self.index(rank, axis)
-        return rank + ((here + step) % self.sizes[place] - here) * math.prod(self.sizes[place + 1 :])
+        return rank + ((here + step) % self.sizes[number] - here) * math.prod(self.sizes[number + 1 :])
 
     def describe(self, notes: Mapping[str, str]) -> str:
-        """Such as "tp2 x pp2 x dp4"; only stages and replicas are shown at size 1. notes: what follows an axis."""
+        """Return a description such as "tp2 x pp2 x dp4"; only stages and replicas are shown at size 1. notes: text
+        after an axis, by its name."""
         always = [axis for axis in self.axes if axis.name in (PIPE, DATA)]
         others = [axis for axis in reversed(self.axes) if axis not in always and self.size(axis.name) > 1]
         return " x ".join(f"{axis.label}{self.size(axis.name)}{notes.get(axis.name, '')}" for axis in others + always)
@@ -112,29 +116,29 @@ def _find_axis(name: str) -> Axis:
 
 
 def join_group(topology: Topology, *axes: str) -> dist.ProcessGroup:
-    """The process group of this rank and of those that differ from it in these axes alone. All ranks call it."""
+    """Create the process group of this rank and of those that differ from it in these axes alone. All ranks call it."""
     return dist.new_subgroups_by_enumeration(topology.groups(*axes))[0]
 
 
 def read_sizes(config: RunConfig) -> dict[str, int]:
-    """The size of each axis that the config gives."""
+    """Return the size of each axis that has a config key, by name."""
     return {axis.name: getattr(config, axis.size_key) for axis in AXES if axis.size_key}
 
 
 def name_sizes(sizes: Mapping[str, int]) -> str:
-    """Keys and values, such as "num_stages=2 x tensor_parallel_size=2"; without axes of size 1, other than stages."""
+    """Return keys and values, such as "num_stages=2 x tensor_parallel_size=2"; of axes of size 1 only stages."""
     shown = [axis for axis in AXES if axis.name in sizes and (sizes[axis.name] > 1 or axis.name == PIPE)]
     return " x ".join(f"{axis.size_key}={sizes[axis.name]}" for axis in shown)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where ranks lie, and the samples of a step.
+    """The topology of the ranks, and the samples of a step.
 
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_size.
 
-    schedule: its name; num_chunks: of layers, that a rank holds under it; memory_limit, pass_times: what it is ordered
-    by, where it asks for that (`training/pipeline/schedules.py` sets them). sharding_parallel_size: see `num_shards`.
+    schedule: its name. num_chunks: chunks of layers per rank. memory_limit, pass_times: the inputs of schedules that
+    are ordered by them (`training/pipeline/schedules.py` sets them). sharding_parallel_size: see `num_shards`.
     """
 
     topology: Topology
@@ -164,17 +168,17 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Replicas, each of which reads samples of its own: of one rank, or of those that share its sequences."""
+        """The number of replicas that read samples of their own."""
         return self.topology.size(DATA)
 
     @property
     def num_weight_replicas(self) -> int:
-        """Ranks with the same weights: DeepSpeed's `data` axis."""
+        """The number of ranks with the same weights: the size of DeepSpeed's `data` axis."""
         return self.topology.size(*self.topology.weight_replica_axes)
 
     @property
     def num_shards(self) -> int:
-        """Parts into which ZeRO cuts what replicas share out: one for each of them, or for each of a group."""
+        """The number of parts into which ZeRO partitions: the replicas, or those of one shard group."""
         return self.sharding_parallel_size or self.num_weight_replicas
 
     @property
@@ -197,9 +201,9 @@ class Layout:
     def describe_placement(
         self, hosts: list[str], boundaries: Sequence[tuple[int, int]], sent: Mapping[str, float] | None = None
     ) -> str:
-        """Which stages lie on which host, and what crosses between hosts. hosts: the host of each rank. boundaries: the
-        pairs of stages that send to each other. sent: bytes that a rank sends in a step over each axis, where they are
-        known."""
+        """Describe which stages are on which host, and what crosses hosts. hosts: the host of each rank. boundaries:
+        the pairs of stages that send to each other. sent: bytes that a rank sends in a step over each axis, where they
+        are known."""
         ranks = range(self.world_size)
         stages = {
             host: sorted({self.stage_id(rank) for rank in ranks if hosts[rank] == host})
@@ -218,7 +222,7 @@ class Layout:
         )
 
     def _warn_of_crossing(self, axis: str, what: str, hosts: list[str], sent: float) -> str:
-        """Empty where no group of the axis lies on several hosts. what: is sent there."""
+        """A warning where groups of the axis span hosts, else empty. what: the data that they send."""
         groups = [group for group in self.topology.groups(axis) if _spans_hosts(group, hosts)]
         if not groups:
             return ""
@@ -236,7 +240,8 @@ class Layout:
         )
 
     def name_rank(self, rank: int) -> str:
-        """Such as "5 (pp1 cp0 tp1)": its place on each axis with several ranks, where there are several axes."""
+        """Return a name such as "5 (pp1 cp0 tp1)": the coordinate on each axis with several ranks, where there are
+        several such axes."""
         axes = [axis for axis in AXES if self.topology.size(axis.name) > 1]
         places = " ".join(f"{axis.label}{self.topology.index(rank, axis.name)}" for axis in axes)
         return f"{rank} ({places})" if len(axes) > 1 else str(rank)
@@ -253,9 +258,9 @@ class Layout:
 
 
 def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accelerator: bool) -> Layout:
-    """The layout that the keys ask for, but for its schedule (`training.pipeline.schedules.schedule_layout`).
+    """Build the layout from the config's keys, without its schedule (`training.pipeline.schedules.schedule_layout`).
 
-    Raises UserError, naming the key, where they contradict each other or the number of ranks.
+    Raises UserError, naming the key, where keys contradict each other or the number of ranks.
     """
     sizes = read_sizes(config)
     for axis in AXES:
@@ -284,7 +289,7 @@ def build_layout(config: RunConfig, world_size: int, num_layers: int, has_accele
 
 
 def _ranks_to_start(replica: int, world_size: int, has_accelerator: bool) -> str:
-    """replica: the ranks of one."""
+    """replica: the number of ranks of one replica."""
     fitting = math.ceil(world_size / replica) * replica
     command = f"start it with `deepspeed --num_gpus {fitting} trainer_base_ds_mp.py ...`"
     if has_accelerator:

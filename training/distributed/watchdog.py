@@ -1,11 +1,11 @@
-"""Finds a rank that is dead or stuck, names it and ends the run. Otherwise the others wait for it in a collective,
-silently.
+"""Finds a rank that is dead or stuck, names it and ends the run. Otherwise the others would wait for it in a
+collective, silently.
 
 *Dead or stopped.* A thread of each rank sends rank 0 a heartbeat once a second, and rank 0 answers, over separate gloo
-groups. A connection that closes without notice is a rank that was killed; a rank that sends nothing for
+groups. A connection that closes without notice means that the rank was killed; a rank that sends nothing for
 `stuck_minutes` is stopped, or its host is gone. Nothing that the main threads wait for delays this.
 
-*Stuck.* A rank whose main thread has run no forward pass for `stuck_minutes` looks at where that thread is. In a
+*Stuck.* A rank whose main thread has run no forward pass for `stuck_minutes` inspects that thread's stack. In a
 collective it waits for another rank, and gives that one a quarter of the time more to report itself; anywhere else it
 is the stuck one, and names the line. With NCCL the host waits for the GPU anywhere in the engine, so there the first
 rank reports what it knows.
@@ -39,16 +39,16 @@ from training.distributed.ranks import SECONDS_FOR_ANOTHER_TO_REPORT, Ranks, is_
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_TO_ANSWER = 10.0  # rank 0 may notice a silent rank as late as the others could notice a silent rank 0
-_LONGEST = timedelta(days=365)  # for `stuck_minutes=null`; gloo takes no infinity
-# What a rank sends with a heartbeat; the highest of all is rank 0's answer.
+_LONGEST = timedelta(days=365)  # for `stuck_minutes=null`; gloo accepts no infinity
+# The status that a rank sends with a heartbeat; the highest of all is rank 0's answer.
 _HERE, _DONE, _LEAVING, _LOST = range(4)
 
 
 class Watchdog:
-    """Watches within its `with` block, which all ranks enter and leave together, in a process group."""
+    """Watches all ranks within its `with` block, which they enter and leave together, in a process group."""
 
     def __init__(self, ranks: Ranks, stuck_minutes: float | None, name: Callable[[int], str] = str) -> None:
-        """name: of a rank in messages."""
+        """stuck_minutes: None for no limit. name: formats a rank in messages."""
         self._ranks, self._name = ranks, name
         self._seconds = math.inf if stuck_minutes is None else 60 * stuck_minutes
         self._named_timeout = f"stuck_minutes={stuck_minutes}"
@@ -59,8 +59,8 @@ class Watchdog:
         self._main_thread = threading.get_ident()
         self._threads = [threading.Thread(target=self._watch_progress, daemon=True)]
         if ranks.world_size > 1:
-            # Two: a wait that times out closes all connections of its group (gloo), and the others are still to be
-            # answered.
+            # Two groups: a wait that times out closes all connections of its group (gloo), and the other ranks still
+            # need an answer.
             longest = self._timeout + timedelta(seconds=2 * _SECONDS_TO_ANSWER)
             self._to_main, self._from_main = (process.make_group_with_timeout(longest) for _ in range(2))
             self._threads.append(threading.Thread(target=self._exchange_beats, daemon=True))
@@ -73,7 +73,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the other ranks, however long; with an error, notifies them that this one is about to leave."""
+        """Wait for the other ranks, however long; with an error, notify them that this one is about to leave."""
         self._is_watched = False
         if not is_lost_peer(error):  # else the thread is about to find out who that was
             self._status = _DONE if error is None else _LEAVING
@@ -85,7 +85,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within it the main thread must make progress: a forward pass of this rank's stage shows it."""
+        """Within this context the main thread must make progress: forward passes of this rank's stage."""
         hook = module.register_forward_hook(self._progress)
         self._progress()
         self._is_watched = True
@@ -97,7 +97,7 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the main thread may take long: for the disk, for example."""
+        """Within this context the main thread may take long, for example for the disk."""
         watched, self._is_watched = self._is_watched, False
         try:
             yield
@@ -106,7 +106,7 @@ class Watchdog:
             self._is_watched = watched
 
     def limit_collectives(self) -> None:
-        """Sets a matching timeout on the process groups that have none of their own."""
+        """Set a matching timeout on the process groups that have none of their own."""
         process.limit_collectives(2 * self._timeout + timedelta(seconds=3 * _SECONDS_TO_ANSWER))
 
     def _progress(self, *_: object) -> None:
@@ -124,7 +124,7 @@ class Watchdog:
             os._exit(1)
 
     def _collect_beats(self) -> int:
-        """On rank 0: receives what each rank sends, and answers each that is there."""
+        """On rank 0: receive the status of each rank, and answer those that sent one."""
         received, lost = {0: self._status}, {}
         for rank in range(1, self._ranks.world_size):
             try:
@@ -164,7 +164,7 @@ class Watchdog:
             place, waits = find_place(sys._current_frames()[self._main_thread])
             if waits and (idle < self._seconds + max(self._seconds / 4, _SECONDS_TO_ANSWER) or not self._ranks.is_main):
                 continue
-            if (log := sys.stdout or sys.__stderr__) is not None:  # the rank's
+            if (log := sys.stdout or sys.__stderr__) is not None:  # the rank's log
                 faulthandler.dump_traceback(log)
             known = (
                 "it waits for another rank, or for its GPU, and none has reported itself"
@@ -196,16 +196,16 @@ class Watchdog:
 def _receive(source: int, group: dist.ProcessGroup, timeout: timedelta) -> int:
     beat = torch.zeros(1, dtype=torch.int32)
     work = dist.irecv(beat, src=source, group=group)
-    assert work is not None  # for who is in the group
+    assert work is not None  # None only outside the group
     work.wait(timeout)
     return int(beat)
 
 
 def find_place(frame: FrameType | None) -> tuple[str, bool]:
-    """The line of this project that a stack is in, and whether it waits there for another rank.
+    """Return the innermost line of this project in a stack, and whether it waits there for another rank.
 
-    On a GPU the host may wait for it, and so for another rank, in any line that reads the content of a tensor; in
-    `data/` there are none.
+    On a GPU the host may wait for it, and so for another rank, in any line that reads a tensor's content; `data/` has
+    no such lines.
     """
     waits, on_gpu = False, dist.is_initialized() and dist.get_backend() != "gloo"
     while frame is not None:

@@ -1,1 +1,1 @@
-"""A training step. `engine.py` is the interface; what is behind it is the one place that knows DeepSpeed."""
+"""A training step. `engine.py` is the interface; its implementation is the one place that knows DeepSpeed."""

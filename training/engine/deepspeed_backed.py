@@ -1,4 +1,4 @@
-"""What the engines over DeepSpeed have in common: what is asked of its optimizer, whatever runs the passes."""
+"""Base class of the engines over DeepSpeed: everything that depends on its optimizer alone, not on how passes run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from training.optim.parameter_groups import LR_RATIO
 from training.optim.state_kinds import DeclaredState
 from training.pipeline.module import StageModule
 
-# What changes in DeepSpeed's DynamicLossScaler (fp16; deepspeed 0.19.8). The others stay as the config makes them.
+# The attributes of DeepSpeed's DynamicLossScaler that change (fp16; deepspeed 0.19.8). The config sets the others.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedBacked(Engine):
-    """wrapped: DeepSpeed's engine, which has the optimizer. kept: what that keeps."""
+    """An `Engine` that delegates to `wrapped`, DeepSpeed's engine, which holds the optimizer.
+
+    kept: the optimizer state that is declared for each parameter.
+    """
 
     def __init__(self, wrapped: Any, module: StageModule, layout: Layout, kept: DeclaredState) -> None:
         self.wrapped, self.module, self.layout = wrapped, module, layout
@@ -36,8 +39,8 @@ class DeepSpeedBacked(Engine):
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), dtype=torch.float64)
 
     def has_skipped_step(self) -> bool:
-        """DeepSpeed's optimizers leave weights and moments as they were when the norm of the gradient is not finite,
-        and continue silently (DeepSpeed issue #8415)."""
+        """Return DeepSpeed's overflow flag: when the gradient norm is not finite its optimizers leave weights and
+        moments unchanged and continue silently (DeepSpeed issue #8415)."""
         return self.wrapped.optimizer.overflow
 
     def restore_step(self, step: int) -> None:
@@ -69,7 +72,7 @@ class DeepSpeedBacked(Engine):
 
 
 def move_micro_batches(micro_batches: Iterable[Any] | None, device: torch.device) -> Iterator[Any]:
-    """Each micro-batch on the device by the time it is read there. The host does not wait for a copy of what is pinned;
-    DeepSpeed would copy a pageable clone, and wait."""
+    """Yield each micro-batch on `device`. The host does not wait for copies of pinned tensors; DeepSpeed would copy a
+    pageable clone, and wait."""
     for halves in micro_batches or ():
         yield tuple(half and tuple(tensor.to(device, non_blocking=True) for tensor in half) for half in halves)

@@ -1,4 +1,4 @@
-"""DeepSpeed's dict, written from the run's config by one pure function, so that nothing is stated twice."""
+"""DeepSpeed's config dict, built from the run's config by one pure function, so that nothing is stated twice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from training.config.schema import Offload, Precision, RunConfig
 from training.distributed.topology import Layout
 
 _NEVER = 10**9  # steps_per_print takes no "off"
-# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32, of which it holds two on the
-# card. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
+# Elements that ZeRO-1 reduces at a time, where it is not `BF16_Optimizer`: 200 MB in fp32; two such buckets are on the
+# GPU at a time. DeepSpeed's default is ten times as much; what that would gain on a network was not measured.
 REDUCE_BUCKET = 50_000_000
-# memory_efficient_linear would put a function of DeepSpeed's in the place of torch's, in the whole process.
-MAX_LIVE = 1_000_000_000  # elements of weights that are whole at a time, those to be used again within as many
+# memory_efficient_linear would replace torch's function by one of DeepSpeed's, in the whole process.
+MAX_LIVE = 1_000_000_000  # elements of weights that are gathered at a time, and within which they are kept for reuse
 STAGE_3 = {
     "memory_efficient_linear": False,
     "stage3_max_live_parameters": MAX_LIVE,
@@ -24,29 +24,29 @@ STAGE_3 = {
 def build_deepspeed_config(
     config: RunConfig, layout: Layout, trains: bool = True, has_accelerator: bool = False
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets; without an optimizer when it does not train. Extra keys come from the
-    `deepspeed` group.
+    """Return the config dict for DeepSpeed's engine; extra keys come from the `deepspeed` group.
 
-    has_accelerator: what is offloaded then goes to pinned memory, which copies reach faster and beside other work.
-    Raises UserError for an extra key that is set here from a key of the run.
+    trains: False for an engine without an optimizer. has_accelerator: offloaded tensors then go to pinned memory, which
+    is faster to copy to and lets copies overlap with other work.
+    Raises UserError for an extra key that is already set from a key of the run.
     """
     built: dict[str, Any] = {
         "train_batch_size": layout.micro_batch_size * layout.gradient_accumulation_steps * layout.num_weight_replicas,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "gradient_clipping": config.max_grad_norm,  # DeepSpeed clips at 1.0 when it is left out
+        "gradient_clipping": config.max_grad_norm,  # DeepSpeed clips at 1.0 when it is omitted
         "steps_per_print": _NEVER,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
         "zero_optimization": {
-            # the pipeline engine's sums of stage 2 are the project's own (training/engine/sharded_sums.py)
+            # stage 2 of the pipeline engine is the project's own (training/engine/sharded_sums.py)
             "stage": 1 if config.zero_stage == 2 else config.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
         "checkpoint": {"parallel_write": {"pipeline_stage": True}},
-        # each gradient enters its sum as it arrives (training/optim/gradient_sums.py)
+        # each gradient is accumulated as soon as it is computed (training/optim/gradient_sums.py)
         "bf16": {"enabled": config.precision is Precision.bf16, "immediate_grad_update": True},
         "communication_data_type": choose_reduce_dtype(config, layout),
         "fp16": {"enabled": config.precision is Precision.fp16},
@@ -64,7 +64,7 @@ def build_deepspeed_config(
         ):  # else they are copied into a bucket first, and out of it into one more buffer
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
-        # of fp32 DeepSpeed makes an optimizer that holds all of them
+        # for fp32 gradients DeepSpeed would build an optimizer that holds all of them on each rank
         built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.zero_stage == 2 else "fp32"}
     if trains and config.zero_stage == 3:
         built["zero_optimization"] |= STAGE_3
@@ -81,8 +81,11 @@ def build_deepspeed_config(
 
 
 def choose_reduce_dtype(config: RunConfig, layout: Layout) -> str:
-    """The dtype that gradients are summed over replicas in. Those of one replica are not sent, so they stay as they are
-    on their way to the optimizer: sums in fp32, but in fp16."""
+    """Return the name of the dtype in which gradients are reduced over replicas.
+
+    A single replica sends nothing, so its gradients reach the optimizer as they were accumulated: in fp32, or in fp16
+    with precision=fp16.
+    """
     if layout.num_weight_replicas > 1:
         return config.gradient_reduce_dtype.value
     return "fp16" if config.precision is Precision.fp16 else "fp32"

@@ -1,12 +1,12 @@
 """What the project relies on inside other packages beyond their documented interfaces: one table, checked at start.
 
 Private attributes, overridden methods, and names that are patched or written to. A release that renames one of them
-would often change nothing that anybody sees at first: an override that is not called any more, an attribute that
-nothing reads, an optimizer whose state is not found. So a run does not start when one is missing, and says which.
+would often have no visible effect at first: an override that is no longer called, an attribute that nothing reads, an
+optimizer whose state is not found. So a run does not start when one is missing, and its error names it.
 
-A name is looked for in an object that `place` leads to, "module:Class.method". An attribute that only instances have
-counts as there when a method of the class stores it; one that a function reads or sets on what it is given, when that
-function names it. Nothing is instantiated, and nothing is imported that a run does not import by itself.
+A name is looked up in the object at `place`, "module:Class.method". An attribute that only instances have counts as
+present when a method of the class stores it; one that a function reads or sets on its arguments, when the function's
+code names it. Nothing is instantiated, and nothing is imported that a run does not import by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Package:
-    """read: the version whose source the table was made from. works: versions known to work, as in pyproject.toml."""
+    """Versions of a package. read: whose source the table was made from. works: known to work, as in pyproject.toml."""
 
     read: str
     works: str
@@ -36,7 +36,7 @@ class Package:
 class Internal:
     """Names in one place of a package, and what they are used for."""
 
-    package: str  # as it is installed by
+    package: str  # the name to install it by
     place: str
     names: tuple[str, ...]
     use: str
@@ -89,8 +89,8 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield f"{_ENGINE}.eval_batch", ("_inference_schedule",), "giving the engine a schedule"
     yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("steps", "num_pipe_buffers"), "giving the engine a schedule"
     yield "deepspeed.runtime.pipe.schedule:PipeSchedule", ("micro_batches", "stages"), "giving the engine a schedule"
-    yield _ENGINE, ("is_last_stage", "_loss_stage_global_rank"), "telling which rank has the loss"
-    yield f"{_ENGINE}.eval_batch", ("is_last_stage", "fwd_outputs"), "telling which rank has the loss"
+    yield _ENGINE, ("is_last_stage", "_loss_stage_global_rank"), "finding the rank that has the loss"
+    yield f"{_ENGINE}.eval_batch", ("is_last_stage", "fwd_outputs"), "finding the rank that has the loss"
     yield _ENGINE, ("pipe_buffers", "num_pipe_buffers", "_next_batch"), "holding the micro-batches in flight"
     yield f"{_ENGINE}._exec_schedule", ("num_pipe_buffers", "fwd_outputs"), "holding the micro-batches in flight"
     yield _ENGINE, ("gradient_accumulation_steps",), "a mean over micro-batches"
@@ -141,21 +141,21 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield _ZERO, (*_COMPACT, *_AROUND_COMPACT), "freeing gradients that are on the host"
     yield f"{_ZERO}.reduce_ipg_grads", ("copy_grads_in_partition",), "freeing gradients that are on the host"
     yield f"{_ZERO}.copy_grads_in_partition", _COMPACT[:1], "freeing gradients that are on the host"
-    yield _BF16, (*_BF16_SUMS, "immediate_grad_update"), "summing gradients as they arrive"
-    yield f"{_BF16}.create_grad_acc_hooks", _BF16_SUMS[-1:], "summing gradients as they arrive"
+    yield _BF16, (*_BF16_SUMS, "immediate_grad_update"), "accumulating gradients as they arrive"
+    yield f"{_BF16}.create_grad_acc_hooks", _BF16_SUMS[-1:], "accumulating gradients as they arrive"
     yield f"{_ENGINE}._exec_reduce_tied_grads", ("_hp_grad",), "summing the gradients of tied weights"
-    yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "summing gradients as they arrive"
-    yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "summing gradients as they arrive"
+    yield _ZERO, (*_ZERO_SUMS, "use_grad_accum_attribute", "grad_accum"), "accumulating gradients as they arrive"
+    yield f"{_ZERO}.process_gradients", _ZERO_SUMS[:1], "accumulating gradients as they arrive"
     # training/engine/shard_groups.py, training/engine/executor.py
     grouped = ("_configure_zero_optimizer", "_configure_bf16_optimizer", "seq_data_parallel_group")
-    yield _ENGINE, grouped, "sharing out in groups"
+    yield _ENGINE, grouped, "sharding within groups"
     for name in grouped[:2]:
-        yield f"{_ENGINE}.{name}", grouped[2:], "sharing out in groups"
+        yield f"{_ENGINE}.{name}", grouped[2:], "sharding within groups"
     # training/engine/sharded_sums.py
     parts = ("averaged_gradients", "partition_size", "params_in_partition", "bit16_groups", "bit16_groups_flat")
-    yield _ZERO, (*parts, "reduce_bucket_size", "dp_process_group"), "sharing out sums of gradients"
-    yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), "sharing out sums of gradients"
-    yield f"{_ZERO}.scaled_global_norm", ("averaged_gradients",), "sharing out sums of gradients"
+    yield _ZERO, (*parts, "reduce_bucket_size", "dp_process_group"), "sharding accumulated gradients"
+    yield f"{_ZERO}._get_preflattened_grad_partition", ("averaged_gradients",), "sharding accumulated gradients"
+    yield f"{_ZERO}.scaled_global_norm", ("averaged_gradients",), "sharding accumulated gradients"
     # training/engine/partitions.py, training/pipeline/weight_sharding.py
     stage_3 = ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer", "overflow")
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", stage_3, "reading what stage 3 holds"
@@ -163,7 +163,7 @@ def _list_deepspeed() -> Iterator[tuple[str, tuple[str, ...], str]]:
     yield sharded, ("ds_tensor", "ds_shape", "ds_numel", "ds_zero_partition_rank"), "reading what stage 3 holds"
     # training/engine/zero3_engine.py
     hooks = ("pre_sub_module_forward_function", "post_sub_module_forward_function")
-    fetching = "fetching weights beside selective checkpointing"
+    fetching = "fetching weights under selective checkpointing"
     yield "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", ("parameter_offload",), fetching
     yield "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload", hooks, fetching
     # training/engine/pipeline_engine.py, training/distributed/process.py
@@ -188,12 +188,12 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     yield "torch", f"{groups}:_World", ("pg_map",), "limiting how long ranks wait for each other"
     yield "torch", "torch", ("_foreach_mul_",), "clipping many gradients at once"
     modes = "torch.utils._python_dispatch"
-    yield "torch", modes, ("_disable_current_modes",), "computing masks beside selective checkpointing"
+    yield "torch", modes, ("_disable_current_modes",), "computing masks under selective checkpointing"
     yield "torch", modes, ("TorchDispatchMode",), "counting what selective checkpointing keeps"
     yield "torch", "torch.utils._pytree", ("tree_leaves",), "counting what selective checkpointing keeps"
     yield "torch", "torch:UntypedStorage", ("_cdata",), "counting what a backward pass needs"
     yield "torch", "torch:ops.aten", _KEPT_OPERATORS, "choosing what selective checkpointing keeps"
-    yield "torch", "torch:ops.aten", _BLOCK_KERNELS, "attending from queries to one block of keys after the other"
+    yield "torch", "torch:ops.aten", _BLOCK_KERNELS, "attention of queries to one block of keys at a time"
     yield "torch", "torch", ("_C",), "counting the tokens of experts once"
     yield "torch", "torch._C", ("_current_graph_task_id",), "counting the tokens of experts once"
     config = "transformers.configuration_utils:PreTrainedConfig"
@@ -207,7 +207,8 @@ def _list_others() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     saves = "transformers.core_model_loading:revert_weight_conversion"
     yield "transformers", saves, ("_weight_conversions",), "naming the tensors of a wrapped model"
     yield "transformers", model, ("_tied_weights_keys",), "tying the head of a text model"
-    yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), "knowing what a checkpoint may hold beside"
+    ignored = "knowing which other tensors a checkpoint may hold"
+    yield "transformers", model, ("_keys_to_ignore_on_load_unexpected",), ignored
     experts = "transformers.integrations.moe:use_experts_implementation"
     yield "transformers", experts, ("_apply_gate",), "computing experts"
     layer = "peft.tuners.lora.layer:LoraLayer"
@@ -238,9 +239,10 @@ TABLE = (
 
 
 def check_internals(with_adapter: bool = False, package: str | None = None) -> None:
-    """Raises UserError, one line that names it, for a name of the table that an installed package does not have.
+    """Check that the installed packages have every name of the table.
 
-    with_adapter: whether this run imports peft. package: the only one to look into.
+    with_adapter: whether this run imports peft. package: checks this one alone.
+    Raises UserError, one line that names it, for a name that is missing.
     """
     for entry in TABLE:
         if entry.package == package or (package is None and (entry.package != "peft" or with_adapter)):
@@ -250,7 +252,7 @@ def check_internals(with_adapter: bool = False, package: str | None = None) -> N
 
 
 def explain_missing(package: str, name: str, use: str) -> UserError:
-    """The error for a name that this version of a package does not have. use: what the project needs it for."""
+    """Return the error for a name that the installed version lacks. use: what the project needs it for."""
     works = PACKAGES[package].works
     return UserError(
         f"{package} {version(package)} has no {name}, which is needed for {use}; known to work are {package}{works} "
@@ -259,7 +261,7 @@ def explain_missing(package: str, name: str, use: str) -> UserError:
 
 
 def find_missing(entry: Internal) -> str | None:
-    """The first name of `entry` that is not there, with the place where it was looked for; None when all are."""
+    """Return the first missing name of `entry`, qualified by where it was looked up; None when all exist."""
     module, _, path = entry.place.partition(":")
     dotted = f"{module}.{path}".rstrip(".")
     try:
@@ -272,8 +274,8 @@ def find_missing(entry: Internal) -> str | None:
 
 
 def has_name(owner: Any, name: str) -> bool:
-    """Whether `owner` has an attribute, or a field; a class also when one of its methods stores it in an instance, a
-    function when it reads, sets or asks for it."""
+    """Returns whether `owner` has the attribute or field. A class also has what one of its methods stores in an
+    instance, a function what its code reads, sets or names."""
     if isinstance(owner, FunctionType):
         return any(name in code.co_names or name in code.co_consts for code in _list_code(owner))
     if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
@@ -282,7 +284,7 @@ def has_name(owner: Any, name: str) -> bool:
 
 
 def _list_methods(owner: type) -> Iterator[CodeType]:
-    """The code of the methods of a class and of those above it in the same package."""
+    """Yield the code of the methods of a class and of its base classes in the same package."""
     package = owner.__module__.partition(".")[0]
     for base in owner.__mro__:
         if base.__module__.partition(".")[0] == package:
@@ -292,7 +294,8 @@ def _list_methods(owner: type) -> Iterator[CodeType]:
 
 
 def _list_code(function: Any) -> Iterator[CodeType]:
-    """The code of a function and of those defined in it, behind its decorators; of anything else none."""
+    """Yield the code of a function, without its decorators, and of functions defined in it; nothing for other
+    objects."""
     function = inspect.unwrap(function) if callable(function) else function
     pending = [function.__code__] if isinstance(function, FunctionType) else []
     while pending:

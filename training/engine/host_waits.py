@@ -1,8 +1,9 @@
-"""DeepSpeed's step without what makes the host wait for the device: a GPU whose host waits soon has nothing to do.
+"""Patches that keep DeepSpeed's step from making the host wait for the device: the GPU is soon idle while its host
+waits.
 
-Two waits are left in a step: DeepSpeed asks whether the norm of the gradient is finite, and the run asks it of the
-loss. The first pass of a run also copies the rotary frequencies, and reports, evaluations and saves wait for what they
-read. tests/training/engine/test_device.py counts the waits of a later step, on a device that is not the CPU.
+Two waits remain in a step: DeepSpeed checks whether the gradient norm is finite, and the run checks the loss. The first
+pass of a run also copies the rotary frequencies, and reports, evaluations and saves wait for the values they read.
+tests/training/engine/test_device.py counts the waits of a later step, on a device that is not the CPU.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from training.engine.zero_patches import patch
 
 
 def avoid_host_waits(engine: DeepSpeedEngine) -> None:
-    """All ranks call it. Raises UserError when DeepSpeed does not have what this replaces."""
+    """Patch DeepSpeed for this process. All ranks call it. Raises UserError when a patched name is missing."""
     if isinstance(engine, PipelineEngine):
         _exchange_shapes_on_host(engine)
         patch(engine, "_aggregate_total_loss", lambda: _average_loss(engine))
     for module in (utils, stage_1_and_2):
         patch(module, "mask_nan_or_inf_with_val_inplace", _mask_nonfinite)
-    patch(stage_1_and_2, "is_invalid_grad_norm", _ask_once())
+    patch(stage_1_and_2, "is_invalid_grad_norm", _build_norm_check())
     patch(bf16_optimizer, "clip_tensors_by_global_norm", _clip)
 
 
 def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
-    """What crosses a boundary is announced once per step where lengths vary. DeepSpeed sends that as a tensor of the
+    """Shapes are sent across a boundary once per step where lengths vary. DeepSpeed sends them as a tensor on the
     device, and reads it there number by number: over 20 waits (0.19.8, `_recv_tensor_meta`)."""
     group = make_host_group()
 
@@ -54,7 +55,7 @@ def _exchange_shapes_on_host(engine: PipelineEngine) -> None:
 
 
 def _average_loss(engine: PipelineEngine) -> torch.Tensor:
-    """The mean of the losses of the step's micro-batches and replicas, a scalar, on every rank."""
+    """The mean loss over the step's micro-batches and replicas, a scalar, on every rank."""
     mean = torch.zeros((), device=engine.device)
     if engine.is_last_stage():
         mean = (engine.total_loss.detach() / engine.gradient_accumulation_steps()).float().reshape(())
@@ -67,20 +68,20 @@ def _average_loss(engine: PipelineEngine) -> torch.Tensor:
 
 
 def _mask_nonfinite(input: torch.Tensor, device: torch.device | None = None, val: float = -1.0) -> None:
-    """As DeepSpeed's, which makes the value on the host and copies it."""
+    """Like DeepSpeed's, which creates the value on the host and copies it."""
     input.masked_fill_(input.isfinite().logical_not_(), val)
 
 
-def _ask_once() -> Callable[[Any], bool]:
-    """As DeepSpeed's, which asks the device again for each parameter group that it clips, of the same norm."""
-    asked: Any = None
-    answer = False
+def _build_norm_check() -> Callable[[Any], bool]:
+    """Like DeepSpeed's, which reads the same norm from the device again for each parameter group that it clips."""
+    checked: Any = None
+    result = False
 
     def is_invalid(norm: Any) -> bool:
-        nonlocal asked, answer
-        if norm is not asked:
-            asked, answer = norm, utils.is_invalid_grad_norm(norm)
-        return answer
+        nonlocal checked, result
+        if norm is not checked:
+            checked, result = norm, utils.is_invalid_grad_norm(norm)
+        return result
 
     return is_invalid
 
@@ -92,7 +93,8 @@ def _clip(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """As DeepSpeed's, which asks the device whether the norm is above the limit; a factor of 1 changes nothing."""
+    """Like DeepSpeed's, which reads from the device whether the norm exceeds the limit; a factor of 1 changes
+    nothing."""
     if global_norm is None:
         global_norm = utils.get_global_norm_of_tensors(input_tensors, mpu=mpu)
     factor = (max_norm / (global_norm + eps)).clamp(max=1.0)

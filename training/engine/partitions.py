@@ -1,7 +1,7 @@
-"""Where DeepSpeed's ZeRO optimizers keep what belongs to a parameter: fp32 weights and the optimizer's state.
+"""Where DeepSpeed's ZeRO optimizers keep a parameter's fp32 weights and optimizer state.
 
-Stages 1 and 2 lay the parameters of a group end to end and cut that into equal parts, one a rank. Stage 3 cuts each
-parameter into equal parts, the last one padded, and lays end to end those that a rank has.
+Stages 1 and 2 concatenate the parameters of a group and split the result into equal parts, one per rank. Stage 3 splits
+each parameter into equal parts, the last one padded, and concatenates those of a rank.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from training.engine.engine import Partition, PartitionSlice
 from training.optim.state_kinds import DeclaredState
 
 
-class HeldPartitions(ABC):
-    """What this rank holds."""
+class PartitionView(ABC):
+    """This rank's partitions of a ZeRO optimizer's state."""
 
     def __init__(self, optimizer: Any, kept: DeclaredState) -> None:
         self._optimizer, self._kept = optimizer, kept
 
     @abstractmethod
-    def list_partitions(self) -> list[Partition]: ...
+    def list_partitions(self) -> list[Partition]:
+        """Return the partitions; empty without an optimizer."""
 
     @abstractmethod
     def find_slice(self, parameter: torch.nn.Parameter) -> PartitionSlice | None:
-        """Where this rank holds elements of a trained parameter; None where it holds none."""
+        """Return where this rank holds elements of a trained parameter; None where it holds none."""
 
 
-def build_partition_view(optimizer: Any, kept: DeclaredState) -> HeldPartitions:
-    """optimizer: DeepSpeed's, around torch's; without one nothing is held. kept: what torch's keeps."""
+def build_partition_view(optimizer: Any, kept: DeclaredState) -> PartitionView:
+    """Build the view for an optimizer's ZeRO stage.
+
+    optimizer: DeepSpeed's, around torch's; without one there are no partitions. kept: the declared state of torch's.
+    """
     kind = Stage3Partitions if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else FlatPartitions
     return kind(optimizer, kept)
 
 
-class FlatPartitions(HeldPartitions):
-    """Of stages 1 and 2: a part of each group."""
+class FlatPartitions(PartitionView):
+    """Partitions of stages 1 and 2: this rank's part of each parameter group."""
 
     def list_partitions(self) -> list[Partition]:
-        """One flat fp32 tensor a parameter group: what DeepSpeed's ZeRO and bf16 optimizers hand to torch's."""
+        """Return one partition per parameter group: the flat fp32 tensors that DeepSpeed's ZeRO and bf16 optimizers
+        give to torch's."""
         inner = getattr(self._optimizer, "optimizer", None)
         if inner is None:
             return []
@@ -57,8 +62,8 @@ class FlatPartitions(HeldPartitions):
         )
 
 
-class Stage3Partitions(HeldPartitions):
-    """Of stage 3: of each sub-group of a group, a part of each of its parameters."""
+class Stage3Partitions(PartitionView):
+    """Partitions of stage 3: for each sub-group of a parameter group, this rank's part of each parameter."""
 
     def list_partitions(self) -> list[Partition]:
         states = self._optimizer.optimizer.state

@@ -1,4 +1,4 @@
-"""The `Engine` over DeepSpeed: its `PipelineEngine` for 1F1B, that of `executor.py` for other schedules."""
+"""The `Engine` over DeepSpeed's `PipelineEngine`, in the version of `executor.py` that runs any schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from training.pipeline.schedules import build_schedule
 
 
 def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
-    """Wraps the stage in an engine, with the optimizer over this stage's parameters, or without one when it only
+    """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only
     evaluates."""
     optimizer = build_optimizer(group_stage(module, config), config) if trains else None
     settings = build_deepspeed_config(config, layout, trains, has_accelerator())
@@ -61,12 +61,12 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
         sums=sums,
     )
     if groups is not None:
-        engine.share_within(groups, reduce_dtype)
+        engine.use_shard_groups(groups, reduce_dtype)
     return engine
 
 
 def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
-    """The parameter groups of a stage, none of them empty."""
+    """Return the parameter groups of a stage; an empty one gets a placeholder parameter."""
     groups = group_trained(module, config)
     if keeps_blocks(config):
         groups = separate_copies(groups, module)
@@ -75,14 +75,17 @@ def group_stage(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
             group["params"].append(module.add_placeholder())
     counted = [each for group in groups for each in group["params"] if getattr(each, "model_parallel", False)]
     if module.parallel.size > 1 and not counted:
-        # of what ranks have alike only the first counts for the norm; the others must count something
+        # only the first rank counts replicated parameters in the norm; the others need some parameter to count
         groups[1]["params"].append(module.add_placeholder())
     return groups
 
 
 class DeepSpeedPipeline(DeepSpeedBacked):
-    """wrapped: DeepSpeed's engine. has_varying_lengths: micro-batches of one step may be longer than those of
-    another. kept: what the optimizer keeps. sums: of gradients, where replicas share them out."""
+    """The engine of a pipeline stage.
+
+    has_varying_lengths: micro-batches of one step may be longer than those of another. kept: the declared optimizer
+    state. sums: the accumulated gradients, where they are sharded over replicas (ZeRO-2).
+    """
 
     def __init__(
         self,
@@ -98,11 +101,11 @@ class DeepSpeedPipeline(DeepSpeedBacked):
         executed = sweep_after_backward(executed) if sums is None else announce_passes(executed, sums)
         self._instructions = self.wrapped._INSTRUCTION_MAP = executed
 
-    def share_within(self, groups: ShardGroups, reduce_dtype: torch.dtype) -> None:
-        """For an optimizer that is one of several with the same part."""
+    def use_shard_groups(self, groups: ShardGroups, reduce_dtype: torch.dtype) -> None:
+        """Set up an optimizer that partitions within shard groups, so that each part is on several ranks."""
         self.saves_state = groups.is_first
         optimizer = self.wrapped.optimizer
-        if self.sums is None and isinstance(optimizer, DeepSpeedZeroOptimizer):  # others have averaged over all
+        if self.sums is None and isinstance(optimizer, DeepSpeedZeroOptimizer):  # others average over all replicas
             self._instructions = average_parts(self._instructions, optimizer, groups, reduce_dtype)
             self.wrapped._INSTRUCTION_MAP = self._instructions
 
@@ -130,8 +133,8 @@ class DeepSpeedPipeline(DeepSpeedBacked):
         return outputs if self.module.has_loss else []
 
     def observe(self, observer: StepObserver | None) -> None:
-        """`PipelineEngine._exec_schedule` looks every instruction up in `_INSTRUCTION_MAP`. This engine has one of its
-        own, so nothing of DeepSpeed's is copied and other engines are left alone (0.19.8, runtime/pipe/engine.py)."""
+        """Wrap every entry of `_INSTRUCTION_MAP`, where `PipelineEngine._exec_schedule` looks instructions up. The map
+        belongs to this instance, so other engines are not affected (0.19.8, runtime/pipe/engine.py)."""
         self.wrapped._INSTRUCTION_MAP = self._instructions
         if observer is not None:
             self.wrapped._INSTRUCTION_MAP = {

@@ -1,5 +1,5 @@
-"""The ranks among which replicas share out what ZeRO cuts: all of them, or groups of `sharding_parallel_size`, each of
-which has all parts. DeepSpeed 0.19.8 has no such groups for stages 1 and 2.
+"""The ranks over which ZeRO partitions: all replicas, or groups of `sharding_parallel_size`, each of which has all
+parts. DeepSpeed 0.19.8 has no such groups for stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ Instruction = Callable[..., None]
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """own: this rank's group. replicas: the ranks of all groups that have the same part. is_first: of these."""
+    """Process groups of this rank.
+
+    own: its shard group. replicas: the ranks of all shard groups with the same part. is_first: whether this rank is the
+    first of those.
+    """
 
     own: dist.ProcessGroup
     replicas: dist.ProcessGroup
@@ -30,7 +34,7 @@ class ShardGroups:
 
 
 def join_shard_groups(layout: Layout, rank: int) -> ShardGroups | None:
-    """None where all replicas are one group. All ranks call it."""
+    """Create this rank's groups; None where all replicas are one group. All ranks call it."""
     if layout.num_shards == layout.num_weight_replicas:
         return None
     own, replicas = list_shard_groups(layout)
@@ -41,9 +45,9 @@ def join_shard_groups(layout: Layout, rank: int) -> ShardGroups | None:
 
 
 @contextmanager
-def shared_within(engine: DeepSpeedEngine, groups: ShardGroups | None) -> Iterator[None]:
-    """An optimizer that the engine makes within shares out its state over the ranks of a group. Averages of a group are
-    not yet those of all replicas."""
+def shard_within(engine: DeepSpeedEngine, groups: ShardGroups | None) -> Iterator[None]:
+    """Within this context, an optimizer that the engine builds is partitioned over this rank's shard group. It averages
+    gradients over that group, not yet over all replicas."""
     whole = engine.seq_data_parallel_group
     if groups is not None:
         engine.seq_data_parallel_group = groups.own
@@ -54,8 +58,8 @@ def shared_within(engine: DeepSpeedEngine, groups: ShardGroups | None) -> Iterat
 def average_parts(
     executed: Mapping[type, Instruction], optimizer: Any, groups: ShardGroups, reduce_dtype: torch.dtype
 ) -> dict[type, Instruction]:
-    """An engine's `_INSTRUCTION_MAP`, for an optimizer that averages over its own group: the parts of all groups are
-    averaged behind that."""
+    """Return an `_INSTRUCTION_MAP` that also averages over the groups' replicas, for an optimizer that averages over
+    its own group alone."""
     reduce_own = executed[instructions.ReduceGrads]
 
     def reduce(engine: DeepSpeedEngine) -> None:
@@ -69,7 +73,7 @@ def average_parts(
 
 @torch.no_grad()
 def average(part: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype) -> None:
-    """In place, over the ranks of a group."""
+    """Average a tensor over the ranks of a group, in place, sent as `reduce_dtype`."""
     sent = part.to(reduce_dtype)
     dist.all_reduce(sent, group=group)
     part.copy_(sent.div_(dist.get_world_size(group)))

@@ -1,15 +1,15 @@
-"""ZeRO-2 under any schedule: each replica has its part of the sums of gradients, in fp32, and never all of them.
+"""ZeRO-2 under any schedule: each replica holds its part of the accumulated gradients, in fp32, and never all of them.
 
-A stage's trained parameters lie end to end, group by group, and each group is cut into equal parts, one a replica
-(`DeepSpeedZeroOptimizer`). While a backward pass runs, its gradients go into buckets; a full one is reduced to the
-ranks whose parts its elements lie in, added there, and freed. DeepSpeed's engine for pipelines knows no such sums
-(deepspeed 0.19.8), so it runs as of stage 1, and its optimizer finds this rank's part where a stage 2 of its own would
-have left it.
+A stage's trained parameters are concatenated group by group, and each group is split into equal parts, one per replica
+(`DeepSpeedZeroOptimizer`). During a backward pass, gradients are collected in buckets; a full one is reduced to the
+ranks that own its elements, added there, and freed. DeepSpeed's pipeline engine does not support this (deepspeed
+0.19.8), so it runs as stage 1, and its optimizer finds this rank's part where DeepSpeed's own stage 2 would have left
+it.
 
-Which buckets a pass has follows from its layers, and they are reduced in one order: all replicas run the same
-collectives, although an expert may have got no token on some of them. What has no gradient when a pass ends counts as
-zero. The gradient of a weight that two stages share is summed over both of them before it is cut, so all of it is kept
-until then.
+The buckets of a pass follow from its layers, and they are reduced in a fixed order: all replicas run the same
+collectives, although an expert may have got no token on some of them. A parameter without a gradient when a pass ends
+counts as zero. The gradient of a weight that two stages share is summed over both before it is split, so all of it is
+kept until then.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from training.optim.gradient_sums import add_gradient
 Parameter = torch.nn.Parameter
 
 
-class Place(NamedTuple):
-    """The first element of a parameter: which group, and where in it, end to end."""
+class GroupOffset(NamedTuple):
+    """The position of a parameter's first element: its group, and the offset in the flattened group."""
 
     group: int
     start: int
 
 
-class Piece(NamedTuple):
+class ParameterRange(NamedTuple):
     """Elements `first` to `first + length` of a flattened parameter."""
 
     parameter: Parameter
@@ -45,33 +45,42 @@ class Piece(NamedTuple):
 
 @dataclass
 class ReduceSlice:
-    """What one rank gets of a bucket: pieces, end to end, and where they lie in its parts: (group, start, length)."""
+    """The part of a bucket that is reduced to one rank.
+
+    owner: that rank, in the process group. ranges: what is sent, concatenated. runs: where it goes in the owner's
+    parts, each as (group, start, length).
+    """
 
     owner: int
-    pieces: list[Piece] = field(default_factory=list)
+    ranges: list[ParameterRange] = field(default_factory=list)
     runs: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def append(self, piece: Piece, group: int, start: int) -> None:
-        self.pieces.append(piece)
+    def append(self, added: ParameterRange, group: int, start: int) -> None:
+        """Add a range that goes to `start` of the owner's part of `group`; adjacent runs are merged."""
+        self.ranges.append(added)
         if self.runs and self.runs[-1][0] == group and sum(self.runs[-1][1:]) == start:
             _, first, length = self.runs.pop()
-            self.runs.append((group, first, length + piece.length))
+            self.runs.append((group, first, length + added.length))
         else:
-            self.runs.append((group, start, piece.length))
+            self.runs.append((group, start, added.length))
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Parameters whose gradients are reduced together, and the slices that go to each owner."""
+
     parameters: tuple[Parameter, ...]
-    shipments: tuple[ReduceSlice, ...]
+    slices: tuple[ReduceSlice, ...]
 
 
 def plan_buckets(
-    parameters: Iterable[Parameter], places: Mapping[int, Place], part_sizes: Sequence[int], limit: int
+    parameters: Iterable[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int], limit: int
 ) -> list[Bucket]:
-    """Buckets of up to `limit` elements, or of one larger parameter, in the order in which a backward pass fills them.
+    """Return buckets of up to `limit` elements, or of one larger parameter, in the order in which a backward pass fills
+    them.
 
-    parameters: in the order of a forward pass. places: by the id of a parameter. part_sizes: of each group.
+    parameters: in the order of a forward pass. offsets: by the id of a parameter. part_sizes: of each group, in
+    elements.
     """
     filled: list[list[Parameter]] = []
     room = 0
@@ -81,31 +90,31 @@ def plan_buckets(
             room = limit
         filled[-1].append(parameter)
         room -= parameter.numel()
-    return [Bucket(tuple(bucket), tuple(_list_shipments(bucket, places, part_sizes))) for bucket in filled]
+    return [Bucket(tuple(bucket), tuple(_list_slices(bucket, offsets, part_sizes))) for bucket in filled]
 
 
-def _list_shipments(
-    bucket: Sequence[Parameter], places: Mapping[int, Place], part_sizes: Sequence[int]
+def _list_slices(
+    bucket: Sequence[Parameter], offsets: Mapping[int, GroupOffset], part_sizes: Sequence[int]
 ) -> Iterable[ReduceSlice]:
-    shipments: dict[int, ReduceSlice] = {}
-    for parameter in sorted(bucket, key=lambda each: places[id(each)]):
-        group, start = places[id(parameter)]
+    slices: dict[int, ReduceSlice] = {}
+    for parameter in sorted(bucket, key=lambda each: offsets[id(each)]):
+        group, start = offsets[id(parameter)]
         first = 0
         while first < parameter.numel():
-            owner, offset = divmod(start + first, part_sizes[group])
-            length = min(parameter.numel() - first, part_sizes[group] - offset)
-            shipment = shipments.setdefault(owner, ReduceSlice(owner))
-            shipment.append(Piece(parameter, first, length), group, offset)
+            owner, in_part = divmod(start + first, part_sizes[group])
+            length = min(parameter.numel() - first, part_sizes[group] - in_part)
+            owned = slices.setdefault(owner, ReduceSlice(owner))
+            owned.append(ParameterRange(parameter, first, length), group, in_part)
             first += length
-    return shipments.values()
+    return slices.values()
 
 
-Sent = tuple[ReduceSlice, torch.Tensor, dist.Work | None]  # its elements; what to wait for
+Sent = tuple[ReduceSlice, torch.Tensor, dist.Work | None]  # its elements; the work to wait for
 
 
 class ShardedSums:
-    """The sums of a step. Each pass is announced by `start_pass`, and ends with `finish_pass`; `finish_step` leaves the
-    sums to the optimizer."""
+    """This rank's part of the gradients accumulated in a step. `start_pass` and `finish_pass` enclose each backward
+    pass; `finish_step` hands the accumulated gradients to the optimizer."""
 
     def __init__(
         self,
@@ -115,71 +124,75 @@ class ShardedSums:
         reduce_dtype: torch.dtype,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        """optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`, of stage 1 and without buckets. passes: the parameters that
-        may get a gradient in each kind of pass, in the order of a forward pass. kept_whole: those that stages share.
-        replicas: ranks of other groups that have the same part, where the optimizer's group is not all replicas.
+        """Plan the buckets of each kind of pass, and register `add` as a hook of every trained parameter.
+
+        optimizer: DeepSpeed's `DeepSpeedZeroOptimizer`, of stage 1 and without buckets. passes: the parameters that may
+        get a gradient in each kind of pass, in the order of a forward pass. kept_whole: those that stages share.
+        replicas: the ranks of other groups with the same part, where the optimizer's group is not all replicas.
         """
         self._optimizer, self._reduce_dtype = optimizer, reduce_dtype
         self._group, self._replicas = optimizer.dp_process_group, replicas
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._part_sizes = [int(size) for size in optimizer.partition_size]
-        places = _locate(optimizer.bit16_groups)
-        self._places = places
-        self._kept_whole = [each for each in kept_whole if id(each) in places]
+        offsets = _locate(optimizer.bit16_groups)
+        self._offsets = offsets
+        self._kept_whole = [each for each in kept_whole if id(each) in offsets]
         whole = {id(parameter) for parameter in self._kept_whole}
 
         def plan(parameters: Iterable[Parameter]) -> list[Bucket]:
-            return plan_buckets(parameters, places, self._part_sizes, optimizer.reduce_bucket_size)
+            return plan_buckets(parameters, offsets, self._part_sizes, optimizer.reduce_bucket_size)
 
         self._buckets = {
-            kind: plan(each for each in parameters if id(each) in places and id(each) not in whole)
+            kind: plan(each for each in parameters if id(each) in offsets and id(each) not in whole)
             for kind, parameters in passes.items()
         }
         self._last_buckets = plan(self._kept_whole)
         self._whole = whole
         self.parts: list[torch.Tensor] = []
         self._waiting: list[Bucket] = []  # of the running pass, not yet reduced; the next one last
-        self._missing: set[int] = set()  # ids of the parameters of the next one that have no gradient yet
-        self._sent: list[Sent] = []  # of the bucket that is on its way
+        self._missing: set[int] = set()  # ids of the next bucket's parameters that have no gradient yet
+        self._sent: list[Sent] = []  # the slices of the bucket that is being reduced
         for parameter in (parameter for group in optimizer.bit16_groups for parameter in group):
             parameter.register_post_accumulate_grad_hook(self.add)
 
     def start_pass(self, kind: Any) -> None:
+        """Prepare for a backward pass; kind: a key of `passes`."""
         if not self.parts:
             device = self._optimizer.bit16_groups_flat[0].device
             self.parts = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._part_sizes]
         self._waiting = self._buckets[kind][::-1]
-        self._look_at_next()
+        self._find_missing()
 
     @torch.no_grad()
     def add(self, parameter: Parameter) -> None:
-        """Takes the gradient that a parameter has got."""
+        """Register that a parameter's gradient is complete, and reduce the buckets that are full."""
         if id(parameter) in self._whole:
             parameter.grad_accum = add_gradient(parameter, parameter.grad_accum)  # type: ignore[attr-defined]
         self._missing.discard(id(parameter))
         while self._waiting and not self._missing:
             self._reduce(self._waiting.pop())
-            self._look_at_next()
+            self._find_missing()
 
-    def _look_at_next(self) -> None:
+    def _find_missing(self) -> None:
         bucket = self._waiting[-1].parameters if self._waiting else ()
         self._missing = {id(parameter) for parameter in bucket if parameter.grad is None}
 
     @torch.no_grad()
     def finish_pass(self) -> None:
-        """Reduces what is left, and waits until all has arrived."""
+        """Reduce the remaining buckets, and wait until all are reduced."""
         while self._waiting:
             self._reduce(self._waiting.pop())
-        self._settle()
+        self._finish_sent()
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Once the stages that share weights have summed the gradients of those."""
+        """Reduce the gradients that stages share, which are summed over the stages by now, and hand all accumulated
+        gradients to the optimizer."""
         for parameter in self._kept_whole:
             parameter.grad, parameter.grad_accum = parameter.grad_accum, None  # type: ignore[attr-defined]
         for bucket in self._last_buckets:
             self._reduce(bucket)
-        self._settle()
+        self._finish_sent()
         if self._replicas is not None:
             for part in self.parts:
                 average(part, self._replicas, self._reduce_dtype)
@@ -189,66 +202,66 @@ class ShardedSums:
         self.parts = []
 
     def _find(self, parameter: Parameter, group: int) -> tuple[int, int]:
-        """Where this rank's part of a group has a parameter: (start, length)."""
-        start = self._places[id(parameter)].start - self._rank * self._part_sizes[group]
+        """The range of a parameter in this rank's part of a group: (start, length)."""
+        start = self._offsets[id(parameter)].start - self._rank * self._part_sizes[group]
         stop = min(start + parameter.numel(), self._part_sizes[group])
         return max(start, 0), stop - max(start, 0)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Sends the gradients of a bucket on their way, and frees them. Those of the one before have arrived by then,
-        while this one was filled."""
-        self._settle()
-        self._sent = [self._send(shipment) for shipment in bucket.shipments]
+        """Start to reduce the gradients of a bucket, and free them. The previous bucket was reduced while this one was
+        filled."""
+        self._finish_sent()
+        self._sent = [self._send(each) for each in bucket.slices]
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def _send(self, shipment: ReduceSlice) -> Sent:
-        gradients = self._collect(shipment.pieces)
+    def _send(self, reduced: ReduceSlice) -> Sent:
+        gradients = self._collect(reduced.ranges)
         work = None
         if self._size > 1:
-            work = dist.reduce(gradients, group=self._group, group_dst=shipment.owner, async_op=True)
-        return shipment, gradients, work
+            work = dist.reduce(gradients, group=self._group, group_dst=reduced.owner, async_op=True)
+        return reduced, gradients, work
 
-    def _collect(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """End to end, in the dtype that they are sent in; what has no gradient is zero. Nothing is copied twice, and
-        one piece that has the dtype not at all."""
-        first = pieces[0].parameter
-        if len(pieces) == 1 and first.grad is not None:
-            return _flatten(pieces[0], first.grad).to(self._reduce_dtype)
-        lengths = [piece.length for piece in pieces]
+    def _collect(self, ranges: Sequence[ParameterRange]) -> torch.Tensor:
+        """The gradients of `ranges`, concatenated, in the reduce dtype; a missing gradient is zero. Each is copied
+        once, a single one that has the dtype not at all."""
+        first = ranges[0].parameter
+        if len(ranges) == 1 and first.grad is not None:
+            return _flatten(ranges[0], first.grad).to(self._reduce_dtype)
+        lengths = [each.length for each in ranges]
         gradients = torch.empty(sum(lengths), dtype=self._reduce_dtype, device=first.device)
-        for piece, place in zip(pieces, gradients.split(lengths), strict=True):
-            gradient = piece.parameter.grad
+        for each, target in zip(ranges, gradients.split(lengths), strict=True):
+            gradient = each.parameter.grad
             if gradient is None:
-                place.zero_()
+                target.zero_()
             else:
-                place.copy_(_flatten(piece, gradient))
+                target.copy_(_flatten(each, gradient))
         return gradients
 
-    def _settle(self) -> None:
-        """Waits for what is on its way, and adds what this rank gets to its sums."""
-        for shipment, gradients, work in self._sent:
+    def _finish_sent(self) -> None:
+        """Wait for the bucket that is being reduced, and add what this rank owns of it to its parts."""
+        for reduced, gradients, work in self._sent:
             if work is not None:
                 work.wait()
-            if shipment.owner == self._rank:
-                self._add(shipment, gradients)
+            if reduced.owner == self._rank:
+                self._add(reduced, gradients)
         self._sent = []
 
-    def _add(self, shipment: ReduceSlice, gradients: torch.Tensor) -> None:
-        lengths = [length for _, _, length in shipment.runs]
-        for (group, start, length), arrived in zip(shipment.runs, gradients.split(lengths), strict=True):
-            self.parts[group].narrow(0, start, length).add_(arrived, alpha=1 / self._size)
+    def _add(self, reduced: ReduceSlice, gradients: torch.Tensor) -> None:
+        lengths = [length for _, _, length in reduced.runs]
+        for (group, start, length), received in zip(reduced.runs, gradients.split(lengths), strict=True):
+            self.parts[group].narrow(0, start, length).add_(received, alpha=1 / self._size)
 
 
-def _flatten(piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.reshape(-1).narrow(0, piece.first, piece.length)
+def _flatten(elements: ParameterRange, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1).narrow(0, elements.first, elements.length)
 
 
-def _locate(groups: Iterable[Iterable[Parameter]]) -> dict[int, Place]:
-    places = {}
+def _locate(groups: Iterable[Iterable[Parameter]]) -> dict[int, GroupOffset]:
+    offsets = {}
     for number, group in enumerate(groups):
         start = 0
         for parameter in group:
-            places[id(parameter)] = Place(number, start)
+            offsets[id(parameter)] = GroupOffset(number, start)
             start += parameter.numel()
-    return places
+    return offsets

@@ -1,4 +1,4 @@
-"""Which engine trains a run."""
+"""Chooses the engine that trains a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from training.config.schema import RunConfig
 from training.distributed.topology import Layout
 from training.engine.engine import Engine
 from training.engine.pipeline_engine import start_pipeline
-from training.engine.zero3_engine import start_plain
+from training.engine.zero3_engine import start_zero3
 from training.pipeline.module import StageModule
 
 
 def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
-    """The engine around this rank's stage, with the optimizer over its parameters, or without one when it only
-    evaluates: nothing is sharded then."""
+    """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only evaluates;
+    it shards nothing."""
     if trains and config.zero_stage == 3:
-        return start_plain(module, config, layout)
+        return start_zero3(module, config, layout)
     return start_pipeline(module, config, layout, trains)

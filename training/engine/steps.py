@@ -1,4 +1,4 @@
-"""What a run does with an engine: one optimizer step of its schedule, and one evaluation."""
+"""The uses of an engine in a run: one optimizer step of its schedule, and one evaluation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def train_step(
     *,
     totals: StepTotals | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """Optimizer step `step` (from 0) of a schedule of `total_steps`: the loss, still on the device, and the learning
-    rate.
+    """Run optimizer step `step` (from 0) of a schedule of `total_steps`. Returns the loss, still on the device, and the
+    learning rate.
 
-    totals: of the step's global batch; None where they are not known, and each micro-batch has to be asked for its
-    documents. Losses of routers need them.
+    totals: of the step's global batch; None where they are not known, and documents have to be read from each
+    micro-batch. Router losses need them.
 
-    Learning rate and random numbers (dropout) are functions of the step, so a resumed run has neither to restore.
+    Learning rate and random numbers (dropout) are functions of the step, so a resumed run restores neither.
     """
     learning_rate = learning_rate_at(step, total_steps, config)
-    # The ranks that share layers drop the same places of what all of them hold; of parts of sequences each its own
+    # Ranks that share layers need the same dropout mask for activations they all hold, and different ones for parts of
+    # sequences
     topology = engine.layout.topology
     alike = () if config.sequence_parallel else (TENSOR,)
     seed = hash((config.seed, step, topology.index(engine.rank, *topology.others(*alike)))) % 2**63
@@ -52,12 +53,12 @@ def train_step(
 
 
 def bound_documents(totals: StepTotals) -> DocumentBounds | None:
-    """What the host knows of the documents of a step's micro-batches."""
+    """Return bounds on the documents of a step's micro-batches; None where the host does not know them."""
     return DocumentBounds(totals.most_documents, totals.longest_document) if totals.most_documents else None
 
 
 def is_nonfinite(engine: Engine, loss: torch.Tensor) -> bool:
-    """Whether the step that has just ended had a loss or a gradient that is not finite; another rank may know more.
+    """Returns whether the last step's loss or gradient was not finite on this rank; other ranks may differ.
 
     A gradient that was too large for its loss scale (fp16) does not count: the scale is lower in the next step.
     """
@@ -73,11 +74,11 @@ def evaluate(
     *,
     bounds: DocumentBounds | None = None,
 ) -> float:
-    """Mean loss a target token, or a pair, over the evaluation set; the same on every rank.
+    """Return the mean loss per target token, or per pair, over the evaluation set; the same on every rank.
 
-    micro_batches: of this rank's loader, whose loss is a sum; None on a rank that reads nothing.
-    num_micro_batches, num_terms: of one pipeline, of the whole set; the same on every rank. bounds: of the
-    documents in a micro-batch; None where they are not known.
+    micro_batches: from this rank's loader, whose loss is a sum; None on a rank that reads nothing.
+    num_micro_batches: of one pipeline. num_terms: of the whole set; both are the same on every rank. bounds: on the
+    documents of a micro-batch; None where they are not known.
     """
     engine.module.expect_documents(bounds)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)

@@ -1,4 +1,4 @@
-"""ZeRO-2 in the pipeline engine: tells `ShardedSums` when passes begin and end, and what they make gradients of."""
+"""ZeRO-2 in the pipeline engine: notifies `ShardedSums` when passes begin and end, and of their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Instruction = Callable[..., None]
 
 
 class Half(Enum):
-    """What of a backward pass: the whole, or one of the two that a schedule has cut it into."""
+    """A whole backward pass, or one of the two halves into which a schedule splits it."""
 
     both = "both"
     inputs = "inputs"
@@ -27,8 +27,10 @@ class Half(Enum):
 
 
 def shard_sums(engine: ScheduleEngine, reduce_dtype: torch.dtype, groups: ShardGroups | None) -> ShardedSums:
-    """The sums of this rank's stage, which all gradients enter, those of a pass for weights too. groups: None where all
-    replicas share them out."""
+    """Build the sharded gradients of this rank's stage, and add all its gradients to them, those of weight passes too.
+
+    groups: None where they are sharded over all replicas.
+    """
     module = engine.module
     sums = ShardedSums(
         engine.optimizer,
@@ -42,23 +44,26 @@ def shard_sums(engine: ScheduleEngine, reduce_dtype: torch.dtype, groups: ShardG
 
 
 def _list_passes(module: StageModule) -> dict[tuple[int, Half], list[torch.nn.Parameter]]:
-    """(chunk, half) -> what may get a gradient in it. What is in no layer may in any: placeholders, those of a loss."""
+    """(chunk, half) -> the parameters that may get a gradient in it. Those outside layers (placeholders, those of a
+    loss) may get one in any backward pass but the second half."""
     chunks = {chunk: module.list_modules(chunk) for chunk in module.chunk_numbers}
     layers = [layer for found in chunks.values() for layer in found]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     others = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
-    put_off = {id(each) for layer in layers for _, part in list_split(layer) for each in part.parameters(recurse=False)}
+    deferred = {
+        id(each) for layer in layers for _, part in list_split(layer) for each in part.parameters(recurse=False)
+    }
     passes = {}
     for chunk, found in chunks.items():
         own = list({id(each): each for layer in found for each in layer.parameters() if each.requires_grad}.values())
         passes[chunk, Half.both] = own + others
-        passes[chunk, Half.inputs] = [each for each in own if id(each) not in put_off] + others
-        passes[chunk, Half.weights] = [each for each in own if id(each) in put_off]
+        passes[chunk, Half.inputs] = [each for each in own if id(each) not in deferred] + others
+        passes[chunk, Half.weights] = [each for each in own if id(each) in deferred]
     return passes
 
 
 def announce_passes(executed: Mapping[type, Instruction], sums: ShardedSums) -> dict[type, Instruction]:
-    """An engine's `_INSTRUCTION_MAP`, whose passes add to `sums`."""
+    """Return an `_INSTRUCTION_MAP` whose passes accumulate into `sums`."""
     run_backward, run_weights = executed[instructions.BackwardPass], executed[WeightPass]
 
     def backward(engine: ScheduleEngine, *, chunk: int, splits: bool, **arguments: Any) -> None:

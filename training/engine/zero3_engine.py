@@ -1,5 +1,5 @@
-"""The `Engine` over DeepSpeed's plain engine, which shards weights (ZeRO-3) where its pipeline engine does not: a model
-in one stage.
+"""The `Engine` over DeepSpeed's plain engine, for a model in one stage: it shards weights (ZeRO-3), which DeepSpeed's
+pipeline engine does not.
 
 Passes, losses and their scale are those of the pipeline. A step is a loop over micro-batches: the gradients of each are
 summed over the replicas into this rank's shard, and freed.
@@ -31,12 +31,12 @@ from training.optim.parameter_groups import group_trained
 from training.pipeline.module import StageModule
 from training.pipeline.weight_sharding import whole_shape
 
-# DeepSpeed's default, of weights that are fetched before they are needed; in elements
+# DeepSpeed's default for weights that are fetched before they are needed; in elements
 PREFETCH = 50_000_000
 
 
 class StageWithLoss(torch.nn.Module):
-    """A whole model and its loss as one module: the engine's hooks lie around it, and around all that is in it."""
+    """A whole model and its loss as one module: the engine hooks it and all its submodules."""
 
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class StageWithLoss(torch.nn.Module):
         return (loss or self.stage.loss_fn)(self.stage(inputs), labels)
 
 
-def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engine:
-    """Wraps a model of one stage in an engine, with the optimizer over its parameters."""
-    groups = [group for group in group_trained(module, config) if group["params"]]  # of all ranks the same
+def start_zero3(module: StageModule, config: RunConfig, layout: Layout) -> Engine:
+    """Build the ZeRO-3 engine for a model of one stage, with the optimizer over its parameters."""
+    groups = [group for group in group_trained(module, config) if group["params"]]  # the same on all ranks
     settings = build_deepspeed_config(config, layout, has_accelerator=has_accelerator())
     settings["zero_optimization"]["stage3_prefetch_bucket_size"] = choose_prefetch(module)
     mpu = module.mpu()
@@ -66,15 +66,18 @@ def start_plain(module: StageModule, config: RunConfig, layout: Layout) -> Engin
 
 
 def choose_prefetch(module: StageModule) -> int:
-    """Elements that travel while a layer computes: as many as a layer has, on average. Of a small model the default
-    would be all of it, and the first layer would wait for the last."""
+    """Return the number of elements to fetch while a layer computes: as many as a layer has, on average. For a small
+    model the default would be all of it, and the first layer would wait for the last."""
     num_elements = sum(whole_shape(parameter).numel() for parameter in module.parameters())
     return min(PREFETCH, num_elements // len(module.forward_funcs))
 
 
 def hide_fetches(wrapped: DeepSpeedEngine) -> None:
-    """Selective checkpointing counts the operations of a layer, and finds as many when it runs again. What fetches and
-    frees weights is none of them: how much of it happens within a layer depends on what has been fetched ahead."""
+    """Hide the fetching and freeing of weights from selective checkpointing.
+
+    It counts the operations of a layer and expects as many when the layer is recomputed, but how many fetches happen
+    within a layer depends on what was prefetched.
+    """
     offload = wrapped.optimizer.parameter_offload
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
         patch(offload, name, _run_unseen(getattr(offload, name)))
@@ -89,6 +92,8 @@ def _run_unseen(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.
 
 
 class Zero3Engine(DeepSpeedBacked):
+    """The engine of a model in one stage whose weights are sharded over the replicas."""
+
     _observer: StepObserver | None = None
 
     def train_step(self, micro_batches: Iterator[Any], learning_rate: float, seed: int) -> torch.Tensor:
@@ -115,7 +120,7 @@ class Zero3Engine(DeepSpeedBacked):
     def forward_only(
         self, micro_batches: Iterator[Any] | None, num_micro_batches: int, loss: Loss | None = None
     ) -> list[Any]:
-        """All ranks run as many passes: each has a part of every layer."""
+        """All ranks run the same number of passes: each holds a part of every layer."""
         self.wrapped.eval()
         batches = move_micro_batches(micro_batches, self.device)
         outputs = []
@@ -127,7 +132,7 @@ class Zero3Engine(DeepSpeedBacked):
         return outputs
 
     def gradient_norm(self) -> torch.Tensor:
-        """Of a step that was skipped DeepSpeed says nothing, and would show the norm of the one before (0.19.8,
+        """Return infinity for a skipped step, for which DeepSpeed would return the norm of the step before (0.19.8,
         zero/stage3.py, `step`)."""
         if self.has_skipped_step():
             return torch.tensor(float("inf"), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO optimizers, patched: how gradients are summed, what one replica need not do, and what offloading
-need not keep on the card.
+"""Patches of DeepSpeed's ZeRO optimizers: how gradients are accumulated, what a single replica need not do, and what
+offloading need not keep on the GPU.
 
-Each patch replaces something that is there. Where that is gone the run ends, since a name that nothing reads any more
-would take the patch without effect.
+Each patch replaces an existing name. Where that is missing the run ends: nothing would read the patched name any more,
+and the patch would silently have no effect.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Instruction = Callable[..., None]
 
 
 def skip_averaging(engine: PipelineEngine) -> None:
-    """For one replica, which has nothing to average: DeepSpeed would copy its gradients there and back, and round those
-    of bf16 that are summed in fp32.
+    """Turn off averaging for a single replica: DeepSpeed would copy its gradients into a buffer and back, and round
+    accumulated fp32 gradients to bf16.
 
-    What goes through a bucket (fp16, offloaded) is left alone: its gradients are handed on in the same pass.
-    Raises UserError when DeepSpeed does not have what this replaces.
+    Gradients that go through a bucket (fp16, offloaded) keep DeepSpeed's path, which also passes them on.
+    Raises UserError when a patched name is missing.
     """
     if engine.using_bf16_optimizer:
         patch(engine, "pipeline_enable_backward_allreduce", False)
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         if not engine.optimizer.contiguous_gradients:
             patch(engine.optimizer, "buffered_reduce_fallback", lambda *_, **__: None)
-    elif engine.optimizer is not None:  # None of an engine that only evaluates
+    elif engine.optimizer is not None:  # None in an engine that only evaluates
         raise explain_missing(
             "deepspeed",
             f"{DeepSpeedZeroOptimizer.__name__} here but a {type(engine.optimizer).__name__}",
@@ -44,14 +44,14 @@ def skip_averaging(engine: PipelineEngine) -> None:
 
 
 def free_gradients_by_bucket(optimizer: Any) -> None:
-    """Makes the gradients that a bucket has reduced live until they have been copied to the host, and no longer.
+    """Free the gradients that a bucket has reduced as soon as they have been copied to the host.
 
-    In bf16 with sums in fp32, `DeepSpeedZeroOptimizer` reduces into a buffer of this rank's whole part, n / dp numbers
-    in fp32 on the card (0.19.8, runtime/zero/stage_1_and_2.py, `_build_compact_grad_partition_buffer`), though
-    `copy_grads_in_partition` copies each parameter's to the host when its bucket is done: 30 GiB for a stage of
-    8 billion parameters and dp = 1. Where a step is skipped it also keeps the buffer, and adds the next gradients to
-    ones that were not finite. Other optimizers stay as they are.
-    Raises UserError when DeepSpeed does not have what this replaces.
+    In bf16 with fp32 accumulation, `DeepSpeedZeroOptimizer` reduces into a buffer of this rank's whole part, n / dp
+    numbers in fp32 on the GPU (0.19.8, runtime/zero/stage_1_and_2.py, `_build_compact_grad_partition_buffer`), though
+    `copy_grads_in_partition` copies each parameter's gradient to the host when its bucket is done: 30 GiB for a stage
+    of 8 billion parameters and dp = 1. When a step is skipped it also keeps the buffer, and adds the next gradients to
+    ones that were not finite. Other optimizers are not changed.
+    Raises UserError when a patched name is missing.
     """
     if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload):
         return
@@ -73,7 +73,7 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
 
     def copy_and_drop(param: torch.nn.Parameter, group_idx: int | None = None) -> None:
         copy_to_host(param, group_idx)
-        if optimizer.is_gradient_accumulation_boundary():  # before it the host gets nothing
+        if optimizer.is_gradient_accumulation_boundary():  # nothing is copied to the host before it
             reduced.pop(optimizer.get_param_id(param), None)
 
     patch(optimizer, "_get_compact_grad_partition_slice", get_slice)
@@ -81,17 +81,17 @@ def free_gradients_by_bucket(optimizer: Any) -> None:
 
 
 def sum_by_one_function(optimizer: Any) -> None:
-    """Makes DeepSpeed's optimizers add gradients with `add_gradient`. In fp32 and fp16 they stay as they are.
+    """Make DeepSpeed's optimizers accumulate gradients with `add_gradient`. In fp32 and fp16 nothing changes.
 
-    Flat sums are not zeroed after a step: the first micro-batch of the next is written over them, and `end_sums` zeroes
-    what no micro-batch has reached. The hooks that call it are DeepSpeed's: of `bf16.immediate_grad_update`, and,
-    offloaded, those of `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py,
+    Flat accumulated gradients are not zeroed after a step: the first micro-batch of the next step overwrites them, and
+    `end_sums` zeroes those that no micro-batch reached. The hooks that call it are DeepSpeed's: those of
+    `bf16.immediate_grad_update`, and, offloaded, of `use_grad_accum_attribute` (0.19.8, runtime/bf16_optimizer.py,
     runtime/zero/stage_1_and_2.py).
-    Raises UserError when DeepSpeed does not have what this replaces.
+    Raises UserError when a patched name is missing.
     """
 
     def add_to_flat(parameter: torch.nn.Parameter, group: int, index: int, clear_lp_grads: bool = False) -> None:
-        """DeepSpeed's norm reads the flag, its sum over tied weights `_hp_grad`."""
+        """DeepSpeed's norm reads the flag; its reduction of tied gradients reads `_hp_grad`."""
         if parameter.grad is not None:
             reached = optimizer.fp32_groups_has_gradients[group]
             total = add_gradient(parameter, optimizer.fp32_groups_gradients[group][index], not reached[index])
@@ -116,7 +116,7 @@ def sum_by_one_function(optimizer: Any) -> None:
 
 
 def sweep_gradients(optimizer: Any) -> None:
-    """Adds what still has a gradient when a backward pass ends."""
+    """Accumulate every gradient that is still on its parameter when a backward pass ends."""
     if isinstance(optimizer, BF16_Optimizer):
         for group, parameters in enumerate(optimizer.bf16_groups):
             for index, parameter in enumerate(parameters):
@@ -128,8 +128,8 @@ def sweep_gradients(optimizer: Any) -> None:
 
 @torch.no_grad()
 def end_sums(optimizer: Any) -> None:
-    """Zeroes the flat sums that got nothing in this step: what shares a buffer with them is averaged and updated as
-    one."""
+    """Zero the flat accumulated gradients that no micro-batch of this step reached: the whole buffer is averaged and
+    used in the update."""
     if isinstance(optimizer, BF16_Optimizer):
         for sums, reached in zip(optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True):
             for total, is_reached in zip(sums, reached, strict=True):
@@ -138,26 +138,26 @@ def end_sums(optimizer: Any) -> None:
 
 
 def build_adder(optimizer: Any) -> Callable[[torch.nn.Parameter], None]:
-    """Adds the gradient of one parameter that no hook has seen, as `sweep_gradients` does."""
+    """Return a function that accumulates a parameter's gradient that no hook has seen, as `sweep_gradients` does."""
     if isinstance(optimizer, BF16_Optimizer):
-        places = {
+        positions = {
             id(parameter): (group, index)
             for group, parameters in enumerate(optimizer.bf16_groups)
             for index, parameter in enumerate(parameters)
         }
 
         def add(parameter: torch.nn.Parameter) -> None:
-            optimizer._update_hp_grad(parameter, *places[id(parameter)], clear_lp_grads=False)
+            optimizer._update_hp_grad(parameter, *positions[id(parameter)], clear_lp_grads=False)
 
         return add
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
         return lambda parameter: optimizer._fill_param_grad_accum_attribute(parameter)
-    return lambda parameter: None  # autograd itself adds to `.grad`, and so did the caller
+    return lambda parameter: None  # autograd itself adds to `.grad`, as the caller did
 
 
 def sweep_after_backward(executed: Mapping[type, Instruction]) -> dict[type, Instruction]:
-    """An engine's `_INSTRUCTION_MAP`, with `sweep_gradients` at the end of each backward pass and `end_sums` after the
-    last. DeepSpeed has a sweep of its own on some stages only: the one with the loss, and without immediate updates the
+    """Return an `_INSTRUCTION_MAP` with `sweep_gradients` at the end of each backward pass and `end_sums` after the
+    last. DeepSpeed's own sweep runs on some stages only: the one with the loss, and without immediate updates the
     others."""
     run_backward, reduce_tied = executed[instructions.BackwardPass], executed[instructions.ReduceTiedGrads]
 
@@ -172,12 +172,12 @@ def sweep_after_backward(executed: Mapping[type, Instruction]) -> dict[type, Ins
     return {
         **executed,
         instructions.BackwardPass: run_and_sweep,
-        instructions.ReduceTiedGrads: end_and_reduce,  # the first instruction behind the passes
+        instructions.ReduceTiedGrads: end_and_reduce,  # the first instruction after the passes
     }
 
 
 def patch(patched: Any, name: str, value: Any) -> None:
-    """Gives `patched`, an object or a module, another `name`. Raises UserError when it has none."""
+    """Replace the attribute `name` of `patched`, an object or a module. Raises UserError when it does not exist."""
     if not hasattr(patched, name):
         owner = getattr(patched, "__name__", type(patched).__name__)
         raise explain_missing("deepspeed", f"{owner}.{name}", "a patch of training/engine/")

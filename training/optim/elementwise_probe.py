@@ -1,9 +1,9 @@
-"""What a user's optimizer keeps, and whether ZeRO may cut its parameters: found by running it.
+"""Which state a user's optimizer keeps, and whether ZeRO may partition its parameters: found by running it.
 
-Under ZeRO an optimizer never sees a parameter. It gets one flat tensor for each group: this rank's part of all weights
-of the group laid end to end. An optimizer that treats each element by itself does the same on that as on the weights;
-one that looks at rows, at a matrix or at a norm (Adafactor, Muon, LAMB) does something else, silently. So both are run
-here, for a few steps on a few weights, and compared.
+Under ZeRO an optimizer never sees a parameter. It gets one flat tensor for each group: this rank's part of the group's
+concatenated weights. An optimizer that treats each element by itself makes the same updates on that as on the weights;
+one that looks at rows, at a matrix or at a norm (Adafactor, Muon, LAMB) silently makes others. So both are run here,
+for a few steps on a few weights, and compared.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Groups = list[dict[str, Any]]
 Build = Callable[[Groups], torch.optim.Optimizer]
 
 STEPS = 6  # RAdam starts to divide by its second moment in the sixth
-BOUND = 1e-4  # of what the weights move by; sums of fp32 in another order
+BOUND = 1e-4  # relative to how far the weights move; fp32 is summed in another order
 LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.1
-_SHAPES = (((6, 4), (3, 2)), ((5,), (4,)))  # of each group's weights
+_SHAPES = (((6, 4), (3, 2)), ((5,), (4,)))  # the weights of each group
 _NUM_RANKS = 2
 
 
 def probe_optimizer(build: Build, name: str) -> dict[str, StateTensor]:
-    """What the optimizer keeps for each flat tensor. build: makes it, of parameter groups. name: for messages.
+    """Return the state that the optimizer keeps for each flat tensor. build: from parameter groups. name: for messages.
 
-    Raises UserError when it is not elementwise, keeps what no checkpoint could save, or cannot take a step.
+    Raises UserError when it is not elementwise, keeps state that no checkpoint could save, or cannot take a step.
     """
     whole = _try(partial(_run_whole, build), lambda error: _refuse_fields(name, error))
     flat, state = _try(
         lambda: (_run_flat(build), _read_state(build)),
-        lambda error: _refuse(name, f"on such a piece it fails ({error})"),
+        lambda error: _refuse(name, f"on such a part it fails ({error})"),
     )
     unknown = [f"{kept} ({words})" for kept, words in state.items() if isinstance(words, str)]
     if unknown:
-        raise _refuse(name, f"for one it keeps {', '.join(unknown)}")
+        raise _refuse(name, f"for such a part it keeps {', '.join(unknown)}")
     for one, other in zip(whole, flat, strict=True):
         if (one - other).abs().max() > BOUND * one.abs().max():
-            raise _refuse(name, "there it makes other steps than on whole weights")
+            raise _refuse(name, "on such a part it makes other steps than on whole weights")
     return {kept: words for kept, words in state.items() if isinstance(words, StateTensor)}
 
 
@@ -64,7 +64,7 @@ def _refuse_fields(name: str, error: str) -> UserError:
 
 def _refuse(name: str, seen: str) -> UserError:
     return UserError(
-        f"optimizer.custom: {name} is not elementwise: ZeRO hands each rank a flat piece of the weights, and {seen}; "
+        f"optimizer.custom: {name} is not elementwise: ZeRO gives each rank a flat part of the weights, and {seen}; "
         "give an optimizer that treats each element by itself, such as optimizer=adamw, lion or torch.optim.RAdam"
     )
 
@@ -75,7 +75,7 @@ def _draw() -> list[list[torch.Tensor]]:
 
 
 def _draw_gradients() -> list[list[list[torch.Tensor]]]:
-    """By step, group and weight; sizes differ, so that whoever normalizes by one weight's size is seen."""
+    """By step, group and weight; magnitudes differ, so that normalizing by one weight's magnitude shows."""
     generator = torch.Generator().manual_seed(1)
     return [
         [[10.0**i * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)] for shapes in _SHAPES]
@@ -90,13 +90,13 @@ def _build_on(build: Build, weights: list[list[torch.nn.Parameter]]) -> torch.op
 
 
 def _run_whole(build: Build) -> list[torch.Tensor]:
-    """By how much each group's weights have moved, flat."""
+    """How far each group's weights have moved, flat."""
     start = _draw()
     weights = [[torch.nn.Parameter(weight.clone()) for weight in group] for group in start]
     optimizer = _build_on(build, weights)
     for gradients in _draw_gradients():
-        for group, of_group in zip(weights, gradients, strict=True):
-            for weight, gradient in zip(group, of_group, strict=True):
+        for group, group_gradients in zip(weights, gradients, strict=True):
+            for weight, gradient in zip(group, group_gradients, strict=True):
                 weight.grad = gradient.clone()
         optimizer.step()
     moved = [[w.detach() - s for w, s in zip(*pair, strict=True)] for pair in zip(weights, start, strict=True)]
@@ -104,7 +104,7 @@ def _run_whole(build: Build) -> list[torch.Tensor]:
 
 
 def _run_flat(build: Build) -> list[torch.Tensor]:
-    """The same of as many ranks, each with its part, whose optimizers are given flat tensors when they are built."""
+    """The same with ranks that each have a part, whose optimizers get flat tensors after they are built."""
     start = [_flatten(group) for group in _draw()]
     gradients = [[_flatten(group) for group in step] for step in _draw_gradients()]
     parts = [_step_flat(build, start, gradients, rank)[0] for rank in range(_NUM_RANKS)]
@@ -121,8 +121,8 @@ def _step_flat(
     flats = [torch.nn.Parameter(part(each).clone()) for each in start]
     for group, flat in zip(optimizer.param_groups, flats, strict=True):
         group["params"] = [flat]  # as DeepSpeed does
-    for of_step in gradients:
-        for flat, gradient in zip(flats, of_step, strict=True):
+    for step_gradients in gradients:
+        for flat, gradient in zip(flats, step_gradients, strict=True):
             flat.grad = part(gradient).clone()
         optimizer.step()
     return [flat.detach() for flat in flats], optimizer

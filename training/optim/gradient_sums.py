@@ -1,9 +1,9 @@
-"""How a micro-batch's gradients enter the sums of a step, where those are in fp32 and gradients are not (bf16).
+"""How gradients are accumulated over micro-batches in fp32, where the gradients themselves are not (bf16).
 
-Through one function, whatever made the gradient. Two things call it (`training/engine/zero_patches.py`): a hook on each
-parameter, the moment autograd has made its gradient, which is then freed, so that a stage never holds a second set of
-gradients; and a sweep after each backward pass, for a gradient that no hook has seen. One that is assigned, as torch's
-split backward does (2.13, torch/distributed/pipelining/_backward.py), would otherwise be lost.
+One function does it, whatever computed the gradient. It has two callers (`training/engine/zero_patches.py`): a hook on
+each parameter, as soon as autograd has computed its gradient, which is then freed, so that a stage never holds a second
+set of gradients; and a sweep after each backward pass, for a gradient that no hook has seen. One that is assigned, as
+torch's split backward does (2.13, torch/distributed/pipelining/_backward.py), would otherwise be lost.
 
 In fp32 and fp16 autograd itself adds to `.grad`.
 """
@@ -14,11 +14,11 @@ import torch
 
 
 def add_gradient(parameter: torch.nn.Parameter, total: torch.Tensor | None, is_first: bool = False) -> torch.Tensor:
-    """Adds the gradient of `parameter` to `total`, its sum in fp32, and frees it. Returns the sum.
+    """Add the gradient of `parameter` to `total`, its accumulated gradient in fp32, and free it. Returns the total.
 
-    total: as many elements as the parameter, in any shape; None before the first micro-batch, unless there is a place
-    for it: then is_first says that what `total` holds is not to be read. A GPU casts while it adds, and so needs no
-    copy of the gradient in fp32; the result is the same to the bit.
+    total: as many elements as the parameter, in any shape; None before the first micro-batch, unless it has memory
+    already. is_first: `total` is overwritten. A GPU casts while it adds, and so needs no copy of the gradient in fp32;
+    the result is the same to the bit.
     """
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None

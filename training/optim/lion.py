@@ -1,6 +1,6 @@
 """Lion (2302.06675): the sign of an average of gradients, and half of AdamW's state.
 
-torch has none; that of bitsandbytes needs a GPU to be fast and that of DeepSpeed compiles its kernels on first use.
+torch has none; bitsandbytes' needs a GPU to be fast, and DeepSpeed's compiles its kernels on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from training.optim.pieces import split_flat
+from training.optim.chunks import split_flat
 
 NUM_BUFFERS = 1
 
@@ -18,7 +18,7 @@ NUM_BUFFERS = 1
 class Lion(torch.optim.Optimizer):
     """With c = beta1 m + (1 - beta1) g: w <- w - lr (sign(c) + weight_decay w), then m <- beta2 m + (1 - beta2) g.
 
-    betas: of the update, of the average.
+    betas: beta1 of the update, beta2 of the average.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[weights]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weights)
-                for piece, gradient, exp_avg in split_flat(weights, weights.grad, state["exp_avg"]):
-                    _update(piece, gradient, exp_avg, group["lr"], group["betas"], group["weight_decay"])
+                for chunk, gradient, exp_avg in split_flat(weights, weights.grad, state["exp_avg"]):
+                    _update(chunk, gradient, exp_avg, group["lr"], group["betas"], group["weight_decay"])
 
 
 def _update(

@@ -1,8 +1,8 @@
 """The learning rate: a pure function of the step, so that a resumed run has nothing to restore.
 
-With W warm-up steps of N, step s (from 0) has the rate that the schedule of transformers with W + 1 warm-up steps of N
-has at its step s + 1: its step 0, with a rate of 0, is omitted, so the first step already learns and the last one is at
-the minimum. Where a decay ends above 0, it is scaled to end there.
+With W warm-up steps of N, step s (from 0) has the rate of step s + 1 in the schedule of transformers with W + 1 warm-up
+steps: its step 0, with a rate of 0, is omitted, so the first step already learns and the last one is at the minimum.
+With `min_lr_ratio`, the decay is scaled to end at the minimum.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ DEFAULT_WARMUP_RATIO = 0.03  # where neither key is given
 
 
 def learning_rate_at(step: int, total_steps: int, config: RunConfig) -> float:
-    """Learning rate of optimizer step `step` (from 0) in a schedule of `total_steps`.
+    """Return the learning rate of optimizer step `step` (from 0) in a schedule of `total_steps`.
 
-    Linear warm-up, then down to `min_lr_ratio * learning_rate`, reached in the last step.
+    Linear warm-up, then a decay to `min_lr_ratio * learning_rate`, reached in the last step.
     """
     warmup_steps = count_warmup_steps(total_steps, config)
     if step < warmup_steps:
@@ -32,6 +32,7 @@ def learning_rate_at(step: int, total_steps: int, config: RunConfig) -> float:
 
 
 def count_warmup_steps(total_steps: int, config: RunConfig) -> int:
+    """Return `warmup_steps`, or `warmup_ratio` of all steps, rounded up."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     ratio = DEFAULT_WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
@@ -39,7 +40,7 @@ def count_warmup_steps(total_steps: int, config: RunConfig) -> int:
 
 
 def count_decay_steps(total_steps: int, config: RunConfig) -> int:
-    """Of the schedule wsd: how many steps lie behind the last one at the full rate."""
+    """Return the number of steps after the last one at the full rate, in the schedule wsd."""
     ratio = config.lr_scheduler_kwargs.decay_ratio
     return math.ceil((0.1 if ratio is None else ratio) * total_steps)
 
@@ -60,14 +61,14 @@ def _cosine_with_restarts(progress: float, config: RunConfig) -> float:
 
 
 def _decay(progress: float, config: RunConfig) -> float:
-    """The last part of wsd; 1 - sqrt is the shape that 2405.18392 found best."""
+    """The decay of wsd; 1 - sqrt is the shape that 2405.18392 found best."""
     decay_type = config.lr_scheduler_kwargs.decay_type
     if decay_type is DecayType.cosine:
         return _cosine(progress)
     return 1 - math.sqrt(progress) if decay_type is DecayType.sqrt else 1 - progress
 
 
-# Share of the way above the minimum that is left, by the share of the decay that is done.
+# The fraction of the range above the minimum that remains, by the fraction of the decay that is done.
 _REMAINING: dict[SchedulerType, Callable[[float, RunConfig], float]] = {
     SchedulerType.constant: lambda progress, config: 1.0,
     SchedulerType.linear: lambda progress, config: 1 - progress,

@@ -1,4 +1,4 @@
-"""The optimizers of `optimizer=...`: how each is made, and what it keeps for each parameter."""
+"""The optimizers of `optimizer=...`: how each is built, and which state it keeps for each parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from data.components import TARGET, find_component
 from errors import UserError
 from training.config.schema import OptimizerName, RunConfig, StateDtype
 from training.optim import lion, rounded_adamw
+from training.optim.chunks import count_buffer_bytes
 from training.optim.elementwise_probe import probe_optimizer
 from training.optim.lion import Lion
 from training.optim.parameter_groups import group_parameters
-from training.optim.pieces import count_buffer_bytes
 from training.optim.rounded_adamw import RoundedAdamW
 from training.optim.state_kinds import DeclaredState, StateKind, StateTensor, check_state
 
@@ -33,8 +33,11 @@ SCALES = StateTensor(StateKind.scales)
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """build: of parameter groups, which have rates and decays of their own. declare: what it keeps. num_buffers: of a
-    piece of the weights in fp32, for an update (training/optim/pieces.py)."""
+    """One optimizer of the table.
+
+    build: from parameter groups, which have their own learning rates and decays. declare: the state it keeps.
+    num_buffers: fp32 buffers of one chunk that an update needs (training/optim/chunks.py).
+    """
 
     build: Callable[[Groups, RunConfig], torch.optim.Optimizer]
     declare: Callable[[RunConfig], DeclaredState]
@@ -42,17 +45,18 @@ class OptimizerKind:
 
 
 def build_optimizer(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
-    """The run's optimizer over `groups`, as `group_parameters` makes them."""
+    """Build the run's optimizer over `groups`, as `group_parameters` returns them."""
     return _choose(config).build(groups, config)
 
 
 def declare_state(config: RunConfig) -> DeclaredState:
-    """What the run's optimizer keeps for each parameter. Raises UserError for a user's that ZeRO cannot run."""
+    """Return the state that the run's optimizer keeps for each parameter. Raises UserError for a user's optimizer that
+    ZeRO cannot run."""
     return _choose(config).declare(config)
 
 
 def keeps_blocks(config: RunConfig) -> bool:
-    """Whether elements share a scale with others of their block."""
+    """Returns whether the state is quantized in blocks whose elements share a scale."""
     return any(kept.kind is StateKind.blockwise for kept in declare_state(config).values())
 
 
@@ -63,23 +67,24 @@ def _choose(config: RunConfig) -> OptimizerKind:
 
 
 def count_update_buffers(config: RunConfig, num_elements: int) -> int:
-    """Bytes that an update of so many elements takes for itself."""
+    """Return the bytes of the temporary buffers in an update of `num_elements` elements."""
     return count_buffer_bytes(num_elements, _choose(config).num_buffers)
 
 
 def count_state_bytes(config: RunConfig) -> float:
-    """Bytes that the optimizer keeps for a trained parameter, beside its fp32 weight."""
+    """Return the bytes of optimizer state per trained parameter, without its fp32 weight."""
     return sum(kept.bytes_per_parameter for kept in declare_state(config).values())
 
 
 def describe_optimizer(config: RunConfig) -> str:
-    """Its name; of a user's, that of its class."""
+    """Return the optimizer's name; for a user's, the path of its class."""
     optimizer = config.optimizer
     return optimizer.name.value if optimizer.name is not OptimizerName.custom else str(optimizer.custom[TARGET])
 
 
 def describe_updates(config: RunConfig) -> dict[str, str]:
-    """What a run must keep, beside the optimizer, to continue with the same loss: name -> value."""
+    """Return the settings that a run must keep, in addition to the optimizer, to continue with the same loss:
+    name -> value."""
     entries = [[each.pattern, each.learning_rate, each.weight_decay] for each in config.parameter_groups]
     dtype = config.optimizer.state_dtype
     return ({"parameter_groups": json.dumps(entries)} if entries else {}) | (
@@ -88,8 +93,8 @@ def describe_updates(config: RunConfig) -> dict[str, str]:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raises UserError when the run's optimizer keeps something that is not declared here, or does not keep something
-    that is: one step of it on a matrix and a vector of two elements shows what it keeps."""
+    """Check the declared state of the run's optimizer against the state after one step on a matrix and a vector of two
+    elements. Raises UserError when they differ."""
     weights = [torch.nn.Parameter(torch.zeros(2, 1)), torch.nn.Parameter(torch.zeros(2))]
     declared = declare_state(config)
     optimizer = build_optimizer(group_parameters([("", weight) for weight in weights], config), config)
@@ -101,14 +106,14 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _build_adamw(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
-    """torch's: its fused kernels run on a GPU and, when the state is offloaded, on the host, and nothing is compiled on
+    """torch's: its fused kernels run on a GPU and, when the state is offloaded, on the host; nothing is compiled on
     first use."""
     return torch.optim.AdamW(groups, betas=_betas(config), eps=config.optimizer.eps, fused=True)
 
 
 def _build_adamw_8bit(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
-    """bitsandbytes'. Without its exception for small tensors, of which ZeRO's flat pieces hold many: what is kept would
-    depend on the layout. Raises UserError where the package is missing."""
+    """bitsandbytes', without its exception for small tensors: ZeRO's flat partitions hold many tensors, so the state
+    would depend on the layout."""
     from training.optim.adamw_8bit import AdamW8bit  # imported on use: it takes a second
 
     return AdamW8bit(groups, betas=_betas(config), eps=config.optimizer.eps, min_8bit_size=0)
@@ -132,7 +137,7 @@ def _declare_adamw_8bit(config: RunConfig) -> DeclaredState:
 
 
 def _build_custom(groups: Groups, config: RunConfig) -> torch.optim.Optimizer:
-    """What `optimizer.custom` names. Raises UserError for what is none, or does not take its fields."""
+    """The optimizer of `optimizer.custom`. Raises UserError when it is not an optimizer or does not take its fields."""
     optimizer = _make_custom(groups, config.optimizer.custom, config.learning_rate)
     decays = {group["weight_decay"] for group in groups} - {0.0}
     if "weight_decay" not in optimizer.defaults and decays:
@@ -179,7 +184,7 @@ def _declare_custom(config: RunConfig) -> DeclaredState:
 
 @lru_cache
 def _probe_custom(spec: str) -> DeclaredState:
-    """spec: as JSON. A plan asks for it once for each layout."""
+    """spec: as JSON. Cached, because a plan asks for it once for each layout."""
     fields = json.loads(spec)
     return probe_optimizer(partial(_make_custom, spec=fields, learning_rate=1.0), fields[TARGET])
 

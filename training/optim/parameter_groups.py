@@ -1,8 +1,8 @@
-"""The groups that an optimizer's parameters fall into: those of `parameter_groups`, and all others.
+"""The optimizer's parameter groups: those of the key `parameter_groups`, and one for all other parameters.
 
-Every stage has every group, in the same order, with no parameters in it where none are here: the engine sums norms over
-stages group by group. A pattern is searched for in a parameter's Hugging Face name, as `freeze` does, so it means the
-same at every layout; a tied weight has one name on both of its stages.
+Every stage has every group, in the same order, even if it is empty there: the engine sums norms over stages group by
+group. A pattern is searched for in a parameter's Hugging Face name, as with `freeze`, so it means the same at every
+layout; a tied weight has one name on both of its stages.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from training.config.schema import RunConfig
 from training.pipeline.module import StageModule
 from training.pipeline.weight_sharding import whole_shape
 
-# Of a group: its learning rate over that of the run, whose schedule scales all of them.
+# Key of a group: its learning rate divided by the run's, whose schedule scales all groups.
 LR_RATIO = "lr_ratio"
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
-    """torch's parameter groups: matrices and vectors of what no pattern matches, then the same of each entry. The first
-    entry that matches a parameter has it.
+    """Return torch's parameter groups: matrices and vectors that no pattern matches, then those of each entry. A
+    parameter belongs to the first entry that matches it.
 
     named: the trained parameters of this rank, with their Hugging Face names. Vectors (norms, biases) do not decay
-    unless an entry says by how much.
+    unless an entry gives a weight decay.
     """
     chosen: list[list[torch.Tensor]] = [[] for _ in range(2 * (len(config.parameter_groups) + 1))]
     for name, parameter in named:
@@ -52,24 +52,24 @@ def group_parameters(named: Named, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def group_trained(module: StageModule, config: RunConfig) -> list[dict[str, Any]]:
-    """The parameter groups of a stage; some may be empty."""
-    names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # those of a loss have none
+    """Return the parameter groups of a stage; some may be empty."""
+    names = {id(parameter): name for name, parameter, _ in module.named_hf_parameters()}  # a loss's have no name
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return group_parameters([(names.get(id(each), ""), each) for each in trained], config)
 
 
 def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[dict[str, Any]]:
-    """Each group in four: weights that other ranks of the stage have alike, or that another stage has too, are apart
-    from those of which this rank alone has its part; all ranks have all groups.
+    """Split each group in four, so that weights that are replicated on other ranks of the stage, or tied to another
+    stage, are separate from those that only this rank holds; all ranks have all groups.
 
-    State in blocks of 8 bits has a scale for each: copies of a weight whose blocks hold other elements beside it would
-    be rounded on each rank in its own way, and drift apart.
+    8-bit state has one scale per block: if the copies of a weight shared blocks with different neighbours, each rank
+    would round them differently, and they would drift apart.
     """
     tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
 
     def find_kind(parameter: torch.Tensor) -> tuple[bool, bool]:
-        is_alike = module.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
-        return is_alike, id(parameter) in tied
+        is_replicated = module.parallel.size > 1 and not parameter.model_parallel  # type: ignore[attr-defined]
+        return is_replicated, id(parameter) in tied
 
     kinds = list(product((False, True), repeat=2))
     return [
@@ -80,13 +80,14 @@ def separate_copies(groups: list[dict[str, Any]], module: StageModule) -> list[d
 
 
 def _find_entry(name: str, config: RunConfig) -> int:
-    """1 for the first entry of `parameter_groups`, and so on; 0 where none matches."""
+    """The number of the first entry of `parameter_groups` that matches, from 1; 0 where none does."""
     entries = enumerate(config.parameter_groups, start=1)
     return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
 
 
 def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
-    """Raises UserError for a pattern that is none or matches nothing that is trained, and for a number out of range."""
+    """Check the entries of `parameter_groups`. Raises UserError for a pattern that is invalid or matches no trained
+    parameter, and for a number out of range."""
     for number, entry in enumerate(config.parameter_groups, start=1):
         where = f"parameter_groups, entry {number}"
         try:

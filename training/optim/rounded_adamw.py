@@ -2,8 +2,8 @@
 
 An update is computed in fp32, from averages that are rounded to the nearest bf16 after it; the weights stay in fp32.
 Rounding is not stochastic, so a step is the same wherever it runs, and a run resumes with the bits that it saved. The
-price: an average that moves by less than half of a bf16 step (0.2 to 0.4%) stays where it is. With betas up to 0.996
-none can get stuck above what it averages, and larger ones are refused (training/config/validate.py).
+price: an average that moves by less than half of a bf16 step (0.2 to 0.4%) does not change. With betas up to 0.996 no
+average can get stuck above the values it averages, and larger ones are refused (training/config/validate.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from training.optim.pieces import split_flat
+from training.optim.chunks import split_flat
 
-NUM_BUFFERS = 2  # in fp32: of both averages
+NUM_BUFFERS = 2  # in fp32: one for each average
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """torch's AdamW, but for the dtype of `exp_avg` and `exp_avg_sq`."""
+    """torch's AdamW, except that `exp_avg` and `exp_avg_sq` are bf16."""
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
@@ -39,12 +39,12 @@ class RoundedAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(weights, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(weights, dtype=torch.bfloat16)
                 state["step"] += 1
-                for piece in split_flat(weights, weights.grad, state["exp_avg"], state["exp_avg_sq"]):
-                    _update(piece, state["step"], group)
+                for chunk in split_flat(weights, weights.grad, state["exp_avg"], state["exp_avg_sq"]):
+                    _update(chunk, state["step"], group)
 
 
-def _update(piece: tuple[torch.Tensor, ...], step: int, group: dict[str, Any]) -> None:
-    weights, gradient, exp_avg, exp_avg_sq = piece
+def _update(chunk: tuple[torch.Tensor, ...], step: int, group: dict[str, Any]) -> None:
+    weights, gradient, exp_avg, exp_avg_sq = chunk
     lr, (beta1, beta2) = group["lr"], group["betas"]
     first = exp_avg.float().lerp_(gradient, 1 - beta1)
     second = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

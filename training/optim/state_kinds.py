@@ -1,6 +1,6 @@
-"""What an optimizer keeps beside the weights, tensor by tensor: a checkpoint saves each kind in its own way.
+"""The kinds of optimizer state: a checkpoint saves each kind in its own way.
 
-Nothing is saved by guessing. What is kept is declared; a run whose optimizer keeps something else does not start.
+Nothing is saved by guessing. The state is declared; a run whose optimizer keeps anything else does not start.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from errors import UserError
 
 
 class StateKind(Enum):
-    """How what an optimizer keeps relates to the parameter."""
+    """How an entry of an optimizer's state relates to its parameter."""
 
     elementwise = "elementwise"  # one value for each element
     scalar = "scalar"  # a tensor of one value, the same for all parameters
     number = "number"  # the same, as a Python number
     blockwise = "blockwise"  # an index into a table for each element; the elements of a block share a scale
-    scales = "scales"  # of such blocks
-    table = "table"  # what the indices are into, the same for all parameters: made anew, not saved
+    scales = "scales"  # one for each such block
+    table = "table"  # the table of a blockwise entry, the same for all parameters: built again, not saved
 
 
 BLOCK_SIZE = 256  # elements of a partition that share a scale (bitsandbytes)
 
 
 def count_blocks(num_elements: int) -> int:
+    """Return the number of blocks of a partition; the last may be partial."""
     return -(-num_elements // BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One of the things that an optimizer keeps for a parameter. dtype: None of a Python number. scales, table: the
-    names of those of a blockwise one. build_table: makes a table."""
+    """One entry of an optimizer's state for a parameter.
+
+    dtype: None for a Python number. scales, table: of a blockwise entry, the names of the entries with its scales and
+    its table. build_table: builds a table.
+    """
 
     kind: StateKind
     dtype: torch.dtype | None = torch.float32
@@ -48,11 +52,12 @@ class StateTensor:
     def bytes_per_parameter(self) -> float:
         if self.dtype is None:
             return 0
-        of_kind = {StateKind.elementwise: 1, StateKind.blockwise: 1, StateKind.scales: 1 / BLOCK_SIZE}
-        return self.dtype.itemsize * of_kind.get(self.kind, 0)
+        values_per_element = {StateKind.elementwise: 1, StateKind.blockwise: 1, StateKind.scales: 1 / BLOCK_SIZE}
+        return self.dtype.itemsize * values_per_element.get(self.kind, 0)
 
     def describes(self, value: Any, weights: torch.Tensor) -> bool:
-        """Whether what an optimizer keeps for `weights` is in blocks as it says."""
+        """Returns whether `value`, in an optimizer's state for `weights`, has the dtype and shape of this blockwise
+        entry, or of its scales or table."""
         if not torch.is_tensor(value) or value.dtype is not self.dtype:
             return False
         if self.kind is StateKind.blockwise:
@@ -65,11 +70,12 @@ class StateTensor:
         return self.kind.value if is_usual else f"{self.kind.value}, {str(self.dtype).removeprefix('torch.')}"
 
 
-DeclaredState = Mapping[str, StateTensor]  # by the names that an optimizer gives to what it keeps
+DeclaredState = Mapping[str, StateTensor]  # by the names in the optimizer's state
 
 
 def describe_kept(value: Any, weights: torch.Tensor) -> StateTensor | str:
-    """What `value`, which an optimizer keeps for `weights`, is; in words where it is of no kind."""
+    """Return the kind and dtype of `value`, an entry of an optimizer's state for `weights`; a description in words
+    where it has none of the kinds."""
     if isinstance(value, int | float):
         return StateTensor(StateKind.number, None)
     if not torch.is_tensor(value):
@@ -80,7 +86,7 @@ def describe_kept(value: Any, weights: torch.Tensor) -> StateTensor | str:
 
 
 def check_state(weights: torch.Tensor, state: Mapping[str, Any], declared: DeclaredState) -> None:
-    """Raises UserError when `state`, which an optimizer keeps for `weights`, is not what is declared."""
+    """Check `state`, an optimizer's state for `weights`. Raises UserError when it differs from the declaration."""
     found = {
         name: str(
             declared[name]

@@ -29,7 +29,7 @@ def test_the_name_says_what_is_better_unless_a_key_does() -> None:
     [
         ([3.0, 2.0, 1.0], 0.0, (1.0, 3), 0),
         ([1.0, 1.0, 2.0], 0.0, (1.0, 1), 2),  # equal is no improvement
-        ([3.0, 2.9, 2.8], 0.15, (2.8, 3), 2),  # the best moves on in steps too small to count
+        ([3.0, 2.9, 2.8], 0.15, (2.8, 3), 2),  # the best improves in steps too small to count
         ([math.nan, 2.0, math.nan], 0.0, (2.0, 2), 1),
     ],
 )

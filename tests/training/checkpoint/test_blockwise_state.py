@@ -1,4 +1,4 @@
-"""State in blocks, cut otherwise than it was saved: within one step of its table, and bit for bit where it can be."""
+"""Blockwise state, loaded in other blocks than it was saved in: within one step of its table, or bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantize(values: torch.Tensor, table: torch.Tensor) -> BlockRun:
 
 
 def restore(parts: list[tuple[int, BlockRun]], count: int, table: torch.Tensor) -> BlockRun:
-    """parts: each with its place in a partition of `count` elements."""
+    """parts: each with its position in a partition of `count` elements."""
     codes, scales = torch.zeros(count, dtype=torch.uint8), torch.zeros(count_blocks(count))
     target = BlockRestore(codes, scales, table, "absmax")
     for start, part in parts:
@@ -56,7 +56,7 @@ def test_the_same_blocks_are_the_same_bits(saved: BlockRun, table: torch.Tensor,
 
 @pytest.mark.parametrize("shift", [1, 100, 255, 256])
 def test_other_blocks_are_within_one_step(saved: BlockRun, table: torch.Tensor, shift: int) -> None:
-    """Everything lies further on in the new partition, behind another parameter."""
+    """Everything is further back in the new partition, after another parameter."""
     found = restore([(shift, saved.narrow(0, 900)), (shift + 900, saved.narrow(900, NUM - 900))], NUM + shift, table)
     before, after = saved.dequantize(table), found.narrow(shift, NUM)
     step = (table[1:] - table[:-1]).max() * after.spread_scales()

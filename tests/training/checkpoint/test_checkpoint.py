@@ -1,4 +1,4 @@
-"""What lies beside the tensors of a checkpoint."""
+"""The contents of a checkpoint other than its tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = ("layer_00-model_states.pt", "layer_01-model_states.pt", "optimizer-stag
 
 
 def write_checkpoint(checkpoints: Path, step: int) -> Path:
-    """A whole one, which `latest` names; its files hold no tensors."""
+    """A complete checkpoint, which `latest` names; its files hold no tensors."""
     step_dir = checkpoints / f"global_step{step}"
     step_dir.mkdir()
     contents = {name: f"content of {name}" for name in FILES} | {

@@ -1,5 +1,6 @@
-"""Faults at random moments of the real saving and loading code, in processes of their own: what `latest` leads to is
-whole, and nothing that was reported as saved is lost. The same through the real launcher: test_launcher_faults.py.
+"""Faults at random moments of the real saving and loading code, in separate processes: the checkpoint that `latest`
+names is complete, and nothing that was reported as saved is lost. The same through the real launcher:
+test_launcher_faults.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def files_of(rank: int) -> tuple[str, ...]:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """The process that does it; it ends with 0 when the work does."""
+    """Run the work in a forked process, which exits with 0 when it is done."""
     if pid := os.fork():
         return pid
     code = 1
@@ -82,8 +83,8 @@ def saving(checkpoints: Path, rank: int = 0, world_size: int = 1) -> Iterator[Ca
 
 
 def save_until_ended(checkpoints: Path, first: int, reported: int, rank: int, world_size: int, listens: bool) -> None:
-    """Saves one step after the other, and writes each step that has been saved to the pipe `reported`. listens: to
-    signals, as a run does."""
+    """Save one step after the other, and write each saved step to the pipe `reported`. listens: handle signals, as a
+    run does."""
     from training.distributed.interrupts import Interrupts
 
     requests = None
@@ -103,8 +104,8 @@ def save_until_ended(checkpoints: Path, first: int, reported: int, rank: int, wo
 
 
 def check_whole(checkpoints: Path, at_least: int) -> int:
-    """The newest step. Everything that looks like a checkpoint is one, and the newest is no older than what was
-    reported to be saved."""
+    """Return the newest step, after checks: everything that looks like a checkpoint is one, and the newest is not older
+    than the last one reported as saved."""
     resumable = find_resume("latest", checkpoints, trust=False)
     newest = resumable.candidates[0]
     assert resumable.damages == [] and (step := read_state(newest).step) >= at_least
@@ -141,7 +142,7 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, fault: str, world_
             chosen = rng.choice(pids)
             for pid in [chosen] if fault == "kill one" else pids:
                 os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1 if fault == "kill one" and world_size > 1 else 0)  # the other one goes on, and finds out
+            time.sleep(0.1 if fault == "kill one" and world_size > 1 else 0)  # the other one continues, and finds out
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -232,7 +233,7 @@ def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path, count: i
             os.read(ready, 1)  # all at once: the pipe's end closes
             folder = RunFolder(out)
             try:
-                folder.take()
+                folder.acquire_lock()
             except UserError as error:
                 assert "is in use by another run" in str(error)
                 raise

@@ -71,7 +71,7 @@ def test_a_save_of_a_real_engine_is_whole_or_fails(workers: Callable[[int], Work
 
 
 def break_state(case: Case, folder: Path) -> dict[str, str | None]:
-    """What a save, or a resume, says of state that was broken in one way after the other."""
+    """Return the errors of a save or a resume, for state that is broken in one way after the other."""
     from training.engine.steps import train_step
 
     engine, loader, config, _, _ = build_engine(case)

@@ -1,4 +1,4 @@
-"""What a manifest tells of files that have changed since."""
+"""A manifest detects files that have changed since they were saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     records = {}
     for name, content in CONTENT.items():
         with HashedFile(tmp_path / name) as stream:
-            for start in range(0, len(content), 7):  # in pieces
+            for start in range(0, len(content), 7):  # in several writes
                 stream.write(memoryview(content)[start : start + 7])
             records[name] = stream.finish()
     write_manifest(tmp_path, records)

@@ -15,7 +15,7 @@ from support.workers import WorkerGroup
 FIXTURES = Path(__file__).parent / "fixtures"
 BOUND = 1e-5  # relative, fp32
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
-# As fixtures/README.md says. What is not named here is the default of conf/base.yaml, then as now.
+# As in fixtures/README.md. All other keys have the defaults of conf/base.yaml, then as now.
 RUN = (
     "resume=latest",
     "global_batch_size=4",

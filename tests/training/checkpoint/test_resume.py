@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and what it must have in common with it. With real ones:
+"""Which checkpoint a run resumes from, and which settings must match. With real checkpoints:
 test_resume_damaged.py."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training.checkpoint.state import remove_leftovers
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[[int], Path]:
-    """save(step): a whole checkpoint, which `latest` names."""
+    """save(step): a complete checkpoint, which `latest` names."""
     return lambda step: write_checkpoint(tmp_path, step)
 
 
@@ -49,7 +49,7 @@ def test_latest_comes_first_then_those_before_it_then_those_after(save: Callable
         (lambda d: (d / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
         (
             lambda d: (d / "manifest.json").unlink(),
-            "has no manifest.json: it is not whole, or not from this project .trust_checkpoint=true takes",
+            "has no manifest.json: it is not complete, or not from this project .trust_checkpoint=true accepts",
         ),
     ],
     ids=["truncated", "missing", "no state", "damaged manifest", "no manifest"],
@@ -96,13 +96,13 @@ def test_one_without_a_manifest_can_be_trusted(save: Callable[[int], Path], tmp_
     step_dir = save(2)
     (step_dir / "manifest.json").unlink()
     assert find(str(step_dir), tmp_path, trust=True) == step_dir and find_damage(step_dir, 0, 1) is None
-    (step_dir / "manifest.json").write_text("{")  # one that is there is asked
+    (step_dir / "manifest.json").write_text("{")  # a manifest that exists is read
     with pytest.raises(UserError, match="manifest.json is missing or damaged"):
         find(str(step_dir), tmp_path, trust=True)
 
 
 def test_a_temporary_folder_is_never_taken(save: Callable[[int], Path], tmp_path: Path) -> None:
-    leftover = save(4).rename(tmp_path / "tmp-global_step4")  # everything written, the rename never came
+    leftover = save(4).rename(tmp_path / "tmp-global_step4")  # everything is written, but not renamed
     (tmp_path / "latest").unlink()
     with pytest.raises(UserError, match="resume=latest: there is no checkpoint at"):
         find("latest", tmp_path)
@@ -114,9 +114,7 @@ def test_a_temporary_folder_is_never_taken(save: Callable[[int], Path], tmp_path
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="resume=latest: there is no checkpoint at .*; leave resume out to start a new run"
-    ):
+    with pytest.raises(UserError, match="resume=latest: there is no checkpoint at .*; omit resume to start a new run"):
         find("latest", tmp_path / "none")
     (tmp_path / "converted" / "global_step0").mkdir(parents=True)
     (tmp_path / "converted" / "latest").write_text("global_step0")
@@ -164,7 +162,7 @@ def test_data_that_is_other_is_named(name: str) -> None:
     assert check_resumable(saved, saved, Path("/c/global_step2")) == []
 
 
-def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> None:
+def test_an_additional_entry_is_named_and_a_checkpoint_without_data_entries() -> None:
     more = {"the hash of the tokens of train_file entry 2": "9c1"}
     with pytest.raises(UserError, match="the hash of the tokens of train_file entry 2 was none, is 9c1. Give"):
         check_resumable(replace(STATE, data=DATA), replace(STATE, data=DATA | more), Path("/c/global_step2"))
@@ -172,11 +170,11 @@ def test_an_entry_more_is_named_and_a_checkpoint_that_says_nothing_of_data() -> 
         check_resumable(replace(STATE, data=DATA | more), replace(STATE, data=DATA), Path("/c/global_step2"))
     with pytest.raises(
         UserError, match="packing was none, is in rows.*entry 1 was none, is 3fa. Give"
-    ):  # of a version of this project before that
+    ):  # saved by an earlier version of this project
         check_resumable(STATE, replace(STATE, data=DATA | {"packing": "in rows"}), Path("/c/global_step2"))
 
 
-def test_another_layout_and_a_longer_schedule_may_go_on() -> None:
+def test_another_layout_and_a_longer_schedule_may_continue() -> None:
     run = replace(STATE, step=0, num_tokens=0, total_steps=99, num_stages=1, dp_size=4, micro_batch_size=1)
     assert check_resumable(STATE, run, Path("/c/global_step2")) == []
 

@@ -36,13 +36,13 @@ def saved(workers: Callable[[int], WorkerGroup], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def copied(saved: Case, tmp_path: Path) -> Path:
-    """Its checkpoints, to be broken."""
+    """A copy of its checkpoints, for a test to damage."""
     return Path(shutil.copytree(saved.workdir / "out" / "checkpoints", tmp_path / "checkpoints"))
 
 
 @pytest.fixture
 def choose(workers: Callable[[int], WorkerGroup], saved: Case) -> Callable[[Path | str], tuple[str, list[str]]]:
-    """choose(resume): the checkpoint that a run of two ranks takes, or the error; and what it says."""
+    """choose(resume): the checkpoint that a run of two ranks resumes from, or the error; and its messages."""
 
     def run(resume: Path | str) -> tuple[str, list[str]]:
         first, second = workers(2).run(choose_checkpoint, saved, f"resume={resume}")
@@ -53,7 +53,7 @@ def choose(workers: Callable[[int], WorkerGroup], saved: Case) -> Callable[[Path
 
 
 def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
-    """On a rank: what `trainer_base_ds_mp.py` does about `resume` before it builds anything."""
+    """On a rank: the steps of `trainer_base_ds_mp.py` for `resume` before it builds anything."""
     import torch.distributed as dist
 
     from training.checkpoint import resume as resuming
@@ -64,16 +64,16 @@ def choose_checkpoint(case: Case, resume: str) -> tuple[str, list[str]]:
         case.model, case.train_file, case.workdir, case.num_stages, overrides=(*case.overrides, resume)
     ).config()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    said: list[str] = []
+    messages: list[str] = []
 
     def raise_here(error: UserError) -> None:
         raise error
 
-    with patch.object(resuming, "raise_together", raise_here):  # each rank answers, instead of going quietly
+    with patch.object(resuming, "raise_together", raise_here):  # each rank returns its error instead of exiting
         try:
-            return str(resuming.choose_whole(check_run(config, ranks).resumable, said.append)), said
+            return str(resuming.choose_whole(check_run(config, ranks).resumable, messages.append)), messages
         except UserError as error:
-            return str(error), said
+            return str(error), messages
 
 
 def flip_a_byte(file: Path) -> None:
@@ -95,26 +95,26 @@ def test_a_flipped_byte_makes_latest_go_back_and_say_so(choose, copied: Path, na
     damage = f"{copied}/global_step3/{name} is damaged: its bytes are not those that were saved"
     assert choose(copied) == (
         f"{copied}/global_step2",
-        [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest whole checkpoint"],
+        [f"resume: {damage}", f"resume: going back to {copied}/global_step2, the newest complete checkpoint"],
     )
-    error, said = choose(copied / "global_step3")
-    assert (error, said) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
+    error, messages = choose(copied / "global_step3")
+    assert (error, messages) == (f"resume: {damage}; copy the checkpoint again, or resume from another one", [])
 
 
 def test_truncated_flipped_and_missing_at_once(choose, copied: Path) -> None:
     os.truncate(copied / "global_step3" / "layer_00-model_states.pt", 100)
     flip_a_byte(copied / "global_step2" / "layer_02-model_states.pt")
-    chosen, said = choose(copied)
-    assert chosen == f"{copied}/global_step1" and len(said) == 3
+    chosen, messages = choose(copied)
+    assert chosen == f"{copied}/global_step1" and len(messages) == 3
     assert (
-        "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in said[0]
-        and "global_step2/layer_02" in said[1]
+        "global_step3/layer_00-model_states.pt is damaged: 100 bytes, " in messages[0]
+        and "global_step2/layer_02" in messages[1]
     )
     (copied / "global_step1" / "layer_03-model_states.pt").unlink()
     error, _ = choose(copied)
     assert error.startswith(
         f"resume: {copied}/global_step3/layer_00-model_states.pt is damaged: 100 bytes"
-    ) and error.endswith("(none of the others there is whole)")
+    ) and error.endswith("(none of the others there is complete)")
 
 
 class Malicious:
@@ -136,10 +136,10 @@ def test_a_malicious_pickle_does_not_run(choose, copied: Path, tmp_path: Path, w
             torch.save({"weight": Malicious(trace)}, step_dir / name)
         else:
             (step_dir / name).write_bytes(pickle.dumps({"weight": Malicious(trace)}))
-    chosen, said = choose(copied)
-    assert chosen == f"{copied}/global_step2" and "is damaged" in said[0]
+    chosen, messages = choose(copied)
+    assert chosen == f"{copied}/global_step2" and "is damaged" in messages[0]
 
-    rewrite_manifest(step_dir)  # as whoever put them there could
+    rewrite_manifest(step_dir)  # as an attacker could
     source = open_weights(str(step_dir))
     layer = build_layers(source.config)[0]
     with pytest.raises(UserError, match="layer_00-model_states.pt cannot be read"):
@@ -160,7 +160,7 @@ def rewrite_manifest(step_dir: Path) -> None:
 def test_a_whole_run_does_not_run_it_either(
     workers: Callable[[int], WorkerGroup], saved: Case, copied: Path, tmp_path: Path
 ) -> None:
-    """The optimizer's files and DeepSpeed's own, with a manifest that fits: the run goes on, or refuses; nothing is
+    """The optimizer's files and DeepSpeed's own, with a matching manifest: the run continues or refuses; nothing is
     unpickled."""
     step_dir, trace = copied / "global_step2", tmp_path / "it ran"
     torch.save({"module": Malicious(trace)}, step_dir / "mp_rank_00_model_states.pt")

@@ -1,4 +1,4 @@
-"""A run saved at one layout goes on at another as if it had never stopped: losses and gradient norms, on real
+"""A run saved at one layout continues at another as if it had never stopped: losses and gradient norms, on real
 processes."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EVERY_PAIR += [(s, r) for s in ACROSS for r in ACROSS if s != r and {s, r} & TEN
 # At 1e-2 whole runs at two layouts already differ by 7e-5 after seven steps: B starts at zero, and Adam makes steps of
 # the noise in A's gradient.
 LORA = ("adapter=lora", "adapter.r=4", "learning_rate=1e-3")
-# None of them is on every stage
+# None of these parameters is on every stage
 GROUPS = ("parameter_groups=[{pattern: embed, learning_rate: 3e-3}, {pattern: 'layers[.][34]', weight_decay: 0}]",)
 RADAM = "+optimizer.custom={_target_: torch.optim.RAdam, betas: [0.9, 0.95]}"
 STATE_IN_BF16 = "optimizer.state_dtype=bf16"
@@ -83,7 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
-    """run(name, layout, model, *overrides): its output_dir. What has been run once is not run again."""
+    """run(name, layout, model, *overrides): its output_dir. The same run is not repeated."""
     done: dict[str, Path] = {}
 
     def start(name: str, layout: str, model: str, *overrides: str) -> Path:
@@ -129,20 +129,20 @@ def check(run: Callable[..., Path], saved: str, resumed: str, kind: str) -> None
     begun = whole / "checkpoints" / f"global_step{STEPS_BEFORE}"
     ended = run(f"{saved}-{kind}-at-{resumed}", resumed, model, *overrides, f"resume={begun}")
     expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, 1)
-    assert len(found) == STEPS_AFTER  # it has begun where the other was saved
+    assert len(found) == STEPS_AFTER  # it started where the other was saved
     for step, (a, b) in enumerate(zip(found, expected, strict=True), start=STEPS_BEFORE + 1):
         assert a == pytest.approx(b, rel=BOUND), f"step {step}"
 
 
 @pytest.mark.parametrize("saved, resumed, kind", FEW, ids=str)
-def test_another_layout_goes_on_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
+def test_another_layout_continues_with_the_same_losses_and_norms(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved, resumed", EVERY_PAIR, ids=str)
-def test_every_layout_goes_on_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
+def test_every_layout_continues_at_every_other(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -191,11 +191,11 @@ SHARDED_PAIRS = [
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 @pytest.mark.parametrize("saved, resumed", SHARDED_PAIRS, ids=str)
-def test_zero_stages_go_on_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
+def test_zero_stages_continue_at_other_layouts(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
-# Every pair of layouts of which one shares out more than the optimizer's state, each with one kind of model in turn.
+# Every pair of layouts one of which shards more than the optimizer's state, each with one kind of model in turn.
 OTHERS = (*LAYOUTS, *TENSOR_PARALLEL, *CONTEXT_PARALLEL)
 SHARDED_SIDES = [pair for one in SHARDED for other in OTHERS for pair in ((one, other), (other, one))]
 SHARDED_SIDES += [(one, other) for one in SHARDED for other in SHARDED if one != other]
@@ -207,14 +207,14 @@ SHARDED_SIDES += [(one, other) for one in SHARDED for other in SHARDED if one !=
     [(*pair, list(KINDS)[number % len(KINDS)]) for number, pair in enumerate(SHARDED_SIDES)],
     ids=str,
 )
-def test_zero_stages_go_on_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_zero_stages_continue_at_every_other_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("saved, resumed", EXPERT_PAIRS, ids=str)
-def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_mixtures_and_their_adapters_continue_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -224,7 +224,7 @@ def test_mixtures_and_their_adapters_go_on_at_another_layout(run, saved: str, re
     [pytest.param(*pair, marks=pytest.mark.full) for pair in OPTIMIZER_PAIRS],
     ids=str,
 )
-def test_each_optimizer_goes_on_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
+def test_each_optimizer_continues_at_another_layout(run, saved: str, resumed: str, kind: str) -> None:
     check(run, saved, resumed, kind)
 
 
@@ -239,8 +239,8 @@ def test_each_optimizer_goes_on_at_another_layout(run, saved: str, resumed: str,
 def test_state_and_weights_are_the_saved_bits_at_another_layout(
     run, root: Path, workers: Callable[[int], WorkerGroup], overrides: tuple[str, ...]
 ) -> None:
-    """Losses in bf16 differ between layouts, whatever is resumed: sums of rounded gradients are cut elsewhere. So
-    the state itself."""
+    """Losses in bf16 differ between layouts, whatever is resumed, since gradients are rounded at other points. So the
+    state itself is compared."""
     begun = run(f"bits{len(overrides)}", "pp2xdp2", "tiedTrue", *overrides, f"stop_after_steps={STEPS_BEFORE}")
     step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
     saved = join(load_file(file) for file in sorted(step_dir.glob(FILE_PATTERN)))
@@ -266,14 +266,14 @@ def test_state_and_weights_are_the_saved_bits_at_another_layout(
     [(GROUPS, "parameter_groups was none, is \\["), ((STATE_IN_BF16,), "optimizer.state_dtype was none, is bf16")],
     ids=["groups", "state"],
 )
-def test_other_groups_or_averages_go_on_when_they_may(run, changed: tuple[str, ...], named: str) -> None:
+def test_other_groups_or_averages_continue_when_allowed(run, changed: tuple[str, ...], named: str) -> None:
     whole = run("pp2-tied-whole", "pp2", "tiedTrue")
     resume = f"resume={whole}/checkpoints/global_step{STEPS_BEFORE}"
     with pytest.raises(WorkerError, match=named):
         run(f"refused-{named.split()[0]}", "pp2", "tiedTrue", *changed, resume)
     ended = run(f"allowed-{named.split()[0]}", "pp2", "tiedTrue", *changed, resume, "resume_allow_changes=true")
     expected, found = read_steps(whole, STEPS_BEFORE + 1), read_steps(ended, 1)
-    assert found[0][0] == pytest.approx(expected[0][0], rel=BOUND)  # the weights, and the moments behind the next
+    assert found[0][0] == pytest.approx(expected[0][0], rel=BOUND)  # depends on weights; the next one on moments too
     losses = [[loss for loss, _ in steps] for steps in (found, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
 
@@ -286,7 +286,7 @@ EIGHT_BITS = ("precision=bf16", "optimizer=adamw_8bit")
 def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
     run, root: Path, workers: Callable[[int], WorkerGroup], resumed: str
 ) -> None:
-    """Blocks are cut elsewhere, so what was saved is quantized again; at the same layout it is the same bits."""
+    """Blocks have other boundaries, so the saved state is quantized again; at the same layout it is the same bits."""
     create_map = pytest.importorskip("bitsandbytes.functional").create_dynamic_map
     begun = run("eight", "pp2xdp2", "tiedTrue", *EIGHT_BITS, f"stop_after_steps={STEPS_BEFORE}")
     step_dir = begun / "checkpoints" / f"global_step{STEPS_BEFORE}"
@@ -313,7 +313,7 @@ def test_state_in_8_bits_is_there_within_a_step_at_another_layout(
 def unite_blocks(
     parts: list[dict[str, torch.Tensor]], number: int, table: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The values of whole parameters, in some order of their elements for a sharded one, and the scale of each."""
+    """The values of whole parameters, and the scale of each; the elements of a sharded one are in some order."""
     from models.parallel.shard import ShardLayout
     from training.checkpoint.blockwise_state import BlockRun
     from training.checkpoint.optimizer_state import _list_runs, _parse
@@ -338,8 +338,7 @@ def unite_blocks(
 
 
 def reload_state(case: Case, step_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """On each rank: what the optimizer holds after a resume, by the names of the files; and the weights of the
-    model."""
+    """On each rank: the optimizer's state after a resume, by its names in the files; and the weights of the model."""
     from training.checkpoint.optimizer_state import collect_state
     from training.checkpoint.state import load_checkpoint, read_state
 

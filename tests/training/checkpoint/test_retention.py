@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted, and that it is never the only whole one."""
+"""Which checkpoints are deleted, and that it is never the only complete one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_broken_counts_for_nothing(tmp_path: Path) -> None:
     whole, broken, newest = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 6)
     (broken / "trainer_state.json").unlink()
     prune_checkpoints(newest, Retention(keep_last=2))
-    assert names(tmp_path) == ["6", "4", "2"]  # the one of step 2 is the second whole one
+    assert names(tmp_path) == ["6", "4", "2"]  # that of step 2 is the second complete one
     prune_checkpoints(newest, Retention(keep_last=1))
     assert names(tmp_path) == ["6", "4"] and not whole.exists()
 

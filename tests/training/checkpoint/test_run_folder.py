@@ -1,4 +1,4 @@
-"""Who may write into a run's folder, and files that are whole or not there."""
+"""Who may write into a run's folder, and files that are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOLD = """
 import sys, time
 from training.checkpoint.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
-folder.take()
+folder.acquire_lock()
 print("taken", flush=True)
 time.sleep(60)
 """
@@ -44,27 +44,27 @@ def test_a_folder_in_use_is_refused_until_its_run_is_killed(tmp_path: Path) -> N
     with another_run(folder.path) as process:
         folder.write_completed({"step": 1})
         with pytest.raises(
-            UserError, match=f"output_dir={folder.path} is in use by another run .*; take another output_dir"
+            UserError, match=f"output_dir={folder.path} is in use by another run .*; give another output_dir"
         ):
-            folder.take()
+            folder.acquire_lock()
         assert folder.completed.exists()  # nothing of the other run was touched
         process.send_signal(signal.SIGKILL)
         process.wait()
-        folder.take()
-    assert folder.read_completed() == {"step": 1}  # it may find that nothing is left to do
+        folder.acquire_lock()
+    assert folder.read_completed() == {"step": 1}  # the run may find that it is complete
     folder.reopen()
     assert folder.read_completed() == {}
-    folder.release()
+    folder.release_lock()
 
 
 def test_a_released_folder_can_be_taken_again(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    first.take()
+    first.acquire_lock()
     with pytest.raises(UserError):
-        second.take()
-    first.release()
-    second.take()
-    second.release()
+        second.acquire_lock()
+    first.release_lock()
+    second.acquire_lock()
+    second.release_lock()
 
 
 def fill(folder: RunFolder) -> None:
@@ -90,10 +90,10 @@ def test_checkpoints_are_not_written_over_unasked(tmp_path: Path) -> None:
 def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     fill(folder)
-    folder.take()
+    folder.acquire_lock()
     folder.clear()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
-    folder.release()
+    folder.release_lock()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A save is whole or not there. The tensors themselves: test_run.py, test_resume_layouts.py."""
+"""A save is complete or does not exist. The tensors themselves: test_run.py, test_resume_layouts.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSORS = {"layer_00-model_states.pt": 1.0, "optimizer-stage_00-dp_00.safetensor
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
-    """Of the only rank, into tmp_path."""
+    """The writer of a single rank, into tmp_path."""
 
     def gather(gathered: list[Any], mine: Any, group: object) -> None:
         gathered[0] = mine
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_is_survived(
     assert latest(tmp_path) == tmp_path / "global_step2"
 
 
-def test_no_room_is_told_before_a_byte_is_written(
+def test_no_room_is_reported_before_a_byte_is_written(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -139,7 +139,7 @@ def test_no_room_is_told_before_a_byte_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_for_any_checkpoint_is_told_before_the_first_step(
+def test_no_room_for_any_checkpoint_is_reported_before_the_first_step(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, state = (
@@ -190,7 +190,7 @@ def test_other_ranks_hear_of_a_failure(
     assert not (tmp_path / "latest").exists()
 
 
-def test_training_goes_on_while_a_copy_is_written(
+def test_training_continues_while_a_copy_is_written(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous, trained, may_write = True, torch.ones(3), threading.Event()
@@ -222,8 +222,8 @@ def test_training_goes_on_while_a_copy_is_written(
         )
 
 
-def pretend_to_be_on_a_card(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    """The tensors are the CPU's; what is done with them is written down."""
+def pretend_to_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """The tensors are on the CPU; the operations on them are recorded in `events`."""
     copy = torch.Tensor.copy_
 
     def copy_noted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -235,17 +235,17 @@ def pretend_to_be_on_a_card(monkeypatch: pytest.MonkeyPatch, events: list[str]) 
         return torch.empty_like(like)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_noted)
-    monkeypatch.setattr(share_file, "_is_on_card", lambda tensor: True)
+    monkeypatch.setattr(share_file, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(share_file, "_allocate_pinned", allocate)
     monkeypatch.setattr(checkpoint_writer, "synchronize", lambda: events.append("waited"))
 
 
-def test_copies_from_a_card_are_pinned_and_waited_for_once(
+def test_copies_from_a_gpu_are_pinned_and_waited_for_once(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous = True
     events: list[str] = []
-    pretend_to_be_on_a_card(monkeypatch, events)
+    pretend_to_be_on_a_gpu(monkeypatch, events)
     write_share = checkpoint_writer.write_share
     monkeypatch.setattr(
         checkpoint_writer, "write_share", lambda *a, **k: events.append("written") or write_share(*a, **k)
@@ -260,7 +260,7 @@ def test_copies_from_a_card_are_pinned_and_waited_for_once(
     assert latest(tmp_path) == tmp_path / "global_step4"
 
 
-def test_copies_from_a_card_take_what_pinning_rounds_up_to(
+def test_copies_from_a_gpu_take_what_pinning_rounds_up_to(
     writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous = True
@@ -268,7 +268,7 @@ def test_copies_from_a_card_take_what_pinning_rounds_up_to(
     monkeypatch.setattr(checkpoint_writer, "plan_whole_share", lambda *_: share)
     limit = (32 + 64) / checkpoint_writer._SHARE_OF_MEMORY
     found: dict[float, bool] = {}
-    pretend_to_be_on_a_card(monkeypatch, [])
+    pretend_to_be_on_a_gpu(monkeypatch, [])
     for available in (limit - 1, limit + 1):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint_writer.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
@@ -278,7 +278,7 @@ def test_copies_from_a_card_take_what_pinning_rounds_up_to(
     assert list(found.values()) == [False, True]
 
 
-def test_what_went_wrong_beside_the_training_is_told_at_the_end(
+def test_an_error_during_training_is_reported_at_the_end(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer._asynchronous = True

@@ -24,7 +24,7 @@ from training.costs.hardware import Machine
 from training.costs.memory import Memory
 from training.distributed.topology import Layout, Topology
 from training.engine.deepspeed_config import REDUCE_BUCKET
-from training.optim.pieces import PIECE as UPDATED
+from training.optim.chunks import CHUNK_SIZE as UPDATED
 from training.pipeline.schedule import Interleaved
 
 BIG = 2 * ALLREDUCE_BUCKET

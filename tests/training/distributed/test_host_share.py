@@ -1,4 +1,4 @@
-"""What a rank takes of its host: a card, threads and cores, and the settings of the allocator."""
+"""A rank's share of its host: a GPU, threads and cores, and the settings of the allocator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from errors import UserError
 from training.distributed import process
 from training.distributed.host_share import (
-    choose_card,
+    choose_gpu,
     count_threads,
     has_chosen_threads,
-    may_share_cards,
+    may_share_gpus,
     read_cores_per_task,
     set_allocator_defaults,
 )
@@ -37,55 +37,53 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "local_size", "device_count", "may_share", "card"),
+    ("local_rank", "local_size", "device_count", "may_share", "gpu"),
     [
         (0, 1, 1, False, 0),
         (0, 1, 8, False, 0),
         (3, 4, 8, False, 3),
         (7, 8, 8, True, 7),
         (3, 4, 1, True, 0),  # each sees its own
-        (3, 4, 2, True, 1),  # several on a card
+        (3, 4, 2, True, 1),  # several on a GPU
     ],
 )
-def test_each_rank_takes_a_card(
-    local_rank: int, local_size: int, device_count: int, may_share: bool, card: int
-) -> None:
-    assert choose_card(local_rank, local_size, device_count, may_share) == card
+def test_each_rank_takes_a_gpu(local_rank: int, local_size: int, device_count: int, may_share: bool, gpu: int) -> None:
+    assert choose_gpu(local_rank, local_size, device_count, may_share) == gpu
 
 
 @pytest.mark.parametrize(
     ("local_rank", "local_size", "device_count", "may_share"),
     [(3, 4, 2, False), (0, 4, 2, False), (1, 2, 1, False), (0, 2, 0, True), (2, 1, 2, False)],
 )
-def test_fewer_cards_than_ranks_is_one_line_on_each_of_them(
+def test_fewer_gpus_than_ranks_is_one_line_on_each_of_them(
     local_rank: int, local_size: int, device_count: int, may_share: bool
 ) -> None:
     expected = (
         f"{local_size} ranks were started on this host, and {device_count} GPUs are visible; .*DS_ACCELERATOR=cpu"
     )
     with pytest.raises(UserError, match=expected):
-        choose_card(local_rank, local_size, device_count, may_share)
+        choose_gpu(local_rank, local_size, device_count, may_share)
 
 
 @pytest.mark.parametrize(
     ("variables", "shares"),
     [
         ({}, False),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),  # of the deepspeed launcher
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),  # set by the deepspeed launcher
         ({"CUDA_VISIBLE_DEVICES": ""}, False),
-        ({"CUDA_VISIBLE_DEVICES": "3"}, True),  # of srun --gpus-per-task=1
-        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # of all ranks of a torchrun
+        ({"CUDA_VISIBLE_DEVICES": "3"}, True),  # set by srun --gpus-per-task=1
+        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # seen by all ranks of a torchrun
         ({"NCCL_HOSTID": "rank-1"}, True),
     ],
 )
-def test_a_card_is_shared_by_those_who_can(variables: dict[str, str], shares: bool, environ: dict[str, str]) -> None:
+def test_a_gpu_is_shared_by_those_who_can(variables: dict[str, str], shares: bool, environ: dict[str, str]) -> None:
     environ |= variables
-    assert may_share_cards(OWN) == shares
-    assert may_share_cards(OTHERS) == ("NCCL_HOSTID" in variables)
+    assert may_share_gpus(OWN) == shares
+    assert may_share_gpus(OTHERS) == ("NCCL_HOSTID" in variables)
 
 
 class Accelerator:
-    """A machine with cards, which are not there."""
+    """A stand-in for the accelerator of a machine with GPUs."""
 
     def __init__(self, device_count: int) -> None:
         self._device_count, self.taken = device_count, list[int]()
@@ -104,7 +102,7 @@ class Accelerator:
 
 
 class Host:
-    """Its cores, and what a rank that starts there takes of them."""
+    """A host's cores, and those that a rank starting there takes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_cores: int, accelerator: Any = None) -> None:
         self.threads: int | None = None
@@ -117,7 +115,7 @@ class Host:
             monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
 
 
-def test_a_rank_takes_its_card_and_threads_and_is_not_pinned(
+def test_a_rank_takes_its_gpu_and_threads_and_is_not_pinned(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
     environ["LOCAL_RANK"] = "3"
@@ -127,14 +125,14 @@ def test_a_rank_takes_its_card_and_threads_and_is_not_pinned(
     assert (host.threads, host.pinned) == (4, None)
 
 
-def test_libraries_take_the_one_card_that_a_task_sees(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+def test_libraries_take_the_one_gpu_that_a_task_sees(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
     Host(monkeypatch, num_cores=8, accelerator=(accelerator := Accelerator(1)))
     process.take_device(Ranks(3, 4, 3, 4))
     assert accelerator.taken == [0] and environ["LOCAL_RANK"] == "0"  # which DeepSpeed's engine takes
 
 
-def test_too_few_cards_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
     accelerator = Accelerator(1)
     for rank in range(2):
@@ -146,21 +144,21 @@ def test_too_few_cards_are_found_before_any_is_taken(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("rank", "accelerator", "hints"), [(0, Accelerator(2), 1), (1, Accelerator(2), 0), (0, None, 0)]
 )
-def test_cards_that_never_answer_are_hinted_at(
+def test_gpus_that_never_answer_are_hinted_at(
     rank: int, accelerator: Accelerator | None, hints: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    hinted: list[str] = []
     if accelerator is not None:
         monkeypatch.setattr(process, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(process.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(process.deepspeed, "init_distributed", lambda: None)
-    monkeypatch.setattr(process.console, "say", said.append)
+    monkeypatch.setattr(process.console, "say", hinted.append)
     monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 0.01)
     monkeypatch.setattr(process.dist, "barrier", lambda: time.sleep(0.1))  # and then they do
     process.join_process_group()
     monkeypatch.setattr(process, "_SECONDS_OF_SILENCE", 60)
     process.join_process_group()
-    assert len(said) == hints and all("NCCL_P2P_DISABLE=1" in text for text in said)
+    assert len(hinted) == hints and all("NCCL_P2P_DISABLE=1" in text for text in hinted)
 
 
 def test_a_rank_on_the_cpu_is_pinned_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

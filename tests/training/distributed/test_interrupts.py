@@ -57,7 +57,7 @@ def run(workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path) -> Ca
 
 
 def train_while_asked(case: Case, asked: dict[int, str]) -> None:
-    """On a rank: a run, and beside it a thread that asks for something after the second step."""
+    """On a rank: a run, and a thread that requests something after the second step."""
     out = Path(case.config().output_dir)
 
     def ask(what: str) -> None:
@@ -108,7 +108,7 @@ def test_the_file_stop_ends_the_run_as_its_last_step_would(run) -> None:
     assert not (out / "STOP").exists()
 
 
-def test_the_file_save_saves_and_goes_on(run) -> None:
+def test_the_file_save_saves_and_continues(run) -> None:
     out = run({0: "SAVE"}, steps=20)
     trained, saved = steps_of(out)
     assert trained == list(range(1, 21)) and len(saved) == 2 and 2 <= saved[0] < 20 == saved[1]

@@ -1,4 +1,4 @@
-"""The links between two ranks on a card: what NCCL is asked for. Whether it helps needs cards."""
+"""The links between two ranks on GPUs: the options passed to NCCL. Their effect can only be measured on GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
 
 
 class OldOptions:
-    """Of a torch that has no ncclConfig."""
+    """The options of a torch that has no ncclConfig."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> type[Options]:
 
 
 @pytest.mark.usefixtures("options")
-def test_a_link_takes_few_multiprocessors_of_a_card() -> None:
+def test_a_link_takes_few_multiprocessors_of_a_gpu() -> None:
     one, other = build_link_options("nccl"), build_link_options("nccl")
     assert (one.config.min_ctas, one.config.max_ctas) == (1, LINK_CTAS)
     assert one is not other  # torch writes the group's name into them

@@ -123,15 +123,15 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize("error, seconds, said", BUGS)
+@pytest.mark.parametrize("error, seconds, message", BUGS)
 def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
-    error: Exception, seconds: list[float], said: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
+    error: Exception, seconds: list[float], message: str, naps: list[float], monkeypatch, capfd, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ranks_module.sys, "__stderr__", ranks_module.sys.stderr)
     log = tmp_path / "rank_1.log"
     log.write_text("before\n")
     assert fail(error, OTHER, log=log) == 1 and naps == seconds
-    assert capfd.readouterr() == ("", f"\nerror (rank 1): {said}; the stack trace is in {log}\n\n")
+    assert capfd.readouterr() == ("", f"\nerror (rank 1): {message}; the stack trace is in {log}\n\n")
     assert (
         log.read_text().startswith("before\nTraceback")
         and "in fail\n    raise error" in log.read_text()
@@ -140,11 +140,11 @@ def test_with_a_log_a_bug_is_one_line_too_and_its_trace_is_there(
 
 
 @pytest.mark.parametrize(
-    "kind, said",
+    "kind, message",
     [(UserError, "line 3: fix it"), (ValueError, "ValueError: line 3: fix it; the stack trace is in {log}")],
 )
-def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
-    kind, said: str, monkeypatch, capfd, tmp_path: Path
+def test_an_error_in_a_data_loader_process_is_reported_in_its_own_words(
+    kind, message: str, monkeypatch, capfd, tmp_path: Path
 ) -> None:
     from torch._utils import ExceptionWrapper
 
@@ -157,7 +157,7 @@ def test_what_a_process_of_a_data_loader_raises_is_told_in_its_own_words(
         wrapped.reraise()
     log = tmp_path / "rank_1.log"
     assert fail(caught.value, OTHER, log=log) == 1
-    assert capfd.readouterr().err == f"\nerror (rank 1): {said.format(log=log)}\n\n"
+    assert capfd.readouterr().err == f"\nerror (rank 1): {message.format(log=log)}\n\n"
 
 
 def test_before_there_is_a_log_one_of_the_ranks_traces_comes_first(naps: list[float]) -> None:
@@ -178,11 +178,11 @@ def agree(failing: tuple[int, ...]) -> str:
         return f"ends with {end.code}"
     finally:
         ranks_module.time.sleep = sleep
-    return "goes on"
+    return "continues"
 
 
 def test_of_several_ranks_with_a_mistake_one_speaks(workers) -> None:
     group = workers(2)
-    assert group.run(agree, ()) == ["goes on", "goes on"]
+    assert group.run(agree, ()) == ["continues", "continues"]
     assert group.run(agree, (1,)) == ["ends with 1", "speaks"]
     assert group.run(agree, (0, 1)) == ["speaks", "ends with 1"]

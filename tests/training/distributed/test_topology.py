@@ -95,12 +95,12 @@ def test_ranks_that_share_a_sequence_are_replicas_to_deepspeed() -> None:
     assert ranks.groups(CONTEXT, TENSOR)[1] == [6, 7, 8, 9, 10, 11] == ranks.groups(TENSOR, CONTEXT)[1]
     assert (ranks.neighbour(4, CONTEXT), ranks.neighbour(4, CONTEXT, -1), ranks.neighbour(13, PIPE)) == (0, 2, 1)
 
-    of_deepspeed = build_deepspeed_topology(ranks)
+    deepspeed_topology = build_deepspeed_topology(ranks)
     for rank in range(24):
-        coordinate = of_deepspeed.get_coord(rank)
+        coordinate = deepspeed_topology.get_coord(rank)
         assert coordinate.pipe == ranks.index(rank, PIPE) and coordinate.model == ranks.index(rank, TENSOR)
         assert coordinate.data == ranks.index(rank, DATA, CONTEXT)
-    assert of_deepspeed.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
+    assert deepspeed_topology.get_axis_comm_lists("data") == ranks.groups(*ranks.weight_replica_axes)
     # DeepSpeed counts the samples of each of its `data` ranks; those of a context group share theirs.
     assert layout.global_batch_size == 3 * 5 * 2 and build_deepspeed_config(config, layout)["train_batch_size"] == 90
 
@@ -120,7 +120,7 @@ def describe_placement(layout: Layout, hosts: list[str], sent: dict[str, float] 
     return layout.describe_placement(hosts, build_schedule(layout).list_boundaries(), sent)
 
 
-def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
+def test_a_group_that_crosses_hosts_is_reported_with_the_cost() -> None:
     layout = Layout(Topology.of(8, pipe=2, tensor=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert "warning" not in describe_placement(layout, ["a"] * 4 + ["b"] * 4)
     text = describe_placement(layout, ["a"] * 2 + ["b"] * 6)
@@ -137,7 +137,7 @@ def test_a_group_that_crosses_hosts_is_told_with_the_cost() -> None:
         "values and outputs over the network four times a micro-batch, 1.50 GiB of a rank a step. Start a multiple of "
         "context_parallel_size=4 x tensor_parallel_size=2 ranks on each host, or give a smaller context_parallel_size"
     ) in text
-    large = describe_placement(both, ["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # which have no room for another
+    large = describe_placement(both, ["a"] * 4 + ["b"] * 4 + ["c"] * 8)  # one host has room for a whole group
     assert "ranks on each host" in large
     assert "ranks on each host" not in describe_placement(both, [host for host in "abcd" for _ in range(4)])
 
@@ -148,7 +148,7 @@ def test_a_rank_is_named_by_its_place() -> None:
     assert Layout(Topology.of(4, pipe=4), 1, 1).name_rank(3) == "3"
 
 
-def test_the_placement_says_what_lies_where_and_what_crosses() -> None:
+def test_the_placement_names_stages_by_host_and_what_crosses() -> None:
     four_by_two = Layout(Topology.of(8, pipe=4), micro_batch_size=1, gradient_accumulation_steps=1)
     assert describe_placement(four_by_two, ["a"] * 4 + ["b"] * 4) == (
         "a: stage 0-1; b: stage 2-3; 2 of 6 stage boundaries and the replicas of 0 of 4 stages cross hosts"
@@ -238,7 +238,7 @@ def test_a_contradiction_names_the_keys_and_the_way_out(name: str) -> None:
     assert message in str(caught.value)
 
 
-def test_groups_that_share_out_are_neighbours() -> None:
+def test_shard_groups_are_neighbours() -> None:
     from training.distributed.sharding import list_shard_groups
 
     keys = ("num_stages=2", "tensor_parallel_size=2", "micro_batch_size=1", "global_batch_size=4")

@@ -50,7 +50,7 @@ def work(words: dict[int, str], folder: Path) -> None:
                     with watchdog.paused():
                         time.sleep(2 * 60 * STUCK_MINUTES)
                 if step == 4 and word == "leave":
-                    raise ValueError("said elsewhere")
+                    raise ValueError("reported elsewhere")
                 if step == 4 and word.startswith("SIG"):
                     os.kill(os.getpid(), signal.Signals[word])
     except (ValueError, RuntimeError):  # as a process of its own would
@@ -58,7 +58,7 @@ def work(words: dict[int, str], folder: Path) -> None:
 
 
 def run(folder: Path, world_size: int, words: dict[int, str]) -> tuple[list[str], float]:
-    """What was said, by rank, and the seconds it took."""
+    """The messages, by rank, and the seconds it took."""
     group = WorkerGroup(world_size, folder)
     group.run(time.sleep, 0)  # started
     processes, start = list(group._processes), time.monotonic()
@@ -100,9 +100,9 @@ REST = [
     "word, world_size, rank", [*FAST, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
 )
 def test_the_rank_is_named_once(tmp_path: Path, word: str, world_size: int, rank: int) -> None:
-    said, seconds = run(tmp_path, world_size, {rank: word})
+    messages, seconds = run(tmp_path, world_size, {rank: word})
     expected = CASES[word].format(rank=rank)
-    (found,) = [text for text in said if text] or [""]
+    (found,) = [text for text in messages if text] or [""]
     found = re.sub(r"test_watchdog.py:\d+", "test_watchdog.py:LINE", found)
     assert found.startswith(expected) and bool(found) == bool(expected)
     assert seconds < 60

@@ -36,7 +36,7 @@ def test_zero_1_in_every_precision(precision: str, offload: str, has_accelerator
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_stage_that_is_asked_for(stage: int) -> None:
-    """Stage 2 is the project's own, over DeepSpeed's stage 1."""
+    """Stage 2 is the project's own, on top of DeepSpeed's stage 1."""
     zero = build(f"zero_stage={stage}")["zero_optimization"]
     assert zero["stage"] == {1: 1, 2: 1, 3: 3}[stage] and zero.get("memory_efficient_linear") == (
         False if stage == 3 else None
@@ -59,7 +59,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(precision: str) ->
 
 @pytest.mark.parametrize("norm", [0, 0.5])
 def test_clipping_is_always_stated(norm: float) -> None:
-    assert build(f"max_grad_norm={norm}")["gradient_clipping"] == norm  # left out, DeepSpeed would clip at 1
+    assert build(f"max_grad_norm={norm}")["gradient_clipping"] == norm  # if omitted, DeepSpeed would clip at 1
 
 
 def test_batch_sizes_are_those_of_the_layout() -> None:

@@ -46,7 +46,7 @@ BY_NAME = {"getattr", "hasattr", "setattr", "patch"}  # take a name as their sec
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Of a run with an adapter, so that peft is looked into."""
+    """The config of a run with an adapter, so that peft is checked."""
     return build_config("adapter=lora", f"output_dir={tmp_path_factory.mktemp('internals')}")
 
 
@@ -71,8 +71,8 @@ def test_a_run_does_not_start_without_one_of_them(
 
 
 def take_away(entry: Internal, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a release had renamed it: it is taken out of the class or module, or out of the code that names it. Of the
-    table only this entry is left, since another may look for the same name elsewhere."""
+    """Act as if a release had renamed it: remove it from the class or module, or from the code that names it. Only this
+    entry of the table is left, since another may look for the same name elsewhere."""
     monkeypatch.setattr(deepspeed_internals, "TABLE", (Internal(entry.package, entry.place, (name,), entry.use),))
     module_name, _, path = entry.place.partition(":")
     above: Any = importlib.import_module(module_name)
@@ -133,12 +133,12 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert {entry.package for entry in TABLE} == set(PACKAGES)
 
 
-# What the sources use
+# The names that the sources use
 
 
 def list_foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) of private names that this project does not define: attributes, also of `getattr` and its like, and
-    what is imported, by its name or out of a module with a private name."""
+    """(line, name) of private names that this project does not define: attributes, also in calls like `getattr`, and
+    imports of a private name or from a module with a private name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node) not in PYTHON:
             yield node.lineno, node.attr

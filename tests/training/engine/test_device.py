@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def strict_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
-    """Processes of their own: what has the strict device is of no use to other tests."""
+    """Separate processes: those with the strict device are of no use to other tests."""
     group = WorkerGroup(2, tmp_path_factory.mktemp("strict"))
     yield group
     group.close()
@@ -80,7 +80,7 @@ def test_a_step_waits_twice_and_computes_the_same(
         assert found["losses"] == pytest.approx(wanted["losses"], rel=bound)
         assert found["norms"] == pytest.approx(wanted["norms"], rel=100 * bound)
         assert [wait for wait in waits if wait.unit in PASSES] == []
-        assert len(waits) <= 1, waits  # and one when the run reads whether the loss is finite
+        assert len(waits) <= 1, waits  # one more when the run reads whether the loss is finite
 
 
 def test_a_run_on_a_device(folder: Path, tmp_path: Path, strict_workers: WorkerGroup) -> None:

@@ -1,5 +1,5 @@
-"""What adding a schedule takes: one class and one line in a table. GPipe (1811.06965) is trained, simulated, planned
-and drawn here."""
+"""Adding a schedule takes one class and one line in a table. Here GPipe (1811.06965) is trained, simulated, planned and
+drawn."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def train_with_gpipe(case: Case) -> tuple[dict[str, Any], list[int]]:
-    """On a rank, whose process has a table of its own: the result, and the stage of each list of units that was asked
-    for."""
+    """On a rank, whose process has a table of its own: the result, and the stage of each list of units that was
+    requested."""
     asked = []
 
     class WatchedGPipe(GPipe):
@@ -94,7 +94,7 @@ def test_it_is_planned_and_drawn(case: Case) -> None:
     assert (case.workdir / "out" / "schedule.png").stat().st_size > 10_000
 
 
-def test_the_search_tries_it_beside_1f1b(case: Case) -> None:
+def test_the_search_tries_it_next_to_1f1b(case: Case) -> None:
     config = replace(case.config(), world_size=2, plan="search")
     found = search_config(config)
     tried = {(candidate.plan.layout.num_stages, candidate.plan.layout.schedule) for candidate in found}

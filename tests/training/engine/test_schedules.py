@@ -41,7 +41,7 @@ STEPS, STEPS_BEFORE = 4, 2
 def test_no_rank_waits_forever_interleaved(num_stages: int, num_chunks: int) -> None:
     for groups in (1, 2, 5):
         assert play(Interleaved(num_stages, groups * num_stages, num_chunks)) == [0] * num_stages
-    for micro_batches in range(1, 2 * num_stages + 2):  # an evaluation takes what is there
+    for micro_batches in range(1, 2 * num_stages + 2):  # an evaluation may have any number
         assert play(Interleaved(num_stages, micro_batches, num_chunks), forward_only=True) == [0] * num_stages
 
 
@@ -49,15 +49,17 @@ def test_no_rank_waits_forever_interleaved(num_stages: int, num_chunks: int) -> 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_no_rank_waits_forever_in_zero_bubble(num_stages: int, times: tuple[int, int, int]) -> None:
     """Uneven chunks too: those of the first rank take longer."""
-    of_chunks = tuple(PassTimes(*(t * (1 + (c in (0, 1)) / 2) for t in times)) for c in range(2 * num_stages))
+    chunk_times = tuple(PassTimes(*(t * (1 + (c in (0, 1)) / 2) for t in times)) for c in range(2 * num_stages))
     for micro_batches in (num_stages, num_stages + 1, 3 * num_stages):
         for limit in (1, 2, None):
-            schedule = ZeroBubble(num_stages, micro_batches, memory_limit=limit, pass_times=of_chunks)
+            schedule = ZeroBubble(num_stages, micro_batches, memory_limit=limit, pass_times=chunk_times)
             assert play(schedule) == [0] * num_stages
             units = [unit for stage in range(num_stages) for unit in schedule.list_units(stage)]
             assert len(set(units)) == len(units) == 3 * 2 * num_stages * micro_batches
     for micro_batches in range(1, 2 * num_stages + 2):
-        assert play(ZeroBubble(num_stages, micro_batches, pass_times=of_chunks), forward_only=True) == [0] * num_stages
+        assert (
+            play(ZeroBubble(num_stages, micro_batches, pass_times=chunk_times), forward_only=True) == [0] * num_stages
+        )
 
 
 def test_with_other_numbers_of_micro_batches_ranks_do_wait_forever() -> None:
@@ -94,7 +96,7 @@ def compare(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     "tied, layout, overrides",
     [
         pytest.param(True, "pp2", (INTERLEAVED, CLIPPED), id="pp2-tied-clipped"),
-        pytest.param(  # a layer a chunk
+        pytest.param(  # one layer per chunk
             False, "pp4", (INTERLEAVED, CHECKPOINTED), id="pp4-checkpointed", marks=pytest.mark.full
         ),
         pytest.param(True, "pp2", (ZERO_BUBBLE, CLIPPED), id="zero_bubble-pp2-tied-clipped"),
@@ -119,7 +121,8 @@ def evaluate_one(case: Case) -> list[float]:
 def test_a_single_micro_batch_is_evaluated(workers, root: Path, schedule: str) -> None:
     case = build_case(root, True, "pp2", schedule)
     found, plain = (
-        [loss for of_rank in workers(2).run(evaluate_one, one) for loss in of_rank] for one in (case, in_turn(case))
+        [loss for rank_losses in workers(2).run(evaluate_one, one) for loss in rank_losses]
+        for one in (case, in_turn(case))
     )
     assert found == pytest.approx(plain, rel=1e-6) and len(plain) == 1
 
@@ -260,8 +263,8 @@ def test_preferences_with_a_reference(
 
 @pytest.fixture(scope="module")
 def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., Path]:
-    """run(name, override, ...): the output_dir of a whole run at pp2, saved and evaluated on the way. What has been run
-    once is not run again."""
+    """run(name, override, ...): the output_dir of a whole run at pp2, saved and evaluated on the way. The same run is
+    not repeated."""
     save_records(root / "eval.jsonl", 5)  # three micro-batches, of two samples and of one
 
     def start(name: str, *overrides: str) -> Path:
@@ -309,7 +312,7 @@ def test_a_run_continues_under_the_other_schedule(run: Callable[..., Path], save
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
-def test_a_run_is_the_same_under_any_schedule_and_says_what_it_did(run: Callable[..., Path], name: str) -> None:
+def test_a_run_is_the_same_under_any_schedule_and_reports_it(run: Callable[..., Path], name: str) -> None:
     plain, other = (run(each, f"schedule={each}", "profile_step=2") for each in ("1f1b", name))
     assert list(read(other)) == pytest.approx(list(read(plain)), rel=BOUND)
     assert (other / "step_2.png").stat().st_size > 10_000

@@ -1,5 +1,5 @@
-"""Sums of gradients that replicas share out: each element goes once to the rank that has its place, whatever the
-order in which gradients come, and whether they come at all."""
+"""Accumulated gradients, sharded over replicas: each element goes once to the rank that owns it, whatever the order in
+which gradients come, and whether they come at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from support.workers import WorkerGroup
 
-from training.engine.sharded_sums import Place, plan_buckets
+from training.engine.sharded_sums import GroupOffset, plan_buckets
 
 SIZES = ((7, 3), (5,), (11,), (2, 2), (1,))  # of parameters
 GROUPS = ((0, 2, 3), (1, 4))
@@ -17,29 +17,31 @@ GROUPS = ((0, 2, 3), (1, 4))
 
 def test_buckets_hold_each_element_once_and_no_more_than_fits() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SIZES]
-    places, sizes = {}, []
+    offsets, sizes = {}, []
     for number, group in enumerate(GROUPS):
         start = 0
         for index in group:
-            places[id(parameters[index])] = Place(number, start)
+            offsets[id(parameters[index])] = GroupOffset(number, start)
             start += parameters[index].numel()
         sizes.append(-(-start // 3))
-    buckets = plan_buckets(parameters, places, sizes, limit=16)
+    buckets = plan_buckets(parameters, offsets, sizes, limit=16)
     assert [[each.numel() for each in bucket.parameters] for bucket in buckets] == [[1, 4, 11], [5], [21]]
-    sent: dict[tuple[int, int], list[int]] = {}  # (group, place in it) -> the element of the parameter there
+    sent: dict[tuple[int, int], list[int]] = {}  # (group, offset in it) -> the element of the parameter there
     for bucket in buckets:
-        for shipment in bucket.shipments:
-            taken = [
-                (piece, each) for piece in shipment.pieces for each in range(piece.first, piece.first + piece.length)
+        for reduced in bucket.slices:
+            sources = [
+                (elements.parameter, each)
+                for elements in reduced.ranges
+                for each in range(elements.first, elements.first + elements.length)
             ]
-            put = [
-                (group, shipment.owner * sizes[group] + each)
-                for group, start, length in shipment.runs
+            targets = [
+                (group, reduced.owner * sizes[group] + each)
+                for group, start, length in reduced.runs
                 for each in range(start, start + length)
             ]
-            for (piece, element), target in zip(taken, put, strict=True):
-                place = places[id(piece.parameter)]
-                assert (place.group, place.start + element) == target
+            for (parameter, element), target in zip(sources, targets, strict=True):
+                offset = offsets[id(parameter)]
+                assert (offset.group, offset.start + element) == target
                 sent.setdefault(target, []).append(element)
     assert len(sent) == sum(each.numel() for each in parameters) and all(len(found) == 1 for found in sent.values())
 

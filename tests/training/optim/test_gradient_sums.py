@@ -1,4 +1,4 @@
-"""Gradients enter their fp32 sums through one function: the same to the bit as DeepSpeed's sums, and each exactly once,
+"""Gradients are accumulated in fp32 by one function: the same to the bit as by DeepSpeed, and each exactly once,
 whether autograd's hooks have seen it or not."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def train_with_deepspeeds_sums(case: Case) -> dict[str, Any]:
 
 
 def surround_backward(executed: dict[type, Any]) -> dict[type, Any]:
-    """A backward pass with what DeepSpeed does before and after it."""
+    """A backward pass, with DeepSpeed's actions before and after it."""
 
     def run(engine: Any, **arguments: Any) -> None:
         engine.optimizer.backward_prologue()
@@ -112,7 +112,7 @@ def test_a_weight_without_a_gradient_keeps_nothing_of_the_step_before(
 
 
 def train_without_mlps(case: Case, train: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
-    """From the second step on no MLP does anything."""
+    """From the second step on, no MLP is used."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     from training.engine import steps

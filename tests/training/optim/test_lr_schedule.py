@@ -87,7 +87,8 @@ def transformers_rates(name: str, total_steps: int, warmup_steps: int, **options
 def test_the_schedules_of_transformers_without_their_first_step(
     theirs: str, options: dict[str, object], ours: list[str], warmup_steps: int
 ) -> None:
-    """A step of warm-up more there, whose rate is 0: the first step learns here, and the last is at the minimum."""
+    """transformers has one more warm-up step, with a rate of 0: here the first step learns, and the last one is at the
+    minimum."""
     name = {"warmup_stable_decay": "wsd"}.get(theirs, theirs)
     named = ours if ours and ours[0].startswith("lr_scheduler_type") else [f"lr_scheduler_type={name}", *ours]
     config = build_config("learning_rate=0.5", f"warmup_steps={warmup_steps}", "min_lr_ratio=0", *named)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps is declared, or the run does not start."""
+"""An optimizer's state is as declared, or the run does not start."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Counting(torch.optim.SGD):
 
 
 class RowNormalized(torch.optim.SGD):
-    """Looks at whole rows, and keeps nothing that would show it."""
+    """Normalizes whole rows, with no state that would show it."""
 
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
@@ -132,7 +132,7 @@ class RowNormalized(torch.optim.SGD):
 
 
 class Attached(torch.optim.SGD):
-    """Makes its state when it is built."""
+    """Creates its state in its constructor."""
 
     def __init__(self, params: list, lr: float) -> None:
         super().__init__(params, lr)
@@ -155,15 +155,15 @@ class Listing(Counting):
 @pytest.mark.parametrize(
     ("target", "fields", "error"),
     [
-        ("torch.optim.Adafactor", {}, "Adafactor is not elementwise: ZeRO hands each rank a flat piece of the weights"),
+        ("torch.optim.Adafactor", {}, "Adafactor is not elementwise: ZeRO gives each rank a flat part of the weights"),
         (
             f"{__name__}.RowNormalized",
             {},
-            "and there it makes other steps than on whole weights; give an optimizer that",
+            "and on such a part it makes other steps than on whole weights; give an optimizer that",
         ),
-        (f"{__name__}.Listing", {}, r"for one it keeps history \(list\); give an optimizer"),
+        (f"{__name__}.Listing", {}, r"for such a part it keeps history \(list\); give an optimizer"),
         ("torch.optim.Adagrad", {}, "DeepSpeed makes torch.optim.Adagrad anew and drops its groups"),
-        (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a piece it fails \(KeyError"),
+        (f"{__name__}.Attached", {}, r"Attached is not elementwise: .* on such a part it fails \(KeyError"),
         ("torch.optim.Muon", {}, r"Muon does not take a step on matrices and vectors \(ValueError: Muon only supports"),
         ("torch.optim.LBFGS", {}, r"LBFGS does not take a step on matrices and vectors \(ValueError"),
         (

@@ -1,4 +1,4 @@
-"""Which group a parameter falls into, and what is refused."""
+"""The group of a parameter, and the entries that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The updates of the project's own optimizers, against torch's and bitsandbytes', a piece at a time."""
+"""The updates of the project's own optimizers, in several chunks, against torch's and bitsandbytes'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.config.validate import MAX_BF16_BETA
-from training.optim import pieces
+from training.optim import chunks
 from training.optim.lion import Lion
 from training.optim.rounded_adamw import RoundedAdamW
 
@@ -27,7 +27,7 @@ def run(build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> t
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 300)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 300)
 
 
 def round_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -65,7 +65,7 @@ def test_lion_is_that_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize(("beta", "gets_stuck"), [(MAX_BF16_BETA, False), (0.9985, True)])
 def test_up_to_a_beta_no_average_in_bf16_gets_stuck(beta: float, gets_stuck: bool) -> None:
-    """Of squares that are 0 from now on: each value of bf16's mantissa comes down."""
+    """With gradients that are 0 from now on, the average of squares decays from each value of bf16's mantissa."""
     weights = torch.nn.Parameter(torch.zeros(128))
     optimizer = RoundedAdamW([weights], LR, BETAS, EPS)
     weights.grad = torch.zeros(128)

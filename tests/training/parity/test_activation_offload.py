@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_counting(case: Case) -> tuple[dict[str, Any], int]:
-    """What `train_case` returns, and how many tensors went to the host."""
+    """The result of `train_case`, and the number of tensors that went to the host."""
     from training.pipeline import activation_offload
 
     copies: list[object] = []

@@ -164,7 +164,7 @@ def build_family_case(root: Path, folder: Path, family: str, mode: str, size: in
 def test_two_ranks_do_what_one_does(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
-    """Which other tests hold against the oracle: documents of packed rows, peft's adapters."""
+    """Other tests compare these with the oracle: documents of packed rows, peft's adapters."""
     shared = replace(build_case(root, CLIPPED, *keys), workdir=tmp_path)
     alone = replace(shared, world_size=1, overrides=tuple(k for k in shared.overrides if k not in (SHARED, RING)))
     found, expected = (merge(workers(case.world_size).run(train_case, case)) for case in (shared, alone))
@@ -175,7 +175,7 @@ def test_two_ranks_do_what_one_does(
 
 
 @pytest.mark.full
-def test_a_run_in_a_ring_evaluates_what_it_exports_and_goes_on_by_heads(
+def test_a_run_in_a_ring_evaluates_what_it_exports_and_continues_by_heads(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path
 ) -> None:
     save_records(tmp_path / "eval.jsonl", 11, seed=1)

@@ -50,7 +50,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     root = tmp_path_factory.mktemp("families")
     records = save_records(root / "train.jsonl", 40)
     save_records(root / "eval.jsonl", 11, seed=1)
-    save_tokenizer(root / "tokenizer")  # not beside the models: transformers adds tokens of its own to a qwen2's
+    save_tokenizer(root / "tokenizer")  # not next to the models: transformers adds tokens of its own to a qwen2's
 
     def case(family: str, layout: str, tied: bool) -> Case:
         folder = root / f"{family}-{tied}"

@@ -40,7 +40,7 @@ def test_training_is_that_of_the_plain_model(workers, case: Case, overrides: tup
 
 
 @pytest.mark.full
-def test_an_adapter_trains_beside_fused_parts(workers, case: Case) -> None:
+def test_an_adapter_trains_with_fused_parts(workers, case: Case) -> None:
     adapted = replace(case, overrides=("adapter=lora", "learning_rate=0.1"))
     expected = merge(workers(2).run(train_case, adapted))
     results = workers(2).run(train_fused, replace(adapted, overrides=(FUSED, *adapted.overrides)))
@@ -53,16 +53,16 @@ def test_a_machine_that_cannot_says_so_and_trains(workers, case: Case) -> None:
     plain = replace(case, num_stages=1, world_size=1, steps=1)
     (result,) = workers(1).run(train_and_listen, replace(plain, overrides=(FUSED,)))
     (expected,) = workers(1).run(train_case, plain)
-    trained, said = result
-    assert said == ["fused_kernels=auto: nothing is fused: liger-kernel's kernels need a GPU"]
+    trained, printed = result
+    assert printed == ["fused_kernels=auto: nothing is fused: liger-kernel's kernels need a GPU"]
     assert trained["losses"] == expected["losses"]
 
 
 def train_and_listen(case: Case) -> tuple[dict[str, object], list[str]]:
-    """`train_case`, and what it says on the screen of fused kernels."""
+    """The result of `train_case`, and the lines that it prints about fused kernels."""
     import console
 
-    said: list[str] = []
+    printed: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(console, "say", said.append)
-        return train_case(case), [line for line in said if line.startswith("fused_kernels")]
+        monkeypatch.setattr(console, "say", printed.append)
+        return train_case(case), [line for line in printed if line.startswith("fused_kernels")]

@@ -44,7 +44,7 @@ KINDS = (
 )  # softmax; sigmoid, groups and a bias; softmax of the chosen, attention sinks
 CUT = ["mixtral", "glm4_moe", "qwen3_moe", "hy_v3", "solar_open", "exaone_moe", "ernie4_5_moe", "dots1"]
 CUT += ["flex_olmo", "olmoe", "minimax_m2"]  # norms over all heads
-CUT += ["qwen3_5_text"]  # attention beside layers that stay whole
+CUT += ["qwen3_5_text"]  # attention next to layers that stay whole
 NAMED = ("gemma3_text", "gpt_neox", "falcon", "bloom")
 OWN_HEAD_ONLY = ("phi", "gptj")  # a tied head has no bias
 SHORT = [("mixtral", "pp2"), ("glm4_moe", "tp2"), ("gemma3_text", "tp2"), ("falcon-alibi", "pp2")]

@@ -32,7 +32,7 @@ SAVED = "adapter.modules_to_save=[embed_tokens,lm_head]"
 
 @pytest.fixture(scope="module")
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model, without a chat template, and a file of conversations beside it."""
+    """A base model without a chat template, and a file of conversations next to it."""
     folder = tmp_path_factory.mktemp("base")
     save_llama(folder / "model", tied=request.param == "tied")
     save_tokenizer(folder / "model")

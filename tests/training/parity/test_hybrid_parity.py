@@ -79,7 +79,7 @@ def test_five_steps_equal_hugging_faces(workers: Callable[[int], WorkerGroup], m
 def test_packed_rows_train_as_each_document_alone(
     workers: Callable[[int], WorkerGroup], material, family: str, layout: str, overrides: tuple[str, ...]
 ) -> None:
-    """A step takes the whole data set, packed or not."""
+    """A step uses the whole data set, packed or not."""
     rows = workers(2).run(count_packed_rows, material(family, "pp2", 1, *PACKED))[0]
     assert rows < NUM_SAMPLES / 2 and rows % 2 == 0
     packed = material(family, layout, 3, *PACKED, f"global_batch_size={rows}", *overrides)

@@ -1,4 +1,4 @@
-"""LoRA on the stages against peft on the plain Hugging Face model, and what a LoRA run leaves behind."""
+"""LoRA on the stages against peft on the plain Hugging Face model, and the files that a LoRA run leaves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_five_sgd_steps_equal_peft(
 def test_projections_in_4_bits_train_the_adapters_of_a_model_with_their_values(
     workers: Callable[[int], WorkerGroup], tmp_path: Path, layout: str
 ) -> None:
-    """The oracle is peft on a Hugging Face model whose projections hold what nf4 makes of them, in fp32."""
+    """The oracle is peft on a Hugging Face model whose projections are quantized to nf4 and back to fp32."""
     functional = pytest.importorskip("bitsandbytes.functional")
     model_folder = save_family(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
     save_tokenizer(tmp_path / "model")
@@ -134,7 +134,7 @@ def test_a_lora_run_resumes(run, num_stages: int) -> None:
 def test_a_lora_run_exports_and_merges(run, root: Path, tmp_path: Path, num_stages: int) -> None:
     whole = run("whole", num_stages, num_stages, *SOME_ADAPTERS)
     reported = read_metrics(whole)[-1]["eval_loss"]
-    assert (whole / "hf" / "config.json").is_file()  # so the tokenizer beside it is taken, not the base model's
+    assert (whole / "hf" / "config.json").is_file()  # so the tokenizer next to it is used, not the base model's
     assert (
         sum(file.stat().st_size for file in (whole / "checkpoints/global_step4").glob("layer_*")) < 200_000
     )  # adapters alone
@@ -249,7 +249,8 @@ def test_a_stage_with_nothing_to_train(
 
 
 def test_a_peft_folder_has_peft_names(tmp_path: Path) -> None:
-    """Of a layer with an adapter, DoRA's vector included: what peft itself writes for the whole model."""
+    """The tensors of a layer with an adapter, DoRA's vector included, equal those that peft writes for the whole
+    model."""
     folder = save_family(tmp_path / "model", "llama")
     model = make_adapter(tmp_path / "adapter", folder, use_dora=True)
     layers = build_layers(model.config)

@@ -1,4 +1,4 @@
-"""Three steps of SGD with noise on embeddings, against the plain Hugging Face model with the same noise behind its
+"""Three steps of SGD with noise on embeddings, against the plain Hugging Face model with the same noise after its
 embedding."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_three_sgd_steps(
 def test_families_that_scale_embeddings(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, family: str
 ) -> None:
-    """Noise is behind a scale of the embedding, and in front of what the model does to embeddings afterwards."""
+    """Noise comes after a scale of the embedding, and before any other operation of the model on embeddings."""
     save_family(tmp_path / "model", family, tied=True)
     keys = (NOISY, f"tokenizer_name_or_path={root}/tiedFalse", "learning_rate=0.05")
     compare(workers, Case(tmp_path / "model", root / "train.jsonl", tmp_path, 1, 1, 3, keys))

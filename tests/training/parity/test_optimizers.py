@@ -1,7 +1,8 @@
 """Steps of each optimizer through stages and replicas against its reference on the plain Hugging Face model.
 
-The references are those of others: torch's, and of Lion that of bitsandbytes. They see whole weights; here ZeRO hands
-each rank a flat piece. The epsilon of Adam is larger than usual: it divides what is nothing but rounding by its size.
+The references are torch's optimizers, and bitsandbytes' for Lion. They see whole weights; here ZeRO gives each rank a
+flat part. The epsilon of Adam is larger than usual: with a small one, Adam scales up gradients that are only rounding
+noise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., tuple[Case, dict]]:
-    """train(layout, *overrides): the case, and what all its ranks have."""
+    """train(layout, *overrides): the case, and the results of all its ranks."""
 
     def run(layout: str, *overrides: str, model: str = "tiedFalse") -> tuple[Case, dict]:
         num_stages, world_size, parallel = LAYOUTS[layout]
@@ -141,7 +142,7 @@ def compare(result: dict, oracle: dict) -> None:
     torch.testing.assert_close(result["norms"], oracle["norms"], rtol=BOUND, atol=0)
 
 
-# The first pattern that matches counts; biases and norms decay where an entry says so.
+# The first pattern that matches counts; biases and norms decay where an entry sets weight_decay.
 GROUPS = (
     ("embed_tokens|lm_head", 3e-3, 0.0),
     (r"layers\.[12]\.", None, 0.3),
@@ -215,8 +216,8 @@ def test_groups_of_an_adapter(train, root: Path, tmp_path: Path, layout: str) ->
 
 
 class FlatAdamW8bit:
-    """That of bitsandbytes in one process, on the blocks that an engine has: the weights of each stage and group laid
-    end to end, and cut into as many parts as there are replicas."""
+    """bitsandbytes' optimizer in one process, on the blocks of an engine: the concatenated weights of each stage and
+    group, split into one part per replica."""
 
     def __init__(self, stages: list[Groups], num_replicas: int) -> None:
         optim = pytest.importorskip("bitsandbytes.optim")
@@ -290,9 +291,9 @@ def test_8_bits_equal_the_same_blocks_in_one_process(train, layout: str) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2xdp2"])  # whose parts are cut elsewhere on each stage
+@pytest.mark.parametrize("layout", ["pp2xdp2"])  # its stages split their parts at different points
 def test_8_bits_leave_both_copies_of_a_tied_weight_alike(workers, root: Path, layout: str) -> None:
-    """Their blocks hold nothing else: beside other elements each stage would round them in its own way."""
+    """Their blocks hold nothing else: with other elements in them each stage would round them differently."""
     num_stages, world_size, _ = LAYOUTS[layout]
     keys = ("optimizer=adamw_8bit", "optimizer.eps=1e-2", "learning_rate=1e-2", DECAY)
     case = Case(root / "odd tied", root / "train.jsonl", root, num_stages, world_size, STEPS, keys)
@@ -301,7 +302,7 @@ def test_8_bits_leave_both_copies_of_a_tied_weight_alike(workers, root: Path, la
 
 
 def train_tied(case: Case) -> list[torch.Tensor]:
-    """What this rank has of tied weights after the run."""
+    """This rank's part of tied weights after the run."""
     from support.cases import build_engine
 
     from training.engine.steps import train_step

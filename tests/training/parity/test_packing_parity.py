@@ -158,7 +158,7 @@ def test_packed_rows_are_evaluated_as_each_document_alone(workers, root: Path, r
     "layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("pp1", "pp4", "pp2xdp2"))]
 )
 def test_documents_laid_end_to_end_train_as_each_piece_alone(workers, root: Path, layout: str) -> None:
-    """Raw text, cut where a row is full: each token but a document's first is a target once, and sees its own
+    """Raw text, split where a row is full: each token but a document's first is a target once, and sees its own
     document's part in the row."""
     texts = inspect.getdoc(textwrap).split("\n\n") + [
         inspect.getdoc(f) for f in (textwrap.wrap, textwrap.dedent, textwrap.fill)

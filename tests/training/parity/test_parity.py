@@ -108,8 +108,8 @@ def test_selective_checkpointing(workers, material) -> None:
     ids=["kept", "checkpointed", "every-second", "selective"],
 )
 def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
-    """Lengths differ from step to step (`data.pad_to=longest`): one piece of code for the first, one for all others,
-    whatever the layers."""
+    """Lengths differ from step to step (`data.pad_to=longest`): one compiled graph for the first, one for all others,
+    whatever the number of layers."""
     case = material(False, "pp2", "compile=true", *overrides)
     compiled, oracle = workers(2).run(train_compiled, case), train_oracle(case)
     assert worst_difference(merge(compiled)["weights"], oracle["weights"])[0] < BOUND
@@ -117,7 +117,7 @@ def test_compiled_layers(workers, material, overrides: tuple[str, ...]) -> None:
 
 
 def train_compiled(case: Case) -> dict:
-    """As `train_case`, with the number of pieces of code that were compiled for it."""
+    """As `train_case`, with the number of graphs that were compiled for it."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
@@ -131,7 +131,7 @@ def train_compiled(case: Case) -> dict:
     "split", ["[7,1]", pytest.param("[1,7]", marks=pytest.mark.full)], ids=["head-alone", "embedding-alone"]
 )
 def test_a_stage_without_matrices_or_vectors(workers, material, split: str) -> None:
-    """The optimizer's groups are summed over the stages one by one; every stage must have them all."""
+    """The norms of the optimizer's groups are summed over the stages one by one; every stage must have them all."""
     case = material(False, "pp2", f"partition_method={split}", CLIPPED)
     result, oracle = run(workers, case), train_oracle(case)
     assert worst_difference(result["weights"], oracle["weights"])[0] < BOUND
@@ -185,7 +185,7 @@ def train_gathering(case: Case) -> dict:
             parts = [torch.empty_like(partition.weights) for _ in range(layout.dp_size)]
             torch.distributed.all_gather(parts, partition.weights.detach())
             used = sum(p.numel() for p in engine.module.parameters() if (p.ndim > 1) == (number == 0))
-            whole[str(number)] = torch.cat(parts)[:used].clone()  # what is behind it fills the last part
+            whole[str(number)] = torch.cat(parts)[:used].clone()  # the rest is padding of the last part
         return whole
 
     before = gather()

@@ -154,7 +154,7 @@ def test_biases_follow_the_load(workers, material, family: str, layout: str, ove
 @full
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])
 def test_off_changes_no_bit(workers, material, layout: str) -> None:
-    """Counting alone, against routers that nothing watches."""
+    """Counting alone, against routers without hooks."""
     case = material("deepseek_v3", layout, CHECKPOINTED, steps=3)
     watched, plain = (merge(workers(2).run(function, case)) for function in (train_case, train_unwatched))
     assert watched["losses"] == plain["losses"] and watched["norms"] == plain["norms"]
@@ -171,7 +171,7 @@ def train_unwatched(case: Case) -> dict[str, Any]:
 
 @full
 @pytest.mark.parametrize("layout", ["pp2", "dp2", *ZERO_LAYOUTS])
-def test_an_adapter_beside_frozen_routers(workers, material, tmp_path: Path, layout: str) -> None:
+def test_an_adapter_with_frozen_routers(workers, material, tmp_path: Path, layout: str) -> None:
     """The losses' gradient reaches the adapters through hidden states alone."""
     given = ("adapter=lora", f"adapter.name_or_path={tmp_path}/adapter", CHECKPOINTED, *LOSSES)
     case = material("deepseek_v3", layout, *given, steps=3)
@@ -228,7 +228,7 @@ def train_case_once(workers: Callable[[int], WorkerGroup], case: Case) -> None:
     ids=["checkpointed", "selective", "pp2"],
 )
 def test_compiled_layers(workers, material, layout: str, recompute: tuple[str, ...], num_graphs: list[int]) -> None:
-    """Two kinds of layers, each one piece of code; of the second of two stages only one kind."""
+    """Two kinds of layers, one compiled graph for each; the second of two stages has only one kind."""
     one_length = "data.pad_to=max_seq_length"
     case = material("deepseek_v3", layout, "compile=true", one_length, *LOSSES, *recompute, steps=2)
     results = workers(case.world_size).run(train_compiled, case)
@@ -237,7 +237,7 @@ def test_compiled_layers(workers, material, layout: str, recompute: tuple[str, .
 
 
 def train_compiled(case: Case) -> dict[str, Any]:
-    """As `train_case`, with the number of pieces of code that were compiled for it."""
+    """As `train_case`, with the number of graphs that were compiled for it."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 

@@ -100,7 +100,7 @@ def test_every_family_equals_hugging_face(workers: Callable[[int], WorkerGroup],
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_biases_behind_a_sum_equal_hugging_face(
+def test_biases_after_a_sum_equal_hugging_face(
     workers: Callable[[int], WorkerGroup], root: Path, schedule: str
 ) -> None:
     keys = (f"schedule={schedule}", "micro_batch_size=1", "learning_rate=0.05")
@@ -133,7 +133,7 @@ def test_lora_equals_peft(workers: Callable[[int], WorkerGroup], root: Path, tmp
 def test_parts_give_what_whole_sequences_give(
     workers: Callable[[int], WorkerGroup], root: Path, tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
-    """Which other tests hold against the oracle."""
+    """Other tests compare these with the oracle."""
     split = replace(build_case(root, *keys), workdir=tmp_path)
     alone = replace(split, world_size=1, overrides=split.overrides[2:])
     found, expected = (merge(workers(case.world_size).run(train_case, case)) for case in (split, alone))

@@ -1,4 +1,4 @@
-"""Layers cut over ranks give what the plain Hugging Face model in one process gives: gradients, steps, logits;
+"""Layers sharded over ranks give the same gradients, steps and logits as the plain Hugging Face model in one process;
 alone, and with stages and replicas."""
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_logits_equal_hugging_face(workers, material, family: str, layout: str, 
 
 
 def test_a_run_exports_what_it_has_trained_and_evaluates_it_again(workers, material, tmp_path: Path) -> None:
-    """With replicas, and a vocabulary that is cut unevenly; the export is that of any other run."""
+    """With replicas, and a vocabulary that is sharded unevenly; the export is that of any other run."""
     save_records(tmp_path / "eval.jsonl", 11, seed=1)
     given = (
         f"output_dir={tmp_path}/out",

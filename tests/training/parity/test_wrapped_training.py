@@ -1,5 +1,5 @@
-"""Models that wrap a text model, through real pipeline stages: their text is trained as the wrapped class would train
-it, and what is beside it is exported with the bits that it had."""
+"""Models that wrap a text model, through real pipeline stages: the text model is trained as the wrapped class would
+train it, and all other tensors are exported unchanged, to the bit."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_peft_loads_a_trained_adapter_on_the_wrapped_class(
     adapted = PeftModel.from_pretrained(model, out / "hf")
     put = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name}
     saved = {name.partition(".lora_A")[0] for name in load_file(out / "hf" / "adapter_model.safetensors")}
-    assert put == {name for name in saved if ".lora_B" not in name}  # none on the tower beside the text
+    assert put == {name for name in saved if ".lora_B" not in name}  # none on the tower next to the text model
     loss = mean_loss(adapted, eval_dataset(case.workdir))[0]
     assert abs(loss - reported) < 1e-4 < abs(loss - plain)
 
@@ -127,7 +127,7 @@ def test_peft_loads_a_trained_adapter_on_the_wrapped_class(
     before, after = load_file(case.model / "model.safetensors"), load_file(merged / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before if before[name].dtype == torch.bfloat16)
-    assert not (out / "checkpoints" / "carried.safetensors").exists()  # an adapter is beside the model, not in it
+    assert not (out / "checkpoints" / "carried.safetensors").exists()  # an adapter is next to the model, not in it
 
 
 @pytest.mark.full
@@ -163,11 +163,11 @@ def test_two_ranks_share_each_layer(
 def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None:
     case = material(SHORT)
     source = open_weights(str(case.model))
-    (said,) = describe_wrapper(source).values()
+    (description,) = describe_wrapper(source).values()
     assert re.fullmatch(
         r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are carried along "
         "unchanged",
-        said,
+        description,
     )
     overrides = (f"model_name_or_path={case.model}", "plan=true", "world_size=2", "hardware=a100_80g")
     config = to_typed(compose_config("base", *overrides, f"output_dir={tmp_path}", "num_stages=2"), ("train_file",))

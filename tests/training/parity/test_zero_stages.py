@@ -127,7 +127,7 @@ GROUPED = {  # num_stages, world_size, sharding_parallel_size
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("layout", GROUPED)
-def test_groups_that_share_out_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
+def test_shard_groups_equal_hugging_face(workers, material, layout: str, stage: int, tied: bool) -> None:
     num_stages, world_size, size = GROUPED[layout]
     keys = (f"zero_stage={stage}", f"sharding_parallel_size={size}", "micro_batch_size=1", CLIPPED)
     case = replace(material(tied, 1, *keys), num_stages=num_stages, world_size=world_size)
@@ -141,8 +141,8 @@ def test_groups_that_share_out_equal_hugging_face(workers, material, layout: str
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2])
 def test_groups_hold_what_fewer_replicas_would(workers, material, stage: int) -> None:
-    """In bf16, where another optimizer runs: half of the fp32 weights on each of four ranks, saved once, and the step
-    of all four sharing them out."""
+    """In bf16, where another optimizer runs: half of the fp32 weights on each of four ranks, saved once, and the same
+    step as when all four shard them."""
     keys = ("precision=bf16", "data.pad_to=max_seq_length", f"zero_stage={stage}")
     whole, grouped = (
         workers(4).run(train_masters, material(False, 4, *keys, *more)) for more in ((), ("sharding_parallel_size=2",))
@@ -168,14 +168,14 @@ def test_offloaded_weights_equal_hugging_face(workers, material, kind: str, tied
 
 
 def train_offloaded(case: Case) -> dict[str, Any]:
-    """Sees to it that the weights go to the host: when they are cut, and in the optimizer."""
+    """Check that the weights go to the host: when they are sharded, and in the optimizer."""
     from training.engine import zero3_engine as plain_engine
     from training.pipeline import weight_sharding
 
     asked: list[Any] = []
     init, start = weight_sharding.Init, plain_engine.Zero3Engine
 
-    def cut(**arguments: Any) -> Any:
+    def shard(**arguments: Any) -> Any:
         asked.append(arguments.get("remote_device"))
         return init(**arguments)
 
@@ -183,7 +183,7 @@ def train_offloaded(case: Case) -> dict[str, Any]:
         assert wrapped.optimizer.offload_param
         return start(wrapped, *others)
 
-    with patch.object(weight_sharding, "Init", cut), patch.object(plain_engine, "Zero3Engine", begin):
+    with patch.object(weight_sharding, "Init", shard), patch.object(plain_engine, "Zero3Engine", begin):
         result = train_case(case)
     assert asked and {*asked} == {"cpu"}
     return result
@@ -252,7 +252,7 @@ def test_packed_rows_and_frozen_layers(
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "num_stages"), [(2, 1), (2, 2), (3, 1)])
 def test_gradients_of_bf16_are_summed_in_fp32(workers, material, stage: int, num_stages: int) -> None:
-    """What of a step's gradient the optimizer's fp32 weights get, of four micro-batches on two replicas."""
+    """The gradient of a step that reaches the optimizer's fp32 weights, from four micro-batches on two replicas."""
     keys = ("precision=bf16", "data.pad_to=max_seq_length")
     exact, found, rounded = (
         gather_masters(workers(2 * num_stages).run(train_masters, replace(case, num_stages=num_stages)))
@@ -264,7 +264,7 @@ def test_gradients_of_bf16_are_summed_in_fp32(workers, material, stage: int, num
 
 
 def train_masters(case: Case) -> dict[str, torch.Tensor]:
-    """By how much one step of SGD lowers the fp32 weights that this rank has, by their names in a checkpoint."""
+    """How much one step of SGD lowers this rank's fp32 weights, by their names in a checkpoint."""
     from support.cases import build_engine
 
     from training.checkpoint.optimizer_state import collect_state

@@ -23,7 +23,7 @@ from models.weights.sources import open_weights
 from training.config.schema import Device
 from training.costs.hardware import Machine
 from training.costs.memory import HOST_BYTES_A_RANK
-from training.optim import pieces
+from training.optim import chunks
 from training.planner.plan import plan_resolved
 from training.resolution.resolve import resolve
 from training.resolution.target import Target
@@ -75,7 +75,7 @@ def small_buckets(num_elements: int = BUCKET) -> Iterator[None]:
         return built
 
     with (
-        patch.object(pieces, "PIECE", SMALL_BUCKET),
+        patch.object(chunks, "CHUNK_SIZE", SMALL_BUCKET),
         patch.object(engines, "build_deepspeed_config", build),
         patch.object(plain_engine, "build_deepspeed_config", build),
         patch.object(deepspeed.runtime.pipe.engine, "MEMORY_OPT_ALLREDUCE_SIZE", num_elements),
@@ -245,7 +245,7 @@ def compare_peaks(
 ) -> None:  # fmt: skip
     for name in ("ALLREDUCE_BUCKET", "REDUCE_BUCKET"):
         monkeypatch.setattr(f"training.cost_terms.model_states.{name}", bucket)
-    monkeypatch.setattr(pieces, "PIECE", SMALL_BUCKET)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", SMALL_BUCKET)
     # the CPU pins nothing, so nothing is rounded up
     monkeypatch.setattr("training.cost_terms.model_states.pinned_bytes", lambda nbytes: nbytes)
     width = 2 if "tensor_parallel_size=2" in overrides else 1
