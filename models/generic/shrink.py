@@ -18,20 +18,18 @@ from errors import UserError
 from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
 from models.generic.layer_kinds import choose_layers, cut_layers
 
-_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB, _NUM_POSITIONS = 64, 4, 16, 320, 256
+_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB = 64, 4, 16, 320
+_NUM_POSITIONS = 256  # more than the rows of any proof have, even where the model itself has fewer
 _LENGTH = 24  # of the rows of a proof: what depends on a distance has to be below it
 _SCALE = 0.2  # of initial weights: scores and logits away from zero, so that what happens to them shows
 
 # Of fields that hold a whole number above 1: pattern of the name -> the small value
 _SIZES: dict[str, int] = {
     r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model": _HIDDEN,
-    r"embedding_size|.*_embed_proj_dim|.*_embedding_size|.*_embed_dim|hidden_size_per_layer_input": 32,
     r"lru_width": _HIDDEN,
     r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions": _NUM_POSITIONS,
-    r"model_max_length": _NUM_POSITIONS,
     r"sliding_window(_size)?|.*window_size|local_attention": 6,
     r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
@@ -42,6 +40,12 @@ _SIZES: dict[str, int] = {
     r"index_topk": 5,
     r".*index_topk_blocks": 2,
 }
+_EMBEDDING_SIZES = re.compile(
+    "embedding_size|.*_embed_proj_dim|.*_embedding_size|.*_embed_dim|hidden_size_per_layer_input"
+)
+_POSITIONS = re.compile(
+    "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length"
+)
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
 _HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
@@ -151,6 +155,10 @@ class _Sizes:
             return value // self._unit * (_HEAD_DIM if self._num_sizes == 1 else _HEAD_DIM // 2)
         if name == "attention_hidden_size":  # a multiple of the other one
             return value * _HIDDEN // self._hidden_size
+        if _EMBEDDING_SIZES.fullmatch(name):  # one that equals the hidden size needs no projection
+            return min(value, _HIDDEN if value == self._hidden_size else _HIDDEN // 2)
+        if _POSITIONS.fullmatch(name):
+            return _NUM_POSITIONS
         if name in _EXPERTS:
             return min(value, self._num_experts)
         if name in _CHOSEN:

@@ -77,6 +77,25 @@ def test_samples_longer_than_a_table_of_positions_are_refused(family: str, known
             check_length(config, known + 1)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("opt", "max_position_embeddings"), ("gptj", "n_positions"), ("gpt_neo", "max_position_embeddings")],
+)
+@pytest.mark.parametrize("count", [64, 16])
+def test_a_short_table_of_positions_is_accepted(model_type: str, key: str, count: int) -> None:
+    config = AutoConfig.for_model(model_type, **{key: count})
+    build_layers(config)
+    check_length(config, count)
+    with pytest.raises(UserError, match=f"this '{model_type}' has a table of {count} positions"):
+        check_length(config, count + 1)
+
+
+def test_an_embedding_as_wide_as_the_layers_needs_no_projection() -> None:
+    config = AutoConfig.for_model("opt")
+    assert config.word_embed_proj_dim == config.hidden_size
+    build_layers(config)
+
+
 def test_dropout_of_a_trunk_is_for_training_alone() -> None:
     model = build_family("starcoder2", embedding_dropout=0.5)
     chain = Chain(model.eval()).eval()
