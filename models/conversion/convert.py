@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from errors import UserError
-from models.conversion.converted import CARRIED, ConvertedWeights, Progress
+from models.conversion.converted import PASSTHROUGH, ConvertedWeights, Progress
 from models.conversion.model_files import write_json, write_model_files
 from models.storage.folders import (
     check_disk_space,
@@ -40,7 +40,7 @@ from models.storage.safetensors_writer import (
 )
 from models.storage.tensor_files import open_tensors
 from models.storage.torch_writer import own_storage, save_torch, without_crc32
-from models.weights.passthrough import write_carried
+from models.weights.passthrough import write_passthrough
 from models.weights.pipeline_checkpoint import layer_file
 from models.weights.source import StoredWeights
 from models.weights.vocabulary import (
@@ -120,16 +120,16 @@ def convert_to_pipeline(
 
         with without_crc32():
             _for_each(write, places, workers)
-        carried = {}
+        passthrough = {}
         if source.wrapper is not None:
-            file = write_carried(source, folder.path, weights.report)
-            carried[file] = {name: (CARRIED, name) for name in weights.carried}
+            file = write_passthrough(source, folder.path, weights.report)
+            passthrough[file] = {name: (PASSTHROUGH, name) for name in weights.passthrough}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
         if verify:
             folder.flush_all()
-            written = places | carried
+            written = places | passthrough
             _for_each(lambda file: _verify(file, written[file], weights), written, workers)
 
 

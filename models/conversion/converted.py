@@ -14,7 +14,7 @@ from models.storage.safetensors_writer import TensorInfo
 from models.weights.resized_vocab import grow_rows
 from models.weights.source import StoredWeights
 
-CARRIED = -1  # in the place of a layer's number: a tensor beside the text model
+PASSTHROUGH = -1  # in the place of a layer's number: a tensor beside the text model
 Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
 
 
@@ -35,12 +35,12 @@ class ConvertedWeights:
         self._layers = build_layers(source.config, source.wrapper)
         source.check_complete(self._layers)
         self._dtype = dtype
-        self._of_thread = threading.local()  # the layer that a worker has open
+        self._open_layer = threading.local()  # the layer that a worker has open
         self._buffers = [layer.buffer_names() for layer in self._layers]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
-        self.carried = {info.name: info for info in source.list_carried()}
-        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.carried) for info in infos.values())
+        self.passthrough = {info.name: info for info in source.list_passthrough()}
+        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.passthrough) for info in infos.values())
         self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
         self._done, self._counting = 0, threading.Lock()
         self.report(0)
@@ -65,15 +65,15 @@ class ConvertedWeights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
-        for name, info in self.carried.items():
-            yield info, (CARRIED, name, ())
+        for name, info in self.passthrough.items():
+            yield info, (PASSTHROUGH, name, ())
 
     def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
-        change. index: or CARRIED.
+        change. index: or PASSTHROUGH.
         """
-        if index == CARRIED:
-            return self.source.read_carried(name)
+        if index == PASSTHROUGH:
+            return self.source.read_passthrough(name)
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
         if not place and tensor.shape != info.shape:
@@ -91,7 +91,7 @@ class ConvertedWeights:
                 self._progress(self._done, self._total)
 
     def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
-        current = self._of_thread.__dict__
+        current = self._open_layer.__dict__
         if current.get("index") != index:
             current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
             current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))

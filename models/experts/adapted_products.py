@@ -60,19 +60,27 @@ def adapted_mm_backward(
     """
     if not _takes_groups_in_turn(gradient):
         rows = source if tokens is None else source.index_select(0, tokens)
-        of_inner = multiply_groups(gradient, second.transpose(1, 2), offsets)
-        of_rows = multiply_groups(gradient, weight, offsets).add_(multiply_groups(of_inner, first, offsets))
-        return of_rows, multiply_groups(of_inner.t(), rows, offsets), multiply_groups(inner.t(), gradient, offsets)
-    of_rows, of_first, of_second = _make_gradients(gradient, weight, first, second, inner, source, tokens, offsets)
-    parts = (_split(tensor, offsets) for tensor in (gradient, of_rows, inner, source if tokens is None else tokens))
-    matrices = (weight, first, second, of_first, of_second)
-    for of_y, of_x, h, x, matrix, down, up, of_down, of_up in zip(*parts, *matrices, strict=True):
-        torch.mm(of_y, matrix, out=of_x)
-        torch.mm(h.t(), of_y, out=of_up)
-        of_h = of_y @ up.t()
-        of_x.addmm_(of_h, down)
-        torch.mm(of_h.t(), x if tokens is None else source.index_select(0, x), out=of_down)
-    return of_rows, of_first, of_second
+        inner_gradient = multiply_groups(gradient, second.transpose(1, 2), offsets)
+        row_gradients = multiply_groups(gradient, weight, offsets).add_(multiply_groups(inner_gradient, first, offsets))
+        return (
+            row_gradients,
+            multiply_groups(inner_gradient.t(), rows, offsets),
+            multiply_groups(inner.t(), gradient, offsets),
+        )
+    row_gradients, first_gradient, second_gradient = _make_gradients(
+        gradient, weight, first, second, inner, source, tokens, offsets
+    )
+    parts = (
+        _split(tensor, offsets) for tensor in (gradient, row_gradients, inner, source if tokens is None else tokens)
+    )
+    matrices = (weight, first, second, first_gradient, second_gradient)
+    for grad_y, grad_x, h, x, matrix, down, up, grad_down, grad_up in zip(*parts, *matrices, strict=True):
+        torch.mm(grad_y, matrix, out=grad_x)
+        torch.mm(h.t(), grad_y, out=grad_up)
+        grad_h = grad_y @ up.t()
+        grad_x.addmm_(grad_h, down)
+        torch.mm(grad_h.t(), x if tokens is None else source.index_select(0, x), out=grad_down)
+    return row_gradients, first_gradient, second_gradient
 
 
 @adapted_mm_backward.register_fake
@@ -86,8 +94,8 @@ def _make_gradients(
     tokens: torch.Tensor | None,
     offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_rows = gradient.new_empty(len(gradient), weight.shape[2])
-    return of_rows, first.new_empty(first.shape), second.new_empty(second.shape)
+    row_gradients = gradient.new_empty(len(gradient), weight.shape[2])
+    return row_gradients, first.new_empty(first.shape), second.new_empty(second.shape)
 
 
 def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
@@ -124,16 +132,16 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         weight, first, second, inner, source, tokens, offsets = context.saved_tensors
         gradient, source = gradient.contiguous(), source.to(gradient.dtype)
-        of_weight = None
+        weight_gradient = None
         if context.needs_input_grad[1]:
             rows = source if tokens is None else source.index_select(0, tokens)
             left, right = (rows, gradient) if context.transposed else (gradient, rows)
-            of_weight = grouped_mm(left.t(), right, offsets)
+            weight_gradient = grouped_mm(left.t(), right, offsets)
         weight = weight.transpose(1, 2) if context.transposed else weight
-        of_rows, of_first, of_second = adapted_mm_backward(
+        row_gradients, first_gradient, second_gradient = adapted_mm_backward(
             gradient, weight, first, second, inner, source, tokens, offsets
         )
-        return of_rows, of_weight, of_first, of_second, None, None, None, None
+        return row_gradients, weight_gradient, first_gradient, second_gradient, None, None, None, None
 
 
 def adapted_linear(

@@ -52,9 +52,9 @@ class GroupedLora(ParamWrapper):
 
     def enable_adapters(self, enabled: bool) -> None:
         super().enable_adapters(enabled)
-        self.join(enabled)
+        self.register_factors(enabled)
 
-    def join(self, enabled: bool = True) -> None:
+    def register_factors(self, enabled: bool = True) -> None:
         """Lets the experts add the low-rank product, or not."""
         experts: Any = self.get_base_layer()
         others = {name: product for name, product in _list_products(experts).items() if name != self.parameter_name}
@@ -98,7 +98,7 @@ def use_grouped_products(module: nn.Module) -> None:
     for wrapper in module.modules():
         if type(wrapper) is ParamWrapper and is_stack(wrapper.get_base_layer()):
             wrapper.__class__ = GroupedLora
-            cast(GroupedLora, wrapper).join()
+            cast(GroupedLora, wrapper).register_factors()
 
 
 def _list_products(experts: nn.Module) -> dict[str, Any]:

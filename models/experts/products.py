@@ -84,14 +84,14 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         weight, offsets, rows, tokens = context.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = of_weight = None
+        row_gradients = weight_gradient = None
         if context.needs_input_grad[0]:
-            of_rows = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
+            row_gradients = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
         if context.needs_input_grad[1]:
             rows = (rows if tokens is None else rows.index_select(0, tokens)).to(gradient.dtype)
             left, right = (rows, gradient) if context.transposed else (gradient, rows)
-            of_weight = grouped_mm(left.t(), right, offsets)
-        return of_rows, of_weight, None, None, None, None
+            weight_gradient = grouped_mm(left.t(), right, offsets)
+        return row_gradients, weight_gradient, None, None, None, None
 
 
 def grouped_linear(

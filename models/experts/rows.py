@@ -94,16 +94,16 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         gate_up, weights = context.saved_tensors
-        of_gate_up, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+        grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(weights)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
-            of_gate, of_up = of_gate_up[block].chunk(2, dim=-1)
+            grad_gate, grad_up = grad_gate_up[block].chunk(2, dim=-1)
             unweighted = F.silu(gate).mul_(gradient[block])
-            of_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
-            _write_product(of_up, unweighted, weights[block])
-            of_activated = (gradient[block] * up).mul_(weights[block])
-            _write_silu_gradient(of_gate, of_activated, gate)
-        return of_gate_up, of_weights
+            grad_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
+            _write_product(grad_up, unweighted, weights[block])
+            grad_activated = (gradient[block] * up).mul_(weights[block])
+            _write_silu_gradient(grad_gate, grad_activated, gate)
+        return grad_gate_up, grad_weights
 
 
 # The compiler does not let an operator write into a part of a tensor (torch 2.13, gb0242), and does not need it to.

@@ -15,14 +15,14 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.generic.backbone import Backbone, find_name, has_weights
 from models.generic.parts import (
+    BackboneBiasedHead,
     BackboneContext,
     BackboneDecoderLayer,
+    BackboneEmbedding,
+    BackboneHead,
     FinalNorm,
     Finish,
     Preparation,
-    TrunkBiasedHead,
-    TrunkEmbedding,
-    TrunkHead,
     hand_scaled_to_loss,
 )
 from models.generic.shrink import build_small, restore_dropout, shrink
@@ -61,7 +61,7 @@ def assemble(config: PretrainedConfig) -> list[Layer]:
     layers = [
         Layer(
             f"{prefix}{spec.embedding}.",
-            _derive(TrunkEmbedding, embedding),
+            _derive(BackboneEmbedding, embedding),
             (embedding, backbone if prepares_alone else None),
             tied_key,
         )
@@ -176,7 +176,7 @@ def _make_head(backbone: Backbone, embedding: Layer) -> Layer:
         )
     name = f"{find_name(backbone.model, head)}."
     if head.bias is None:
-        return Layer(name, TrunkHead, (head, factor))
+        return Layer(name, BackboneHead, (head, factor))
     if factor != 1:
         raise UserError("its head has a bias and its logits are scaled")
-    return Layer(name, TrunkBiasedHead, (head,))
+    return Layer(name, BackboneBiasedHead, (head,))

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, masking_utils
 
 from errors import UserError
-from models.generic.module_stubs import ModuleStub, StopForward, TrunkOutputs, replace_child, substitute, with_others
+from models.generic.module_stubs import BackboneOutputs, ModuleStub, StopForward, replace_child, substitute, with_others
 from models.losses.cross_entropy import get_softcap
 
 # The functions of `transformers` (5.23) that make masks, and the kind of attention that each is for. None: recurrent
@@ -117,16 +117,16 @@ class Backbone:
         product = torch.tensor([[[1.0, 2.0, 4.0], [-1.0, 0.25, -8.0]]], dtype=torch.float64)
         arrived: list[torch.Tensor] = []
 
-        def stand_for_trunk(*args: Any, **given: Any) -> TrunkOutputs:
-            return TrunkOutputs(last_hidden_state=hidden_states)
+        def stub_backbone(*args: Any, **given: Any) -> BackboneOutputs:
+            return BackboneOutputs(last_hidden_state=hidden_states)
 
-        def stand_for_head(inputs: torch.Tensor) -> torch.Tensor:
+        def stub_head(inputs: torch.Tensor) -> torch.Tensor:
             arrived.append(inputs)
             return product
 
         with (
-            substitute(self.model, self.name, stand_for_trunk),
-            substitute(self.model, find_name(self.model, head), stand_for_head),
+            substitute(self.model, self.name, stub_backbone),
+            substitute(self.model, find_name(self.model, head), stub_head),
         ):
             logits = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         if len(arrived) != 1 or logits.shape != product.shape:
@@ -166,7 +166,8 @@ class Backbone:
             else:
                 part.to(embeddings.device)
         places = [
-            ModuleStub(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)
+            ModuleStub(original, self._take_arguments(original, layer))
+            for original, layer in zip(self.layers, layers, strict=False)
         ]
         replace_child(self.module, self.list_name, places)
         self._make_mask = make_mask or _make_none
@@ -182,8 +183,8 @@ class Backbone:
             replace_child(self.module, self.list_name, [])
         return outputs[0]
 
-    def _take_arguments(self, of: nn.Module, layer: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-        signature = inspect.signature(of.forward)
+    def _take_arguments(self, original: nn.Module, layer: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        signature = inspect.signature(original.forward)
         first, *_ = signature.parameters
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -281,12 +282,12 @@ def _compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Non
     """What follows from the config alone, of modules on the meta device: buffers, but for those of layers that are in
     files. `transformers` computes them like initial weights, since it loads that way too; a module may compute those of
     the modules in it."""
-    of_layers = {id(part) for layer in layers for part in layer.modules()}
+    layer_parts = {id(part) for layer in layers for part in layer.modules()}
     stored = model.state_dict().keys()
     computed = False
     for prefix, part in model.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_meta and (id(part) not in of_layers or f"{prefix}.{name}" not in stored):
+            if buffer.is_meta and (id(part) not in layer_parts or f"{prefix}.{name}" not in stored):
                 setattr(part, name, torch.empty_like(buffer, device="cpu"))
                 computed = True
     if computed:

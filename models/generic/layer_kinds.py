@@ -38,12 +38,12 @@ def choose_layers(config: PretrainedConfig) -> list[int]:
 
 def _describe(name: str, value: Any, index: int, number: int) -> Any:
     """What a field says of a layer; None if nothing."""
-    if _is_of_each_layer(value, number):
+    if _has_entry_per_layer(value, number):
         return value[index]
-    if _is_list_of_layers(name, value, number):
+    if _lists_layers(name, value, number):
         return index in value
-    if _is_by_layer(value):
-        return {int(key): of for key, of in value.items()}.get(index)
+    if _is_keyed_by_layer(value):
+        return {int(key): fields for key, fields in value.items()}.get(index)
     if isinstance(value, int) and not isinstance(value, bool):
         if name in _THRESHOLDS:
             return index < value
@@ -61,13 +61,13 @@ def cut_layers(config: PretrainedConfig, chosen: list[int]) -> dict[str, Any]:
 
 
 def _cut(name: str, value: Any, chosen: list[int], number: int) -> Any:
-    if _is_of_each_layer(value, number):
+    if _has_entry_per_layer(value, number):
         return [value[index] for index in chosen]
-    if _is_list_of_layers(name, value, number):
+    if _lists_layers(name, value, number):
         return [place for place, index in enumerate(chosen) if index in value]
-    if _is_by_layer(value):
-        width, of = len(next(iter(value))), {int(key): fields for key, fields in value.items()}
-        return {f"{place:0{width}}": of[index] for place, index in enumerate(chosen) if index in of}
+    if _is_keyed_by_layer(value):
+        width, by_layer = len(next(iter(value))), {int(key): fields for key, fields in value.items()}
+        return {f"{place:0{width}}": by_layer[index] for place, index in enumerate(chosen) if index in by_layer}
     if name == "attention_types":  # of gpt_neo: kinds that repeat, and how often
         return [[kinds, -(-len(chosen) // len(kinds))] for kinds, _ in value]
     if isinstance(value, bool) or not isinstance(value, int):
@@ -81,15 +81,15 @@ def _cut(name: str, value: Any, chosen: list[int], number: int) -> Any:
     return len(chosen) if _NUMBERS.fullmatch(name) and value else value
 
 
-def _is_of_each_layer(value: Any, number: int) -> bool:
+def _has_entry_per_layer(value: Any, number: int) -> bool:
     return isinstance(value, list) and len(value) == number and value != list(range(number))
 
 
-def _is_list_of_layers(name: str, value: Any, number: int) -> bool:
-    if not isinstance(value, list) or not re.search("layer|idx|ids", name) or _is_of_each_layer(value, number):
+def _lists_layers(name: str, value: Any, number: int) -> bool:
+    if not isinstance(value, list) or not re.search("layer|idx|ids", name) or _has_entry_per_layer(value, number):
         return False
     return all(isinstance(index, int) and index < number for index in value) and len(set(value)) == len(value)
 
 
-def _is_by_layer(value: Any) -> bool:
+def _is_keyed_by_layer(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(isinstance(key, str) and key.isdecimal() for key in value)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
-class TrunkOutputs(MoeModelOutputWithPast):
+class BackboneOutputs(MoeModelOutputWithPast):
     """Of a backbone that has nothing else to say."""
 
     def __getattr__(self, name: str) -> None:
@@ -28,14 +28,14 @@ class StopForward(Exception):
 class ModuleStub:
     """Stands in the place of a module: has its attributes, and calls `function`."""
 
-    def __init__(self, of: nn.Module, function: Callable[..., Any]) -> None:
-        self._of, self._function = of, function
+    def __init__(self, original: nn.Module, function: Callable[..., Any]) -> None:
+        self._original, self._function = original, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
+        return getattr(self._original, name)
 
 
 def with_others(hidden_states: torch.Tensor, num_outputs: int) -> Any:

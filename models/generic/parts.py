@@ -71,7 +71,7 @@ class BackboneDecoderLayer(PipelineDecoderLayer):
         backbone = context.backbone
         vars(self).update(vars(copy.deepcopy(backbone.layers[layer_idx], {id(backbone.model.config): config})))
         materialize(self)
-        self.join(config, layer_idx, context)
+        self.attach_context(config, layer_idx, context)
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         outputs: Any = super().transform(hidden_states, **given)
@@ -103,7 +103,7 @@ def materialize(module: nn.Module) -> None:
             reset()
 
 
-class TrunkEmbedding(_Copy, Embedding):
+class BackboneEmbedding(_Copy, Embedding):
     """Mixin before the class of a model's embedding. backbone: where it does something to embeddings, without
     weights."""
 
@@ -118,7 +118,7 @@ class TrunkEmbedding(_Copy, Embedding):
         return embeddings, position_ids, segment_ids
 
 
-class TrunkParts(nn.Module):
+class BackboneParts(nn.Module):
     """Parts of a backbone that have weights, under their own names."""
 
     sees_positions = True  # of whole rows
@@ -131,14 +131,14 @@ class TrunkParts(nn.Module):
         self.backbone = backbone
 
 
-class Preparation(TrunkParts):
+class Preparation(BackboneParts):
     """What a backbone does to embeddings in front of its layers: position tables, norms, projections."""
 
     def forward(self, inputs: Activations) -> Activations:
         return self.backbone.prepare(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
-class Finish(TrunkParts):
+class Finish(BackboneParts):
     """What a backbone does to hidden states behind its layers, where it is more than a norm."""
 
     def forward(self, inputs: Activations) -> Activations:
@@ -152,7 +152,7 @@ class FinalNorm(_Copy):
         return super().forward(inputs[0]), *inputs[1:]  # type: ignore[misc]  # the norm's
 
 
-class TrunkHead(_Copy, LMHead):
+class BackboneHead(_Copy, LMHead):
     """A model's head. factor: by which its logits are multiplied; so hidden states are."""
 
     def __init__(self, template: nn.Module, factor: float) -> None:
@@ -163,7 +163,7 @@ class TrunkHead(_Copy, LMHead):
         return super().forward((inputs[0] * self.factor, *inputs[1:]) if self.factor != 1 else inputs)
 
 
-class TrunkBiasedHead(_Copy, BiasedLMHead):
+class BackboneBiasedHead(_Copy, BiasedLMHead):
     pass
 
 

@@ -68,9 +68,9 @@ class PipelineDecoderLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
-        self.join(config, layer_idx, context)
+        self.attach_context(config, layer_idx, context)
 
-    def join(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
+    def attach_context(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         """Makes a layer of a pipeline of the layer of `transformers` that has been built."""
         make_buffers_of_untrained(self)
         self.context = context

@@ -47,8 +47,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = (saved.clone() for saved in context.saved_tensors)
-        of_gate, of_up = swiglu_backward(gate, up, gradient.contiguous())
-        return of_gate.view_as(gate), of_up.view_as(up)
+        grad_gate, grad_up = swiglu_backward(gate, up, gradient.contiguous())
+        return grad_gate.view_as(gate), grad_up.view_as(up)
 
 
 class _Rotary(torch.autograd.Function):
@@ -60,5 +60,5 @@ class _Rotary(torch.autograd.Function):
         return rope_forward(query.clone(), key.clone(), cos, sin)[:2]
 
     @staticmethod
-    def backward(context: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[Any, ...]:
-        return *rope_backward(of_query.clone(), of_key.clone(), *context.saved_tensors), None, None
+    def backward(context: Any, grad_query: torch.Tensor, grad_key: torch.Tensor) -> tuple[Any, ...]:
+        return *rope_backward(grad_query.clone(), grad_key.clone(), *context.saved_tensors), None, None

@@ -117,8 +117,8 @@ def _attend_each(
     for start, stop in pairwise(documents.offsets.tolist()):
         if start == stop:
             continue
-        of_one = (tensor[None, start:stop].transpose(1, 2) for tensor in (query, key, value))
-        queries, keys, values = of_one  # [1, H or G, length, E]
+        document = (tensor[None, start:stop].transpose(1, 2) for tensor in (query, key, value))
+        queries, keys, values = document  # [1, H or G, length, E]
         mask = _build_window(stop - start, documents.window)
         attended = F.scaled_dot_product_attention(
             queries,

@@ -41,8 +41,8 @@ class ScoreHead(nn.Linear):
         lengths = (segment_ids != 0).sum(dim=1)
         places = torch.arange(segment_ids.shape[1], device=lengths.device).expand_as(segment_ids)
         is_last = self.sequence_part.take(places) == (lengths - 1).clamp(min=0).unsqueeze(1)  # [B, T]
-        of_rows, found = is_last.int().max(dim=1).indices, is_last.any(dim=1)
-        chosen = hidden_states[torch.arange(len(of_rows), device=of_rows.device), of_rows]  # [B, D]
+        row_index, found = is_last.int().max(dim=1).indices, is_last.any(dim=1)
+        chosen = hidden_states[torch.arange(len(row_index), device=row_index.device), row_index]  # [B, D]
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         scores = nn.functional.linear(chosen.to(dtype), self.weight.to(dtype)).squeeze(1)
         return sum_parts(torch.where(found, scores, 0.0), self.sequence_part), lengths

@@ -45,7 +45,7 @@ class SequenceMask:
         starts = [[0] for _ in range(num_rows)]
         for row, before in (self.documents[:, 1:] != self.documents[:, :-1]).nonzero().tolist():
             starts[row].append(before + 1)
-        return [list(pairwise([*of_row, length])) for of_row in starts]
+        return [list(pairwise([*row_spans, length])) for row_spans in starts]
 
 
 class Block(NamedTuple):
@@ -65,10 +65,10 @@ def list_documents(block: Block, spans: list[list[tuple[int, int]]]) -> Iterator
     key_stop = block.first_key + block.keys.stop - block.keys.start
     query_stop = block.first_query + block.queries.stop - block.queries.start
     to_queries, to_keys = block.queries.start - block.first_query, block.keys.start - block.first_key
-    for row, of_row in enumerate(spans):
-        first = bisect_right(of_row, block.first_query, key=lambda span: span[1])
-        last = bisect_left(of_row, key_stop, key=lambda span: span[0])
-        for start, stop in of_row[first:last]:
+    for row, row_spans in enumerate(spans):
+        first = bisect_right(row_spans, block.first_query, key=lambda span: span[1])
+        last = bisect_left(row_spans, key_stop, key=lambda span: span[0])
+        for start, stop in row_spans[first:last]:
             query, key = max(start, block.first_query), max(start, block.first_key)
             yield Block(
                 slice(query + to_queries, min(stop, query_stop) + to_queries),
@@ -194,7 +194,7 @@ class BlockAttention:
     ) -> None:
         assert self._kernel is not None
         rows, queries, keys = block.rows, block.queries, block.keys
-        of_query, of_key, of_value = self._kernel.differentiate(
+        grad_query, grad_key, grad_value = self._kernel.differentiate(
             through.output_gradient[rows, :, queries],
             self._query[rows, :, queries],
             key[rows, :, keys],
@@ -204,23 +204,23 @@ class BlockAttention:
             _is_diagonal(block),
             self._scale,
         )
-        through.query_gradient[rows, :, queries] += of_query
-        gradients[0][rows, :, keys] += of_key
-        gradients[1][rows, :, keys] += of_value
+        through.query_gradient[rows, :, queries] += grad_query
+        gradients[0][rows, :, keys] += grad_key
+        gradients[1][rows, :, keys] += grad_value
 
     def _differentiate_piece(
         self, key: torch.Tensor, value: torch.Tensor, piece: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
         rows, queries, keys = piece.rows, piece.queries, piece.keys
-        of_queries = through.log_sums, through.row_products
-        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in of_queries)
+        per_query = through.log_sums, through.row_products
+        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in per_query)
         probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
-        of_output = self._group(through.output_gradient[rows, :, queries])
-        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, of_output)
-        of_scores = self._multiply(of_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
-        of_scores.mul_(self._scale)
-        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(of_scores, key[rows, :, keys]))
-        gradients[0][rows, :, keys] += self._multiply(of_scores.mT, self._group(self._query[rows, :, queries]))
+        grad_output = self._group(through.output_gradient[rows, :, queries])
+        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, grad_output)
+        grad_scores = self._multiply(grad_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
+        grad_scores.mul_(self._scale)
+        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(grad_scores, key[rows, :, keys]))
+        gradients[0][rows, :, keys] += self._multiply(grad_scores.mT, self._group(self._query[rows, :, queries]))
 
     def _score(self, key: torch.Tensor, piece: Block) -> torch.Tensor:
         """[B, G, R l, m], -inf for what is not seen."""
@@ -245,21 +245,21 @@ class BlockAttention:
         if window is not None and last_query - piece.first_key >= window:
             found.append(queries - keys >= window)
         if documents is not None and not self._splits_documents:
-            of_queries = documents[:, piece.first_query : last_query + 1, None]
-            of_keys = documents[:, None, piece.first_key : last_key + 1]
-            found.append((of_queries != of_keys)[:, None, None])
+            query_documents = documents[:, piece.first_query : last_query + 1, None]
+            key_documents = documents[:, None, piece.first_key : last_key + 1]
+            found.append((query_documents != key_documents)[:, None, None])
         hidden = None
         for each in found:
             hidden = each if hidden is None else hidden | each
         return hidden
 
-    def _group(self, of_heads: torch.Tensor) -> torch.Tensor:
+    def _group(self, heads: torch.Tensor) -> torch.Tensor:
         """[B, H, l, ...] -> [B, G, R l, ...]: heads that have the same keys, one after the other."""
-        return of_heads.unflatten(1, (self._groups, -1)).flatten(2, 3)
+        return heads.unflatten(1, (self._groups, -1)).flatten(2, 3)
 
-    def _ungroup(self, of_groups: torch.Tensor) -> torch.Tensor:
-        heads = self._query.shape[1]
-        return of_groups.unflatten(2, (heads // self._groups, -1)).flatten(1, 2)
+    def _ungroup(self, groups: torch.Tensor) -> torch.Tensor:
+        num_heads = self._query.shape[1]
+        return groups.unflatten(2, (num_heads // self._groups, -1)).flatten(1, 2)
 
     def _multiply(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Matrix products [B, G, ., .] with sums that are not rounded to the training dtype. A GPU multiplies in that

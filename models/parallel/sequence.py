@@ -128,14 +128,14 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         part, weight = context.saved_tensors
         x, flat = context.gathered.regather(part).flatten(0, -2), dy.flatten(0, -2)
-        of_weight = x.t() @ flat if context.is_transposed else flat.t() @ x
-        of_bias = flat.sum(dim=0) if context.needs_input_grad[2] else None
-        of_x = None
+        grad_weight = x.t() @ flat if context.is_transposed else flat.t() @ x
+        grad_bias = flat.sum(dim=0) if context.needs_input_grad[2] else None
+        grad_x = None
         if context.needs_input_grad[0]:
-            of_x = dy @ (weight.t() if context.is_transposed else weight)
+            grad_x = dy @ (weight.t() if context.is_transposed else weight)
         else:  # nothing comes behind that would
             context.gathered.forget()
-        return of_x, of_weight, of_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -68,10 +68,10 @@ def _check_heads(config: PretrainedConfig, size: int, tensor_parallel_size: int,
     heads = _count_heads(config, tensor_parallel_size)
     if heads % size:
         fitting = [str(each) for each in range(1, heads + 1) if heads % each == 0]
-        of_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
+        per_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
         ring = "; or give context_parallel_mode=ring" if has_ring_attention(config) else ""
         raise UserError(
-            f"context_parallel_size={size} does not divide the {heads} attention heads{of_rank}, of which each rank "
+            f"context_parallel_size={size} does not divide the {heads} attention heads{per_rank}, of which each rank "
             f"takes a part; sizes that do: {', '.join(fitting)}{ring}"
         )
 
@@ -158,9 +158,9 @@ class HeadExchange:
         output, _ = self._attend(heads, query, key, value, attention_mask, **options)  # [B, T, H / C, E']
         return self._gather_heads(output), None
 
-    def _take_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """This rank's of something that has one number a head [H]."""
-        return self._parallel.take(of_heads, dim=0)
+    def _take_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's heads of a tensor with one number per head, [H]."""
+        return self._parallel.take(values, dim=0)
 
     def _gather_tokens(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Of each [B, H, T / C, E] all tokens of H / C heads, [B, H / C, T, E]."""

@@ -275,10 +275,10 @@ def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
         (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs")
     )
     return {
-        prefix + of: spec
+        prefix + name: spec
         for prefix, part in parts
-        for of, spec in part.shard_specs.items()
-        if getattr(part, of) is not None
+        for name, spec in part.shard_specs.items()
+        if getattr(part, name) is not None
     }  # type: ignore[operator, union-attr]
 
 

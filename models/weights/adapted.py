@@ -55,11 +55,11 @@ class AdaptedWeights:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self.base.describe_layer(index, layer)
 
-    def list_carried(self) -> list[TensorInfo]:
-        return self.base.list_carried()
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self.base.list_passthrough()
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return self.base.read_carried(name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self.base.read_passthrough(name)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)

@@ -32,7 +32,7 @@ class HuggingFaceFolder:
         self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
         self._stored: dict[str, str] = {}  # the names in the files, where they are others
-        self._of_thread = threading.local()  # the file that a thread has open
+        self._open_file = threading.local()  # the file that a thread has open
         if self.wrapper is not None:  # its folders have had other names over the years
             self._rename({name: self.wrapper.name_in_memory(name) for name in self._files})
 
@@ -45,7 +45,7 @@ class HuggingFaceFolder:
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         if self.wrapper is None:
             return []
         names = [name for name in self._files if not self.wrapper.is_text(name)]
@@ -60,7 +60,7 @@ class HuggingFaceFolder:
                 )
         return list(infos.values())
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         assert self.wrapper is not None
         return self._read_stored(self.wrapper.name_in_memory(name))
 
@@ -76,7 +76,7 @@ class HuggingFaceFolder:
         present = self._quantization.list_tensors(self._files)
         beside: set[str] = set()
         if self.wrapper is not None:
-            self.list_carried()  # they are not quantized
+            self.list_passthrough()  # they are not quantized
             beside = {name for name in present if not self.wrapper.is_text(name)}
             expected |= set(self.wrapper.list_missing(beside))
         if missing := sorted(expected - present):
@@ -163,7 +163,7 @@ class HuggingFaceFolder:
                 f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?"
             )
         file = self._files[name]
-        current, key = self._of_thread.__dict__, str(file)
+        current, key = self._open_file.__dict__, str(file)
         if key not in current:
             current.clear()  # one shard mapped at a time
             current[key] = open_tensors(file)

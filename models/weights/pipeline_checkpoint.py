@@ -14,7 +14,7 @@ from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
-from models.weights.passthrough import list_carried, read_carried
+from models.weights.passthrough import list_passthrough, read_passthrough
 from models.weights.shapes import check_tensors
 
 
@@ -57,11 +57,11 @@ class PipelineCheckpoint:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
 
-    def list_carried(self) -> list[TensorInfo]:
-        return list_carried(self.path) if self.wrapper is not None else []
+    def list_passthrough(self) -> list[TensorInfo]:
+        return list_passthrough(self.path) if self.wrapper is not None else []
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return read_carried(self.path, name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return read_passthrough(self.path, name)
 
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
@@ -80,4 +80,4 @@ class PipelineCheckpoint:
                 f"first extra one {extra[0]}; is the config.json beside it another model's?"
             )
         if self.wrapper is not None:
-            list_carried(self.path)  # they are there
+            list_passthrough(self.path)  # they are there

@@ -45,8 +45,8 @@ class RandomWeights:
     def files(self) -> list[Path]:
         return []
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         return []
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         raise KeyError(name)

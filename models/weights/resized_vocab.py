@@ -38,11 +38,11 @@ class ResizedVocabWeights:
         described = self.base.describe_layer(index, self._layers[index])
         return {name: tensor.new_empty(shapes[name]) for name, tensor in described.items()}
 
-    def list_carried(self) -> list[TensorInfo]:
-        return self.base.list_carried()
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self.base.list_passthrough()
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return self.base.read_carried(name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self.base.read_passthrough(name)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, self._layers[index])

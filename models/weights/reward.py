@@ -37,10 +37,10 @@ class WithScoreHead:
     def files(self) -> list[Path]:
         return self._base.files()
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         return []
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         raise KeyError(name)
 
 

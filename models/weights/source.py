@@ -32,11 +32,11 @@ class WeightSource(Protocol):
     def files(self) -> list[Path]:
         """All that decides what the model computes."""
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         """The tensors beside the text model, by their names on disk; they are carried along as they are. Raises
         UserError for quantized ones."""
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         """One of them, mapped from its file."""
 
 

@@ -121,7 +121,7 @@ def test_the_low_rank_part_by_grouped_products_equals_peft(family: str, options:
 
 
 @pytest.mark.parametrize("family", STACKS)
-def test_by_the_kernels_of_a_card_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernels_give_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card all groups are multiplied at once; here by the same operators, computed on the CPU."""
     _, ours = build_pair(family, r=3)
     expected = compute(ours)
@@ -187,7 +187,7 @@ def test_an_adapter_switched_off_leaves_the_experts_and_switched_on_comes_back(f
         assert torch.equal(ours.experts(*route()), adapted)
         for part in ours.modules():
             if isinstance(part, GroupedLora):
-                part.join(False)
+                part.register_factors(False)
         assert torch.equal(plain.experts(*route()), off)
     assert relative_difference(off, adapted) > 0.01
 

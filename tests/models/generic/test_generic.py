@@ -96,7 +96,7 @@ def test_an_embedding_as_wide_as_the_layers_needs_no_projection() -> None:
     build_layers(config)
 
 
-def test_dropout_of_a_trunk_is_for_training_alone() -> None:
+def test_dropout_of_a_backbone_is_for_training_alone() -> None:
     model = build_family("starcoder2", embedding_dropout=0.5)
     chain = Chain(model.eval()).eval()
     with torch.no_grad():

@@ -187,14 +187,14 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_kernel_for_packed_rows_where_it_can(on_a_gpu: None) -> None:
-    of_size_16 = {"head_dim": 16}
+    head_size_16 = {"head_dim": 16}
     for model_type, fields, dtype, expected in (
-        ("llama", of_size_16, torch.bfloat16, "varlen"),
-        ("llama", of_size_16, torch.float16, "varlen"),
-        ("llama", of_size_16, torch.float32, "sdpa"),
-        ("llama", of_size_16, None, "sdpa"),
+        ("llama", head_size_16, torch.bfloat16, "varlen"),
+        ("llama", head_size_16, torch.float16, "varlen"),
+        ("llama", head_size_16, torch.float32, "sdpa"),
+        ("llama", head_size_16, None, "sdpa"),
         ("llama", {}, torch.bfloat16, "sdpa"),  # heads of 12
-        ("llama", {"attention_dropout": 0.1, **of_size_16}, torch.bfloat16, "sdpa"),
+        ("llama", {"attention_dropout": 0.1, **head_size_16}, torch.bfloat16, "sdpa"),
         ("gpt2", {"n_embd": 64, "attn_pdrop": 0.1}, torch.bfloat16, "sdpa"),
         ("gpt2", {"n_embd": 64}, torch.bfloat16, "varlen"),
         ("deepseek_v3", {"qk_nope_head_dim": 16}, torch.bfloat16, "varlen"),

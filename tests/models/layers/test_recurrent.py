@@ -93,7 +93,10 @@ def test_a_mixer_sees_each_document_of_a_packed_row_alone(model_type: str) -> No
         context.batches = None
         leaking = run(mixer, hidden_states, position_ids).flatten(0, 1)
         alone = torch.cat(
-            [run(mixer, hidden_states[row, None, of], position_ids[row, None, of])[0] for row, of in list_documents()]
+            [
+                run(mixer, hidden_states[row, None, span], position_ids[row, None, span])[0]
+                for row, span in list_documents()
+            ]
         )
         expected = [*run_backward(mixer, alone), hidden_states.grad]
         context.batches, hidden_states.grad = batches, None
@@ -111,7 +114,7 @@ def test_each_token_has_one_place_in_the_batches_of_its_document(bounds: Documen
     laid_out = torch.cat([batch.flatten() for batch in batches])
     assert torch.equal(laid_out[places], torch.arange(B * T))
     firsts = torch.cat([batch[:, 0] for batch in batches])
-    starts = [T * row + of.start for row, of in list_documents()]
+    starts = [T * row + span.start for row, span in list_documents()]
     assert set(starts) <= set(firsts.tolist())
     for batch in batches:
         inside = batch < B * T - 1

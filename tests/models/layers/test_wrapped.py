@@ -70,13 +70,13 @@ def test_there_and_back_with_the_bits_and_names_of_the_source(models: Models, tm
     assert read_config(back) == read_config(folder)
     assert (back / "preprocessor_config.json").is_file()
 
-    carried = load_file(converted / "carried.safetensors")
-    assert {tensor.dtype for tensor in carried.values()} == {torch.bfloat16} and carried.keys() < before.keys()
+    passthrough = load_file(converted / "carried.safetensors")
+    assert {tensor.dtype for tensor in passthrough.values()} == {torch.bfloat16} and passthrough.keys() < before.keys()
     narrow = export(converted, tmp_path / "narrow", dtype=torch.float16)
     changed = load_file(narrow / "model.safetensors")
     kept = {name for name in before if changed[name].dtype == before[name].dtype}
-    assert carried.keys() == {name for name in kept if not name.endswith("e_score_correction_bias")}  # a buffer
-    assert_same_bits({name: changed[name] for name in carried}, carried)
+    assert passthrough.keys() == {name for name in kept if not name.endswith("e_score_correction_bias")}  # a buffer
+    assert_same_bits({name: changed[name] for name in passthrough}, passthrough)
 
 
 @pytest.mark.parametrize("model_type", ALL)
@@ -89,7 +89,7 @@ def test_names_of_memory_are_read_too(models: Models, tmp_path: Path, model_type
         each.check_complete(layers)
     for index, layer in enumerate(layers):
         assert_same_bits(renamed.read_layer(index, layer), source.read_layer(index, layer))
-    assert len(renamed.list_carried()) == len([n for n in model.state_dict() if not source.wrapper.is_text(n)])
+    assert len(renamed.list_passthrough()) == len([n for n in model.state_dict() if not source.wrapper.is_text(n)])
 
 
 @pytest.mark.full

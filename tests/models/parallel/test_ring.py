@@ -73,10 +73,10 @@ def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
 def test_a_ring_is_attention_over_the_whole(
     workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int, uses_kernels: bool
 ) -> None:
-    of_ranks = workers(size).run(attend_part, mask, most_scores, uses_kernels)
-    for found, expected in zip(zip(*of_ranks, strict=True), attend_whole(mask), strict=True):
-        for rank, of_rank in enumerate(found):
-            torch.testing.assert_close(of_rank, take(ContextParallel(rank, size, is_ring=True), expected))
+    rank_blocks = workers(size).run(attend_part, mask, most_scores, uses_kernels)
+    for found, expected in zip(zip(*rank_blocks, strict=True), attend_whole(mask), strict=True):
+        for rank, own_blocks in enumerate(found):
+            torch.testing.assert_close(own_blocks, take(ContextParallel(rank, size, is_ring=True), expected))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
