@@ -108,7 +108,7 @@ def test_dropout_of_a_backbone_is_for_training_alone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "missing"),
     [
-        ("inkling2_text", "its layer 1 is given 'block_states' beside hidden states, which depends on weights"),
+        ("inkling2_text", "its layer 1 is given 'block_states' in addition to hidden states, which depends on weights"),
         ("deepseek_v32", "has no gradient from the loss of tokens"),
         ("modernbert-decoder", "its embedding is 'model.embeddings.tok_embeddings' and its layers are in 'model'"),
     ],
