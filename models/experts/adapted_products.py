@@ -1,8 +1,8 @@
-"""Products of rows with the matrices of their groups, and of low rank beside them (LoRA, 2106.09685): x W + x A B.
+"""Products of rows with the matrices of their groups, plus products of low rank (LoRA, 2106.09685): x W + x A B.
 
 A product of low rank is little work on much memory. On a CPU it is therefore computed group by group, while the rows of
-a group and what is made of them are in a core's cache; no tensor but inputs and results is as large as all rows. On a
-card each of the products is one kernel.
+a group and their products are in a core's cache; no tensor but inputs and results is as large as all rows. On a GPU
+each of the products is one kernel.
 
 S rows, sorted by group; E groups; r the rank.
 """
@@ -21,9 +21,8 @@ from models.experts.products import grouped_mm, multiply_groups
 def adapted_mm(
     rows: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [S, in], weight [E, in, out], first [E, r, in], second [E, r, out], offsets: int32 [E], where each group's
-    rows end. Returns outputs [S, out], and the rows between first and second, [S, r], for the backward pass.
-    """
+    """Return x W + x A B, [S, out], and the inner rows x A, [S, r], for the backward pass. rows [S, in], weight [E, in,
+    out], first [E, r, in], second [E, r, out], offsets: int32 [E], where each group's rows end."""
     if not _takes_groups_in_turn(rows):
         inner = multiply_groups(rows, first.transpose(1, 2), offsets)
         outputs = multiply_groups(rows, weight, offsets)
@@ -31,7 +30,7 @@ def adapted_mm(
     outputs, inner = _make_outputs(rows, weight, first, second, offsets)
     parts = (_split(tensor, offsets) for tensor in (rows, outputs, inner))
     for x, y, h, matrix, down, up in zip(*parts, weight, first, second, strict=True):
-        torch.mm(x, matrix, out=y)  # the large product first: it waits least for what is not in the cache
+        torch.mm(x, matrix, out=y)  # the large product first: it waits least for memory that is not in the cache
         torch.mm(x, down.t(), out=h)
         y.addmm_(h, up)
     return outputs, inner
@@ -55,9 +54,8 @@ def adapted_mm_backward(
     tokens: torch.Tensor | None,
     offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of rows, first and second. gradient [S, out], weight [E, out, in], source: the rows, or what they
-    were gathered from by tokens, int64 [S]; the rest as `adapted_mm` has it.
-    """
+    """Return the gradients of rows, first and second. gradient [S, out], weight [E, out, in], source: the rows, or the
+    tensor that they were gathered from by tokens, int64 [S]; the rest as in `adapted_mm`."""
     if not _takes_groups_in_turn(gradient):
         rows = source if tokens is None else source.index_select(0, tokens)
         inner_gradient = multiply_groups(gradient, second.transpose(1, 2), offsets)
@@ -103,12 +101,12 @@ def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
 
 
 def _split(rows: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows of each group, views. A group with no rows has none."""
+    """Return the rows of each group as views; empty for a group without rows."""
     return rows.split(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """As `_GroupedLinear`, of which it has the inputs, and the two factors."""
+    """`_GroupedLinear` with the two low-rank factors as further inputs."""
 
     @staticmethod
     def forward(
@@ -154,7 +152,7 @@ def adapted_linear(
     source: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`grouped_linear` with factors of low rank beside the weight, [E, r, in] and [E, r, out]. Returns [S, out]."""
+    """Compute `grouped_linear` plus the product with low-rank factors [E, r, in] and [E, r, out]. Returns [S, out]."""
     if source is not None:
         source = source.detach()
     first, second = (factor.to(weight.dtype).contiguous() for factor in factors)

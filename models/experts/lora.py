@@ -1,7 +1,7 @@
 """LoRA (2106.09685) on the stacked experts of a layer, as grouped products: rows times A, then B, of their expert.
 
-peft's own module makes the whole stack anew, W + B A, in each forward pass, and so has a gradient as large as the
-stack to fold back; here neither exists. Names, shapes and scaling are those of peft's `target_parameters`
+peft's own module computes the whole stack, W + B A, in each forward pass, and then a gradient as large as the
+stack; here neither exists. Names, shapes and scaling are those of peft's `target_parameters`
 (`ParamWrapper`, tuners/lora/layer.py, 0.21.2): A is [r x E, in], expert after expert, B is [out, r x E], rank after
 rank.
 
@@ -21,24 +21,23 @@ from torch import nn
 
 from models.experts.grouped import GROUPED, is_stack, is_transposed_to_peft
 
-_ROW_BYTES = 16  # what torch's grouped product wants the rows of its matrices to be multiples of (2.13)
+_ROW_BYTES = 16  # torch's grouped product needs rows of a multiple of these bytes (2.13)
 
 
 class GroupedLora(ParamWrapper):
-    """What peft puts around stacked experts for one of their parameters, with the low-rank product in the experts'
-    own. Several on one module are nested, as in peft.
-    """
+    """Replaces peft's wrapper of stacked experts for one of their parameters; the low-rank product is part of the
+    experts' own. Several on one module are nested, as in peft."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As peft's where the experts are not computed by grouped products."""
+        """Run the experts; as peft does where they are not computed by grouped products."""
         experts: Any = self.get_base_layer()
         if experts.config._experts_implementation != GROUPED:
             return super().forward(x, *args, **kwargs)
         return experts(x, *args, **kwargs)
 
     def list_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [E, r, in] and the scaled B [E, r, out], of the next rank that a card's grouped product takes: zeros in
-        both change nothing."""
+        """Return A [E, r, in] and the scaled B [E, r, out], with the rank padded to one that a GPU's grouped product
+        takes: zeros in both change nothing."""
         (name,) = self.active_adapters
         experts: Any = self.get_base_layer()
         first, second = self._factors(name)
@@ -55,14 +54,14 @@ class GroupedLora(ParamWrapper):
         self.register_factors(enabled)
 
     def register_factors(self, enabled: bool = True) -> None:
-        """Lets the experts add the low-rank product, or not."""
+        """Make the experts add the low-rank product, or not."""
         experts: Any = self.get_base_layer()
         others = {name: product for name, product in _list_products(experts).items() if name != self.parameter_name}
         experts.low_rank = others | ({self.parameter_name: self.list_factors} if enabled else {})
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds B A to the weight, expert by expert: peft makes it for all at once, in fp32."""
+        """Add B A to the weight, expert by expert: peft makes it for all at once, in fp32."""
         weight, transposed = self.get_param().data, is_transposed_to_peft(self.get_base_layer())
         for name in check_adapters_to_merge(self, adapter_names):
             for expert, (first, second) in enumerate(zip(*self._factors(name), strict=True)):
@@ -71,7 +70,7 @@ class GroupedLora(ParamWrapper):
             self.merged_adapters.append(name)
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [E, r, in] and B [E, out, r]: views."""
+        """Return A [E, r, in] and B [E, out, r] as views."""
         first, second = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
         return (
             first.view(self.num_experts, -1, first.shape[-1]),
@@ -81,7 +80,7 @@ class GroupedLora(ParamWrapper):
 
 @contextmanager
 def show_to_peft(module: nn.Module) -> Iterator[None]:
-    """While peft wraps stacked experts they look as those of transformers' model do, so that adapters fit both."""
+    """Make stacked experts look as those of transformers' model do while peft wraps them, so that adapters fit both."""
     stacks: list[Any] = [part for part in module.modules() if is_stack(part)]
     marks = [experts.is_transposed for experts in stacks]
     for experts in stacks:
@@ -94,7 +93,7 @@ def show_to_peft(module: nn.Module) -> Iterator[None]:
 
 
 def use_grouped_products(module: nn.Module) -> None:
-    """Makes what peft has put around stacked experts compute by grouped products."""
+    """Make peft's wrappers of stacked experts compute by grouped products."""
     for wrapper in module.modules():
         if type(wrapper) is ParamWrapper and is_stack(wrapper.get_base_layer()):
             wrapper.__class__ = GroupedLora
@@ -102,6 +101,6 @@ def use_grouped_products(module: nn.Module) -> None:
 
 
 def _list_products(experts: nn.Module) -> dict[str, Any]:
-    """Parameter name -> the factors of the product beside it: what `models.experts.grouped.project` looks at."""
+    """Return parameter name -> the factors of its low-rank product, which `models.experts.grouped.project` reads."""
     products: dict[str, Any] = getattr(experts, "low_rank", {})  # type: ignore[arg-type]
     return products

@@ -1,12 +1,12 @@
-"""Three of liger-kernel's Triton kernels as functions of torch, none of which writes into a tensor that it is given.
+"""Three of liger-kernel's Triton kernels as torch functions, none of which writes into its inputs.
 
 Its own functions do (0.8.5): RMSNorm's backward into the incoming gradient, SwiGLU's backward into the saved gate and
 up projections, rotary's forward and backward into queries, keys and their gradients, and no version counter notices.
-Selective checkpointing hands those projections out again, and a backward pass split in two may need the gradients
-again; so what would be written to is copied first, which costs a read and a write where the kernels save several.
+Selective checkpointing reuses those projections, and a backward pass split in two may need the gradients again; so
+tensors that would be written to are copied first, which costs a read and a write where the kernels save several.
 
-Imports liger-kernel, and with it triton; `models.layers.fused_kernels.find_obstacle` says where that is possible.
-B micro-batch, T sequence, D hidden, I intermediate, H heads, E head size.
+Imports liger-kernel, and with it triton; `models.layers.fused_kernels.find_obstacle` says where that is possible. B
+micro-batch, T sequence, D hidden, I intermediate, H heads, E head size.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
 
 
 def normalize(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Llama's RMSNorm over the last dimension: statistics in fp32, the weight applied in the input's dtype."""
+    """Return Llama's RMSNorm over the last dimension: statistics in fp32, the weight applied in the input's dtype."""
     offset, casting_mode, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, offset, casting_mode, in_place)
 
 
 def multiply_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both [B, T, I]."""
+    """Return silu(gate) * up, both [B, T, I]."""
     return _SwiGLU.apply(gate, up)
 
 
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama's rotary positions: query and key [B, heads, T, E], cos and sin [B, T, E]."""
+    """Apply Llama's rotary positions: query and key [B, heads, T, E], cos and sin [B, T, E]."""
     return _Rotary.apply(query, key, cos, sin)
 
 

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 
 class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: of a peft
-    folder's tensors.
-    """
+    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: the tensors
+    of a peft folder."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The weights of a model whose vocabulary grows while they are read: for tokens that a run adds."""
+"""The weights of a model whose vocabulary grows while they are read, for tokens that a run adds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ResizedVocabWeights:
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
+    """Return `weight` [V, ...] with `rows` rows; each new row is the mean of the old ones, computed in fp32.
 
     The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
     """

@@ -1,4 +1,4 @@
-"""Where the weights of a new reward model come from: a causal language model, and a head that is drawn."""
+"""The weights of a new reward model: those of a causal language model, and a randomly drawn score head."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from models.weights.source import WeightSource
 
 
 class WithScoreHead:
-    """A `WeightSource`: the weights of `base` but for its head. The new one is drawn by the seed and its place in the
-    model, as a model that is trained from scratch is, so it is the same at every layout."""
+    """A `WeightSource`: the weights of `base` except its head. The new head is drawn from the seed and its index in the
+    model, as in a model that is trained from scratch, so it is the same at every layout."""
 
     def __init__(self, base: WeightSource, seed: int) -> None:
         self._base, self.path = base, base.path
@@ -31,7 +31,7 @@ class WithScoreHead:
         return source.read_layer(index, layer)
 
     def check_complete(self, layers: list[Layer]) -> None:
-        """With its own head."""
+        """Check the base model, including its own head."""
         self._base.check_complete(build_layers(self._base.config))
 
     def files(self) -> list[Path]:
@@ -45,8 +45,8 @@ class WithScoreHead:
 
 
 def as_reward_model(source: WeightSource, seed: int) -> WeightSource:
-    """`source`, where it is a reward model already; else with a new head. Raises UserError for a model that cannot be
-    one."""
+    """Return `source` if it is a reward model already; else the source with a new score head. Raises UserError for a
+    model that cannot be one."""
     if source.wrapper is not None:
         raise UserError(
             f"{source.path}: a reward model of a text model inside another one ('{source.wrapper.name}') is not "
