@@ -22,7 +22,7 @@ from models.layers.layer import Layer, Piece
 from models.layers.wrapped import Wrapper
 
 _SIDE = 12  # of a small tensor: divisible by the numbers of pieces that tensors are cut into, 2, 3 and 4
-_NUMBER = "987654321"  # stands for a layer's own in the names of all layers of its kind
+_NUMBER = "987654321"  # a placeholder for the layer's index in names
 
 
 def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer]:

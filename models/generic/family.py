@@ -29,7 +29,7 @@ from models.layers.sharding_styles import read_published_plan
 
 tensor_parallel_plan = read_published_plan
 _proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers does not compute what the model does
-_packs: dict[str, str | None] = {}  # a config -> how documents of a packed row see each other
+_packs: dict[str, str | None] = {}  # a config -> evidence that documents of a packed row see each other
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:

@@ -86,7 +86,7 @@ def _name_operation(name: str) -> str:
     if "indexer" in name:
         return "indexed attention, whose indexer is trained to another loss"
     if re.search("encoder_attn|cross_?att", name):
-        return "attention to what an encoder has made"
+        return "attention to the outputs of an encoder"
     return "a part that text alone does not use"
 
 

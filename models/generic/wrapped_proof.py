@@ -71,7 +71,7 @@ def _wrap(text: PreTrainedModel, wrapper: Wrapper) -> PreTrainedModel:
     with torch.device("meta"):
         model = type(wrapper.model)(config).train()
     name = wrapper.base.removesuffix(".")
-    while name:  # a model takes the device of its first parameter for its own
+    while name:  # a model reports the device of its first parameter as its own
         name = name.rpartition(".")[0]
         model.get_submodule(name).register_parameter("on_cpu", nn.Parameter(torch.zeros(()), requires_grad=False))
     model.set_submodule(wrapper.base.removesuffix("."), text.get_submodule(wrapper.own_base.removesuffix(".")))

@@ -167,7 +167,7 @@ class MicroBatchContext:
     def _batch_documents(self) -> DocumentBatches | None:
         if self._numbers is None or not self._batches_documents:
             return None
-        # A CPU can be asked for the lengths of documents, which makes tighter batches
+        # A CPU can read the lengths of documents, which makes tighter batches
         return batch_documents(self._numbers, None if self._numbers.device.type == "cpu" else self.bounds)
 
     def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
     lora = load_lora_config(path)
     if not lora.base_model_name_or_path:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to"
+            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path; set it to the model that the adapter belongs to"
         )
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]

@@ -35,7 +35,7 @@ NUM_EXPERTS, D = 8, 48
 
 
 def _gpt_oss() -> nn.Module:
-    """Transposed, with biases, gate and up interleaved."""
+    """Return a stack that is transposed, with biases, gate and up interleaved."""
     return GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=D, intermediate_size=24))
 
 
@@ -52,7 +52,7 @@ FAMILIES_WITH_EXPERTS = [
 
 
 class Holder(nn.Module):
-    """What peft sees of a layer."""
+    """The part of a layer that peft sees."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Holder(nn.Module):
 
 
 def build_pair(family: str, **options: Any) -> tuple[Holder, Holder]:
-    """The same experts with the same adapter: by peft alone, on transformers' own loop; and by grouped products."""
+    """Return the same experts with the same adapter twice: by peft alone, on transformers' own loop; and by grouped
+    products."""
     torch.manual_seed(1)
     holder = Holder(STACKS[family]())
     for parameter in holder.parameters():
@@ -81,7 +82,7 @@ def get_experts(holder: Holder) -> Any:
 
 
 def route(num_tokens: int = 24, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, and two experts a token; the last expert gets none."""
+    """Return hidden states, and two experts a token; the last expert gets none."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, NUM_EXPERTS - 1, generator=generator)
     weights, chosen = scores.topk(2, dim=-1)
@@ -89,7 +90,8 @@ def route(num_tokens: int = 24, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 
 def compute(holder: Holder, run: Callable[..., torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Outputs, and the gradients of a random direction of them. run: what computes the experts, where not they."""
+    """Return outputs, and the gradients of a random direction of them. run: computes the experts where they are not
+    called directly."""
     hidden_states, chosen, weights = route()
     hidden_states.requires_grad_()
     outputs = (holder.experts if run is None else run)(hidden_states, chosen, weights)
@@ -122,7 +124,7 @@ def test_the_low_rank_part_by_grouped_products_equals_peft(family: str, options:
 
 @pytest.mark.parametrize("family", STACKS)
 def test_gpu_kernels_give_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card all groups are multiplied at once; here by the same operators, computed on the CPU."""
+    """On a GPU all groups are multiplied at once; here by the same operators, computed on the CPU."""
     _, ours = build_pair(family, r=3)
     expected = compute(ours)
     monkeypatch.setattr("models.experts.adapted_products._takes_groups_in_turn", lambda rows: False)
@@ -146,8 +148,8 @@ def test_compiled_the_same(family: str) -> None:
     assert all(relative_difference(compiled[name], tensor) < BOUND for name, tensor in compute(ours).items())
 
 
-def test_a_trained_stack_has_its_gradient_beside_an_adapter() -> None:
-    """Of a stack without the adapter whose weights are W + B A."""
+def test_a_trained_stack_with_an_adapter_has_its_gradient() -> None:
+    """It is the gradient of a stack without the adapter whose weights are W + B A."""
     _, ours = build_pair("deepseek_v3", r=4)
     experts = get_experts(ours).requires_grad_()
     found = compute(ours)
@@ -160,7 +162,7 @@ def test_a_trained_stack_has_its_gradient_beside_an_adapter() -> None:
         assert relative_difference(found[ours_name], tensor) < BOUND, name
 
 
-def test_no_stack_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stack_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = build_pair("deepseek_v3", r=4)
     before = compute(ours)
     monkeypatch.delattr("peft.tuners.lora.layer.ParamWrapper._activate_lora")
@@ -169,7 +171,7 @@ def test_no_stack_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", STACKS)
 def test_experts_one_by_one_have_their_adapters_too(family: str) -> None:
-    """As where the rows of a shard are no multiples of 16 bytes."""
+    """They are computed one by one where the rows of a shard are not multiples of 16 bytes."""
     theirs, ours = build_pair(family, r=4)
     get_experts(ours).config._experts_implementation = "eager"
     expected, found = compute(theirs), compute(ours)
@@ -204,7 +206,7 @@ def test_merged_by_expert_equals_peft(family: str) -> None:
 
 
 def write_folder(folder: Path, model_folder: Path, **options: Any) -> list[Layer]:
-    """A peft folder as a run here writes it, with random matrices on all layers."""
+    """Write a peft folder as a run here does, with random matrices on all layers."""
     model_config = open_weights(str(model_folder)).config
     layers = build_layers(model_config)
     lora = build_lora_config(
@@ -228,7 +230,7 @@ def convert(source: Path, output_dir: Path) -> None:
 
 
 def check_merged(adapted: PeftModel, folder: Path, output_dir: Path) -> None:
-    """The converter makes of the folder what peft makes of it, and both compute what the adapted model does."""
+    """The converter merges the folder as peft does, and both compute the outputs of the adapted model."""
     input_ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         logits = adapted.eval()(input_ids).logits
@@ -244,8 +246,8 @@ def check_merged(adapted: PeftModel, folder: Path, output_dir: Path) -> None:
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 def test_peft_loads_what_a_run_exports_on_a_mixture(tmp_path: Path, family: str) -> None:
-    """Dense layers, shared experts and routed ones: peft has a place for each tensor, and the merged model computes
-    what its model does."""
+    """Dense layers, shared experts and routed ones: peft has a place for each tensor, and the merged model computes the
+    same."""
     model_folder = save_family(tmp_path / "model", family)
     layers = write_folder(tmp_path / "adapter", model_folder, r=4, lora_alpha=6)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
@@ -259,7 +261,7 @@ def test_peft_loads_what_a_run_exports_on_a_mixture(tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 def test_what_peft_itself_takes_for_all_linear_loads_and_merges(tmp_path: Path, family: str) -> None:
-    """Of many what it was in transformers 4: the router too, and gate and up of twice the rank."""
+    """For many families these are the modules of transformers 4: the router too, and gate and up of twice the rank."""
     if family == "phimoe":
         pytest.skip("peft 0.21.2 takes its router for a projection, and cannot run it")
     from peft import get_peft_model

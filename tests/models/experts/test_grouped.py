@@ -34,7 +34,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermediate_size: int = I) -> nn.Module:
-    """With weights large enough that gpt_oss clamps some of what it multiplies."""
+    """Return experts with weights large enough that gpt_oss clamps some of its activations."""
     config_class, experts_class = EXPERTS[model_type]
     sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), intermediate_size)
     counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E)
@@ -47,7 +47,7 @@ def build_experts(model_type: str, dtype: torch.dtype = torch.float32, intermedi
 
 
 def route(routing: str) -> torch.Tensor:
-    """[N, K], the experts of each token."""
+    """Return [N, K], the experts of each token."""
     torch.manual_seed(1)
     if routing == "one token":
         return torch.tensor([[5, 2]])
@@ -61,7 +61,7 @@ Compute = Callable[..., torch.Tensor]
 
 
 def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: Compute | None = None) -> list[Any]:
-    """Outputs, and the gradients of hidden states, weights of the choices, and parameters."""
+    """Return outputs, and the gradients of hidden states, weights of the choices, and parameters."""
     experts.config._experts_implementation = implementation  # type: ignore[union-attr]
     dtype = next(experts.parameters()).dtype
     torch.manual_seed(2)
@@ -73,7 +73,7 @@ def compute(experts: nn.Module, implementation: str, index: torch.Tensor, run: C
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Of the worst tensor; NaN where anything is."""
+    """Return the difference of the worst tensor; NaN where anything is."""
     return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs, strict=True)]).max().item()
 
 
@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_those_of_a_loop(model_type: str, dtype: torch
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
-    """Beside the loop in fp32 on the same numbers."""
+    """Both are compared with the loop in fp32 on the same numbers."""
     experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
     ours, theirs = (compute(experts, name, index) for name in (GROUPED, "grouped_mm"))
     exact = [tensor.float() for tensor in compute(experts.double(), "eager", index)]
@@ -96,8 +96,8 @@ def test_in_bf16_as_exact_as_transformers_own(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_a_router_in_fp32_beside_experts_in_bf16(model_type: str) -> None:
-    """As DeepSeek's: its weights stay fp32, and so do their gradients; what is kept of the rest is bf16."""
+def test_a_router_in_fp32_with_experts_in_bf16(model_type: str) -> None:
+    """DeepSeek has such routers: their weights and gradients are fp32; the other tensors that are kept are bf16."""
     experts, index = build_experts(model_type, torch.bfloat16), route("all experts")
 
     def run(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_a_router_in_fp32_beside_experts_in_bf16(model_type: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_rows_that_torchs_grouped_product_refuses(model_type: str, dtype: torch.dtype) -> None:
-    """3 columns an expert: as shards of tensor parallelism may be."""
+    """3 columns per expert, as shards of tensor parallelism may have."""
     experts, index = build_experts(model_type, dtype, intermediate_size=3), route("empty experts")
     bound = 1e-5 if dtype is torch.float32 else 0.05
     assert difference(compute(experts, GROUPED, index), compute(experts, "eager", index)) <= bound
@@ -144,7 +144,7 @@ def _checkpoint_selectively(*args: Any) -> torch.Tensor:
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_compiled_the_same(model_type: str) -> None:
-    """In one piece, and in fp32, for which torch's own product has no meta function."""
+    """Compiled without graph breaks, and in fp32, for which torch's own product has no meta function."""
     experts, index = build_experts(model_type), route("empty experts")
     compiled = torch.compile(experts, fullgraph=True)
     assert difference(compute(experts, GROUPED, index, compiled), compute(experts, GROUPED, index)) <= 1e-5
@@ -152,7 +152,7 @@ def test_compiled_the_same(model_type: str) -> None:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
 def test_tokens_are_kept_instead_of_their_rows(trains: bool) -> None:
-    """Of each row: both inner tensors where their matrices are trained, the first where not, and indices."""
+    """Kept for each row: both inner tensors where their matrices are trained, the first where not, and indices."""
     experts = build_experts("qwen3_moe").to("meta").requires_grad_(trains)
     experts.config._experts_implementation = GROUPED  # type: ignore[union-attr]
     hidden_states = torch.empty(N, D, device="meta", requires_grad=True)

@@ -1,4 +1,4 @@
-"""What is known of the routers of `transformers`, and the losses on one of them."""
+"""The table of `transformers`' routers, and the losses on one of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAST = ("deepseek_v3", "mixtral")
     ],  # its tokens choose one expert
 )
 def test_a_router_scores_as_the_table_says(family: str) -> None:
-    """The weights of two chosen experts are to each other as their scores, whatever they are divided by."""
+    """The ratio of two chosen experts' weights is that of their scores, whatever they are divided by."""
     model = build_family(family).eval()
     block = find_block(model.model.layers[-1])
     assert block is not None and block.num_experts == 8
@@ -97,7 +97,7 @@ def test_losses_of_packed_and_padded_rows(knows_bounds: bool) -> None:
 
 
 def test_a_layer_that_checkpoints_itself_keeps_its_micro_batch() -> None:
-    """With two of them in flight, as between stages; where it is not compiled, though a layer was to be."""
+    """Two micro-batches are in flight, as between stages; the layer was to be compiled, but runs uncompiled."""
     config = build_family_config("qwen3_moe")
     config._attn_implementation = "sdpa"
     layer = build_layers(config)[-3]
@@ -152,7 +152,7 @@ def test_a_family_whose_scores_are_not_known(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_not_trained_is_a_buffer() -> None:
-    """An Ernie keeps its bias in a parameter without a gradient, which a training dtype would round."""
+    """Ernie keeps its bias in a parameter without a gradient, which a training dtype would round."""
     config = build_family_config("ernie4_5_moe")
     layer = build_layers(config)[-3]
     names = {name for name in layer.shapes() if name.endswith("e_score_correction_bias")}

@@ -45,7 +45,7 @@ def test_a_published_family_works_without_a_file(model_type: str, tmp_path: Path
         ("llama4_text", {"attention_chunk_size": 8}),
         ("gpt_neox", {}),  # a parallel residual
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),  # fills in its config while it is built
-        ("bloom", {"n_head": 4, "hidden_size": 64}),  # ALiBi, a norm behind the embedding
+        ("bloom", {"n_head": 4, "hidden_size": 64}),  # ALiBi, a norm after the embedding
         ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),  # learned positions, projections around the layers
     ],
 )
@@ -60,7 +60,7 @@ def test_what_a_model_does_around_its_layers_is_read_from_it(model_type: str, fi
 @pytest.mark.parametrize(
     ("family", "known"),
     [
-        ("opt", 256),  # its table begins with two rows for something else
+        ("opt", 256),  # its table begins with two extra rows
         pytest.param("gpt_neo", 256, marks=pytest.mark.full),
         pytest.param("gptj", 256, marks=pytest.mark.full),  # a table of angles in each layer
         pytest.param("bloom", None, marks=pytest.mark.full),
@@ -120,6 +120,6 @@ def test_what_stages_cannot_do_is_refused(model_type: str, missing: str) -> None
         build_layers(AutoConfig.for_model(model_type))
 
 
-def test_what_is_no_causal_language_model_is_refused() -> None:
+def test_a_model_that_is_not_a_causal_language_model_is_refused() -> None:
     with pytest.raises(UserError, match="model_type 't5' is not supported; known: .*llama"):
         build_layers(AutoConfig.for_model("t5"))

@@ -175,7 +175,7 @@ def test_an_adapter_of_experts_is_the_same_after_it_was_named_for_peft(tmp_path:
     [
         ({"peft_type": "IA3"}, "describes IA3; only LoRA"),
         ({"trainable_token_indices": [3]}, "has trainable_token_indices=[3]; adapters of all layers alike"),
-        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path"),
         ({"base_model_name_or_path": "./nowhere"}, "its base model (base_model_name_or_path) cannot be opened"),
         ({}, "holds adapter_config.json but no adapter_model.safetensors"),
     ],
