@@ -88,10 +88,12 @@ def convert_to_pipeline(
     """Write a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
 
     dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written.
-    special_tokens: see `SpecialTokens`; embedding and head grow unless they have spare rows. pad_vocab_to_multiple_of:
-    adds rows until their number is a multiple; `unpadded_vocab_size` in config.json is the number of rows in use.
-    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder
-    appears. Raises UserError for any fault of the source, the output folder or the disk.
+    special_tokens: see `SpecialTokens`; embedding and head grow unless they have spare rows.
+    pad_vocab_to_multiple_of: adds rows until their number is a multiple; `unpadded_vocab_size` in config.json is the
+    number of rows in use.
+    workers: layers that are written at once.
+    verify: read every tensor back and compare its bits, before the folder appears.
+    Raises UserError for any fault of the source, the output folder or the disk.
     """
     check_output_dir(output_dir, overwrite, source.path)
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:

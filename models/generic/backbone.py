@@ -42,7 +42,10 @@ class Backbone:
     """The backbone of the model that `config` describes, on the meta device: it has no weights.
 
     Buffers that follow from the config alone, such as rotary frequencies, are real, and move to the device of the
-    inputs. name: the backbone's name in the model. layers: its decoder layers. parts: its other children, by name.
+    inputs.
+    name: the backbone's name in the model.
+    layers: its decoder layers.
+    parts: its other children, by name.
     embedding: the name of the token embedding.
     """
 

@@ -44,9 +44,9 @@ class Documents(NamedTuple):
     offsets: int32 [N + 1], on the device: document i is tokens offsets[i] .. offsets[i + 1] - 1. Where there are fewer
     documents than the host's bound, the last ones are empty; the kernels' blocks return at once for those (flash
     attention's `if (m_block * kBlockM >= binfo.actual_seqlen_q) return`), and each costs 128 rows of the backward
-    pass's fp32 workspace, so N is the bound of a step and not of the whole data. longest: an upper bound of their
-    lengths; kernels start as many blocks per document as it takes. window: tokens that a token sees, itself included;
-    None for all before it.
+    pass's fp32 workspace, so N is the bound of a step and not of the whole data.
+    longest: an upper bound of their lengths; kernels start as many blocks per document as it takes.
+    window: tokens that a token sees, itself included; None for all before it.
     """
 
     offsets: torch.Tensor

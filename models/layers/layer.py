@@ -56,11 +56,12 @@ Styles = Mapping[str, Style | Fused]
 class Layer:
     """One layer of the pipeline.
 
-    hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`. tied_key:
-    layers that share one module have the same key; the first of them owns the weights (and their file). forward_fn: how
-    a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`. pieces: for tensors
-    that Hugging Face stores in several, or under another name. styles: the parts that tensor parallelism shards, by
-    their names in the module ("" is the module itself); empty without it.
+    hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
+    tied_key: layers that share one module have the same key; the first of them owns the weights (and their file).
+    forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
+    pieces: for tensors that Hugging Face stores in several, or under another name.
+    styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
+    without it.
     """
 
     hf_prefix: str
