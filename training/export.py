@@ -16,7 +16,7 @@ from models.layers.score_head import is_reward_model
 from models.layers.wrapped import TEXT_CONFIG
 from models.storage.folders import check_disk_space, copy_processor_files
 from models.storage.tensor_files import load_json
-from models.weights.passthrough import write_carried
+from models.weights.passthrough import write_passthrough
 from models.weights.quantized import QUANTIZATION_CONFIG
 from models.weights.source import WeightSource, get_whole_config
 from models.weights.sources import open_weights
@@ -45,7 +45,7 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     if source.wrapper is None:
         setup.architecture.save_pretrained(folder.checkpoints)
     else:
-        save_wrapped(source, folder.checkpoints, with_carried=setup.adapter is None)
+        save_wrapped(source, folder.checkpoints, with_passthrough=setup.adapter is None)
     if (source.path / "generation_config.json").is_file():
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
@@ -54,7 +54,7 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
         set_pad_token_id(folder.checkpoints / "config.json", tokenizer.pad_token_id)
 
 
-def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None:
+def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> None:
     """What a run of a wrapped model keeps beside its checkpoints: config.json of all of it, the processor's files, and
     what is carried along."""
     fields = load_json(source.path / "config.json")
@@ -63,9 +63,9 @@ def save_wrapped(source: WeightSource, folder: Path, with_carried: bool) -> None
     fields.get(TEXT_CONFIG, fields)["vocab_size"] = source.config.vocab_size  # it may have grown
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     copy_processor_files(source.path, folder)
-    if with_carried:
-        check_disk_space(folder, sum(info.nbytes for info in source.list_carried()))
-        write_carried(source, folder)
+    if with_passthrough:
+        check_disk_space(folder, sum(info.nbytes for info in source.list_passthrough()))
+        write_passthrough(source, folder)
 
 
 def export_step(setup: RunSetup, folder: RunFolder, step: int) -> None:

@@ -122,11 +122,11 @@ def describe_wrapper(source: WeightSource) -> Facts:
     """Of a wrapped model: that its text alone is trained, and what of it is not."""
     if source.wrapper is None:
         return {}
-    carried = source.list_carried()
-    size = f"{sum(info.nbytes for info in carried) / 2**20:,.1f} MiB"
+    passthrough = source.list_passthrough()
+    size = f"{sum(info.nbytes for info in passthrough) / 2**20:,.1f} MiB"
     return {
-        "text only": f"the text model of {source.wrapper.name}; its other {len(carried)} tensors ({size}) are carried "
-        "along unchanged"
+        "text only": f"the text model of {source.wrapper.name}; its other {len(passthrough)} tensors ({size}) are "
+        "passed through unchanged"
     }
 
 

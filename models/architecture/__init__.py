@@ -1,1 +1,1 @@
-"""From a config of `transformers` to the layers of its model, and to the names that their weights have on disk."""
+"""Looks up the layers of the model that a config of `transformers` describes, and the names of their weights."""

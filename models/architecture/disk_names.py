@@ -1,8 +1,8 @@
-"""Under which names, and in which pieces, a Hugging Face checkpoint keeps the tensors of a layer.
+"""Finds the names and pieces in which a Hugging Face checkpoint stores the tensors of a layer.
 
 `transformers` renames and rearranges tensors between disk and memory (`conversion_mapping`, 5.23): experts that are
-stacked in memory lie one by one on disk. What it does when it saves is applied here, by its own code, to small tensors
-that hold their own element numbers; from what comes out follows which part of which tensor each piece is.
+stacked in memory are stored one by one on disk. Its own code for saving is applied here to small tensors that hold
+their own element numbers; the result shows which part of which tensor each piece is.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from errors import UserError
 from models.layers.layer import Layer, Piece
 from models.layers.wrapped import Wrapper
 
-_SIDE = 12  # of a small tensor: divides by what tensors are cut into, 2, 3 and 4
-_NUMBER = "987654321"  # stands for a layer's own in the names of all layers of its kind
+_SIDE = 12  # of a small tensor: divisible by the numbers of pieces that tensors are cut into, 2, 3 and 4
+_NUMBER = "987654321"  # a placeholder for the layer's index in names
 
 
 def name_pieces(config: PretrainedConfig, layers: Sequence[Layer]) -> list[Layer]:
-    """The layers with the pieces that their tensors have on disk; as they are where names and shapes are those in
-    memory.
+    """Return the layers with the pieces that their tensors have on disk; unchanged where names and shapes are the same
+    as in memory.
 
-    Raises UserError for a family whose tensors are rearranged in another way than cut, stacked or renamed.
+    Raises UserError for a family whose tensors are rearranged in any way other than cut, stacked or renamed.
     """
     model = wrap_module(config)
     return list(layers) if extract_weight_conversions_for_model(model) is None else _name_pieces(model, layers)
 
 
 def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapper: Wrapper) -> list[Layer]:
-    """As `name_pieces`, with the names that tensors of the text model have in a folder of the model around it.
+    """Return the layers with the names that the text model's tensors have in a folder of the model around it.
 
-    Where such a folder may have the text model's own names behind its prefix, they are those: what `transformers`
-    saves is read by itself alone where a name of another part is undone too (Kimi's, 5.23, whose layers become blocks).
+    Such a folder may have the text model's own names after its prefix, and then these are used: `transformers` cannot
+    read back what it saves where the renaming of another part is undone too (Kimi's, 5.23, whose layers become blocks).
     """
     own_base = wrapper.own_base
     named = _name_pieces(wrapper.model, wrapper.rename(layers))
@@ -60,7 +60,7 @@ def name_wrapped_pieces(config: PretrainedConfig, layers: Sequence[Layer], wrapp
 
 
 def _mean_the_same(some: Sequence[Piece], others: Sequence[Piece], wrapper: Wrapper) -> bool:
-    """Whether a folder may have the one names or the other."""
+    """Return whether both name the same parts of the same tensors in memory."""
     return [(wrapper.name_in_memory(piece.hf_name), piece.index) for piece in some] == [
         (wrapper.name_in_memory(piece.hf_name), piece.index) for piece in others
     ]
@@ -80,7 +80,7 @@ def _name_pieces(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
 
 
 def _split_number(prefix: str) -> tuple[str, str]:
-    """The prefix with `_NUMBER` instead of its layer's own, and that; empty where it has none."""
+    """Return the prefix with `_NUMBER` instead of the layer's own number, and that number; empty where it has none."""
     match = re.search(r"\.(\d+)\.$", prefix)
     return (f"{prefix[: match.start(1)]}{_NUMBER}.", match[1]) if match else (prefix, "")
 
@@ -90,7 +90,8 @@ def _fill_in(pieces: Sequence[Piece], number: str) -> list[Piece]:
 
 
 def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> PreTrainedModel:
-    """A model of the config's class that has `module` and nothing else: the class knows what is done to its parts."""
+    """Return a model of the config's class that has `module` and nothing else: the class knows the conversions and the
+    initialization of its parts."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = model_class.__new__(model_class)
     nn.Module.__init__(model)
@@ -101,9 +102,8 @@ def wrap_module(config: PretrainedConfig, module: nn.Module | None = None) -> Pr
 
 
 def list_ignored(config: PretrainedConfig) -> list[re.Pattern[str]]:
-    """Patterns of names that published weights hold and no layer needs: `transformers` ignores them, as it does layers
-    that predict further tokens.
-    """
+    """Return patterns of names that published weights hold and no layer needs: those that `transformers` ignores, and
+    the layers that predict further tokens."""
     first, further = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     numbers = "|".join(map(str, range(first, first + further)))
     patterns = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected or ()
@@ -111,7 +111,7 @@ def list_ignored(config: PretrainedConfig) -> list[re.Pattern[str]]:
 
 
 def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torch.Size]) -> dict[str, list[Piece]]:
-    """By the names in the layer's module; only of tensors that are others on disk."""
+    """Return the pieces by the names in the layer's module; only for tensors that are stored differently on disk."""
     wholes, first = {}, 0
     for name, shape in shapes.items():
         small = _shrink(shape)
@@ -130,7 +130,7 @@ def _find_pieces(model: PreTrainedModel, layer: Layer, shapes: Mapping[str, torc
 
 
 def _shrink(shape: torch.Size) -> torch.Size:
-    """Stacks keep their number of matrices; whatever else may be cut becomes short."""
+    """Return a small shape: stacks keep their number of matrices; all other dimensions become short."""
     kept = 1 if len(shape) > 2 else 0
     return torch.Size([*shape[:kept], *(min(length, _SIDE) for length in shape[kept:])])
 
@@ -138,7 +138,8 @@ def _shrink(shape: torch.Size) -> torch.Size:
 def _locate(
     layer: Layer, hf_name: str, part: torch.Tensor, wholes: Mapping[str, torch.Tensor], refused: UserError
 ) -> tuple[str, Piece]:
-    """The tensor that a part on disk is a part of, and which. Raises `refused` where it is none."""
+    """Return the name of the tensor that a part on disk belongs to, and the piece. Raises `refused` where it is not a
+    piece of it."""
     lowest, highest = int(part.min()), int(part.max())
     name = next(name for name, whole in wholes.items() if whole.flatten()[0] <= lowest <= whole.flatten()[-1])
     whole = wholes[name]
@@ -159,8 +160,8 @@ def _locate(
 def _enlarge(
     index: tuple[int | slice, ...], small: torch.Size, shape: torch.Size, refused: UserError
 ) -> tuple[int | slice, ...]:
-    """The same part of the tensor itself. Whole dimensions at the end are omitted. Raises `refused` where it would not
-    begin and end at whole rows."""
+    """Return the same part of the full-size tensor, without trailing whole dimensions. Raises `refused` where it would
+    not begin and end at whole rows."""
     enlarged: list[int | slice] = []
     for place, short, length in zip(index, small, shape, strict=False):
         if isinstance(place, int):

@@ -1,18 +1,17 @@
-"""The seam: a model is its list of layers.
+"""Looks up architectures: a model is its list of layers.
 
 An architecture is one file in `models/families/`, named after the Hugging Face `model_type`, with one function
 
     build_layers(config) -> list[Layer]
 
-and one line in `ARCHITECTURES`; a `model_type` without one is taken through `models/generic/`. Trainer, converter and
-tests all look it up here by the checkpoint's own `model_type`. A file may also say, where its family
-differs from most:
+and one line in `ARCHITECTURES`; a `model_type` without one goes through `models/generic/`. Trainer, converter and tests
+all look it up here by the checkpoint's own `model_type`. Where its family differs from most, a file may also define:
 
-    ATTENTION_IMPLEMENTATIONS        the kernels it can use, the first by default; all of transformers' otherwise
+    ATTENTION_IMPLEMENTATIONS        the kernels it can use, the default first; otherwise all of transformers'
     LEARNED_POSITIONS = True         no sample can be longer than the table of positions
-    SEQUENCE_OBSTACLE = "..."        why ranks cannot share its sequences
+    SEQUENCE_OBSTACLE = "..."        why ranks cannot split its sequences
     RING_ATTENTION = True            its attention is queries, keys and values under a causal mask or a window, no more:
-                                     keys and values can travel around the ranks that share its sequences
+                                     keys and values can be passed around the ranks that split its sequences
     tensor_parallel_plan(config)     how tensor parallelism shards a decoder layer: the name of a part -> its Style, or
                                      Fused; without it the layer cannot be sharded
 
@@ -25,10 +24,9 @@ What flows between the layers (B micro-batch, T sequence, D hidden, V vocabulary
     integers      position_ids int64 [B, T]: from 0 in each document
                   segment_ids int32 [B, T]: 0 for padding, the documents of a row from 1
 
-`segment_ids` (int32) are 0 for padding, and the documents of a row from 1. Only `hidden_states` is floating, so
-DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever else follows from the integers:
-`models/layers/context.py`. The loss takes what the head hands
-out: `models/losses/cross_entropy.py`.
+Only `hidden_states` is floating, so DeepSpeed sends one gradient back across each boundary. Masks, angles and whatever
+else follows from the integers: `models/layers/context.py`. The loss takes the head's outputs:
+`models/losses/cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -67,16 +65,17 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3": "models.families.qwen3",
 }
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", VARLEN, "eager", *FLASH, "flex_attention")
-# Old exports carry them, and no layer needs them: rotary frequencies and causal masks are computed.
+# Old exports hold them, and no layer needs them: rotary frequencies and causal masks are computed.
 _IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
 
 def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> list[Layer]:
-    """The layers of the model that `config` describes, embedding first, head last.
+    """Return the layers of the model that `config` describes, embedding first, head last.
 
-    wrapper: the model that this text model is a part of; its names are theirs. A reward model has a score head in place
-    of its own (`models/layers/score_head.py`). Raises UserError for a `model_type` that is neither in the table nor
-    published, for a feature that its layers do not carry, and for a wrapper that does something else with text.
+    wrapper: the model that contains this text model; the names of the tensors are then that model's. A reward model has
+    a score head in place of its own (`models/layers/score_head.py`). Raises UserError for a `model_type` that is
+    neither in the table nor published, for a feature that its layers do not support, and for a wrapper that does
+    something else with text.
     """
     if getattr(config, "num_experts_per_tok", None) and config._experts_implementation is None:
         config._experts_implementation = GROUPED
@@ -92,8 +91,8 @@ def build_layers(config: PretrainedConfig, wrapper: Wrapper | None = None) -> li
 def choose_attention(
     config: PretrainedConfig, requested: str, gpu_dtype: torch.dtype | None = None, is_planned: bool = False
 ) -> str:
-    """The kernel for `attn_implementation=requested`. `auto` means the family's first; but on a GPU torch's kernel for
-    packed rows where that can be used, since it leaves other rows to SDPA.
+    """Return the attention implementation for `attn_implementation=requested`. `auto` means the family's first; on a
+    GPU it means torch's kernel for packed rows where that can be used, since it leaves other rows to SDPA.
 
     gpu_dtype: of a model on a GPU; None on a CPU. is_planned: the GPU is not that of this process. Raises UserError for
     a kernel that the family cannot use.
@@ -115,7 +114,7 @@ def choose_attention(
     if requested == VARLEN and gpu_dtype is not None:
         obstacle = find_obstacle(config, gpu_dtype, is_planned)
     if obstacle is None and requested in (VARLEN, *FLASH) and not _passes_documents(config):
-        obstacle = f"the layers of '{config.model_type}' do not tell their attention where documents begin"
+        obstacle = f"the layers of '{config.model_type}' do not pass to their attention where documents begin"
     if obstacle is not None:
         raise UserError(f"attn_implementation={requested} cannot be used here: {obstacle}; use sdpa")
     return requested
@@ -129,15 +128,16 @@ def _list_attention(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def _passes_documents(config: PretrainedConfig) -> bool:
-    """True of the families with a file here, which the tests prove."""
+    """Return whether the layers pass documents on to their attention; True for families with a file here, as the tests
+    prove."""
     passes_documents = getattr(_load_architecture(config), "passes_documents", None)
     return passes_documents is None or passes_documents(config)
 
 
 def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: torch.dtype) -> str | None:
-    """How a rank computes its part of the experts of a mixture: as the config says, but one expert after the other
-    where that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped
-    product needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
+    """Return the implementation of a rank's part of the experts: the config's, except one expert after the other where
+    that is transformers' `grouped_mm` and the bytes of a row are not a multiple of 16, which torch's grouped product
+    needs (2.13; ours does not). None for a family that leaves it to `transformers`."""
     chosen: str | None = config._experts_implementation
     if chosen is None and getattr(config, "num_experts_per_tok", None):
         chosen = GROUPED
@@ -147,7 +147,7 @@ def choose_experts(config: PretrainedConfig, tensor_parallel_size: int, dtype: t
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Raises UserError for samples longer than a table of positions."""
+    """Check that samples fit the model's table of positions. Raises UserError for longer ones."""
     family = _load_architecture(config)
     if hasattr(family, "count_positions"):
         known = family.count_positions(config)
@@ -161,7 +161,7 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
 
 
 def apply_rope_overrides(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Puts a run's `rope_parameters` into the config. Raises UserError for what they cannot mean to the model."""
+    """Apply a run's `rope_parameters` to the config. Raises UserError for values that do not apply to the model."""
     stretch_positions(config, given)
     if given and given["rope_type"] == DYNAMIC and config.model_type not in ARCHITECTURES:
         raise UserError(
@@ -171,8 +171,8 @@ def apply_rope_overrides(config: PretrainedConfig, given: Mapping[str, Any]) -> 
 
 
 def check_packing(config: PretrainedConfig) -> None:
-    """Raises UserError for a model in which the documents of a packed row would see each other. Families with a file
-    here keep them apart, as the tests prove; of others a small model is run."""
+    """Check that documents of a packed row do not see each other. Raises UserError otherwise. Families with a file here
+    keep them apart, as the tests prove; for others a small model is run."""
     find_leak = getattr(_load_architecture(config), "find_leak", None)
     if find_leak is not None and (leak := find_leak(config)) is not None:
         raise UserError(
@@ -182,9 +182,8 @@ def check_packing(config: PretrainedConfig) -> None:
 
 
 def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
-    """A warning about samples longer than the model was made for, where `check_length` lets them pass: rotary angles
-    continue silently. Empty where there is nothing to warn of.
-    """
+    """Return a warning about samples longer than the model was made for, where `check_length` accepts them: rotary
+    angles continue silently. Empty where no warning is due."""
     known = getattr(config, "max_position_embeddings", None)
     if known is None or max_seq_length <= known:
         return ""
@@ -195,7 +194,8 @@ def warn_of_length(config: PretrainedConfig, max_seq_length: int) -> str:
 
 
 def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
-    """How a decoder layer is cut. Raises UserError for a family that cannot be, with the reason."""
+    """Return how tensor parallelism shards a decoder layer. Raises UserError with the reason for a family that cannot
+    be sharded."""
     family = _load_architecture(config)
     plan = getattr(family, "tensor_parallel_plan", None)
     if plan is None:
@@ -204,19 +204,19 @@ def get_tensor_parallel_plan(config: PretrainedConfig) -> Styles:
 
 
 def find_sequence_obstacle(config: PretrainedConfig) -> str | None:
-    """Why context parallelism cannot cut this family's sequences; None where the tests prove that it can."""
+    """Return why context parallelism cannot split this family's sequences; None where the tests prove that it can."""
     if config.model_type not in ARCHITECTURES:
         return "it has no file in models/, and its layers were not tried on parts of sequences"
     return getattr(_load_architecture(config), "SEQUENCE_OBSTACLE", None)
 
 
 def has_ring_attention(config: PretrainedConfig) -> bool:
-    """Whether this family's file in models/ says that keys and values can travel."""
+    """Return whether this family's file in models/ allows ring attention."""
     return config.model_type in ARCHITECTURES and getattr(_load_architecture(config), "RING_ATTENTION", False)
 
 
 def is_ignored(config: PretrainedConfig, hf_name: str) -> bool:
-    """Whether a checkpoint may hold this tensor though no layer needs it."""
+    """Return whether a checkpoint may hold this tensor though no layer needs it."""
     return any(pattern.search(hf_name) for pattern in (_IGNORED_TENSORS, *list_ignored(config)))
 
 
@@ -229,11 +229,12 @@ def _load_architecture(config: PretrainedConfig) -> ModuleType:
 
 
 def is_supported(config: PretrainedConfig) -> bool:
+    """Return whether a model of this config can be trained: by a file here or by the generic route."""
     return config.model_type in ARCHITECTURES or importlib.import_module("models.generic.family").is_published(config)
 
 
 def unsupported(model_type: str | None, within: str = "") -> str:
-    """within: what wraps it, in words."""
+    """Return the message for a `model_type` that is not supported. within: what wraps it, in words."""
     return (
         f"model_type {model_type!r}{within} is not supported; known: {', '.join(sorted(ARCHITECTURES))}, "
         "and causal language models of transformers. docs/add_a_model.md says how to add one"

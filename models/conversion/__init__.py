@@ -1,1 +1,1 @@
-"""From one form of weights on disk to another."""
+"""Converts weights from one form on disk to another."""

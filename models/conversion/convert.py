@@ -3,13 +3,13 @@
     convert_to_pipeline     any source -> layer files that DeepSpeed loads at any number of stages
     export_hugging_face     any source -> sharded safetensors that `AutoModelForCausalLM.from_pretrained` loads
 
-What a wrapped model (`models/layers/wrapped.py`) has beside its text is copied as it is: no dtype is changed there.
+The passthrough tensors of a wrapped model (`models/layers/wrapped.py`) are copied unchanged, dtype included.
 
-Both first plan from names, shapes and dtypes alone, so that what can be refused is refused before a byte is written.
-Then one tensor after the other goes from the mapped source to the new file: the most that is ever allocated is one
-layer per worker, and nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify`
-reads them back from the disk to see that they are. The new folder appears at once, when it is whole. Workers are
-threads: what they do is done outside of the interpreter.
+Both first plan from names, shapes and dtypes alone, so that bad inputs are refused before a byte is written. Then one
+tensor after the other is copied from the mapped source to the new file: at most one layer per worker is allocated, and
+nothing at all where neither dtype nor rows change. The values are the source's bits, and `verify` reads them back from
+the disk to check. The new folder appears at once, when it is complete. Workers are threads: their work runs outside of
+the interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from errors import UserError
-from models.conversion.converted import CARRIED, ConvertedWeights, Progress
+from models.conversion.converted import PASSTHROUGH, ConvertedWeights, Progress
 from models.conversion.model_files import write_json, write_model_files
 from models.storage.folders import (
     check_disk_space,
@@ -40,7 +40,7 @@ from models.storage.safetensors_writer import (
 )
 from models.storage.tensor_files import open_tensors
 from models.storage.torch_writer import own_storage, save_torch, without_crc32
-from models.weights.passthrough import write_carried
+from models.weights.passthrough import write_passthrough
 from models.weights.pipeline_checkpoint import layer_file
 from models.weights.source import StoredWeights
 from models.weights.vocabulary import (
@@ -55,8 +55,8 @@ DEFAULT_MAX_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers 4
 STEP_NAME = "global_step0"
 FLUSHED_BYTES = 128 * 2**20
 SPARE_BYTES = 16 * 2**20  # headers, config, tokenizer
-# What DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads beside the layer files: no module of its own, one
-# file whatever the number of stages.
+# DeepSpeed 0.19's `load_checkpoint(load_module_only=True)` reads this in addition to the layer files: no module of its
+# own, one file whatever the number of stages.
 ENGINE_STATE_NAME = "mp_rank_00_model_states.pt"
 ENGINE_STATE: dict[str, Any] = {
     "module": None,
@@ -85,14 +85,15 @@ def convert_to_pipeline(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
+    """Write a pipeline checkpoint of `source`: `latest`, config, tokenizer, and `global_step0/` with a file per layer.
 
-    dtype: that of the floating parameters; None keeps each tensor's own. config.json follows what was written.
-    special_tokens: see `SpecialTokens`; embedding and head grow unless they have rows to spare.
-    pad_vocab_to_multiple_of: further rows, until their number is a multiple; config.json says as `unpadded_vocab_size`
-    how many are used.
-    workers: layers that are written at once. verify: read every tensor back and compare its bits, before the folder
-    appears. Raises UserError for whatever is wrong with the source, the output folder or the disk.
+    dtype: of the floating parameters; None keeps each tensor's own. config.json follows what was written.
+    special_tokens: see `SpecialTokens`; embedding and head grow unless they have spare rows.
+    pad_vocab_to_multiple_of: adds rows until their number is a multiple; `unpadded_vocab_size` in config.json is the
+    number of rows in use.
+    workers: layers that are written at once.
+    verify: read every tensor back and compare its bits, before the folder appears.
+    Raises UserError for any fault of the source, the output folder or the disk.
     """
     check_output_dir(output_dir, overwrite, source.path)
     if (custom := find_custom_tokenizer(source.path)) and not trust_remote_code:
@@ -120,16 +121,16 @@ def convert_to_pipeline(
 
         with without_crc32():
             _for_each(write, places, workers)
-        carried = {}
+        passthrough = {}
         if source.wrapper is not None:
-            file = write_carried(source, folder.path, weights.report)
-            carried[file] = {name: (CARRIED, name) for name in weights.carried}
+            file = write_passthrough(source, folder.path, weights.report)
+            passthrough[file] = {name: (PASSTHROUGH, name) for name in weights.passthrough}
         save_torch(ENGINE_STATE, step_dir / ENGINE_STATE_NAME)
         write_model_files(folder, weights, tokenizer, tokens)
         (folder.path / "latest").write_text(STEP_NAME)
         if verify:
             folder.flush_all()
-            written = places | carried
+            written = places | passthrough
             _for_each(lambda file: _verify(file, written[file], weights), written, workers)
 
 
@@ -145,10 +146,10 @@ def export_hugging_face(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
+    """Write a Hugging Face folder of `source`: safetensors of at most `max_shard_size` bytes each, config, tokenizer.
 
-    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at
-    once. `dtype`, `verify` and UserError as in `convert_to_pipeline`.
+    unpad_vocab: omit the rows that `pad_vocab_to_multiple_of` has added. workers: shards that are written at once.
+    `dtype`, `verify` and UserError as in `convert_to_pipeline`.
     """
     check_output_dir(output_dir, overwrite, source.path)
     config = trim_vocabulary(source) if unpad_vocab else source.config
@@ -169,7 +170,7 @@ def export_hugging_face(
                 nonlocal unflushed
                 weights.report(nbytes)
                 unflushed += nbytes
-                if unflushed >= FLUSHED_BYTES:  # the disk works on a shard while it is written
+                if unflushed >= FLUSHED_BYTES:  # start writing to disk before the shard is complete
                     folder.flush(file)
                     unflushed = 0
 
@@ -187,7 +188,7 @@ def export_hugging_face(
 
 
 def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
-    """`work` on each item, `workers` of them at once. The first error ends it."""
+    """Call `work` on each item, `workers` of them at once. The first error ends it."""
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -199,10 +200,10 @@ def _for_each(work: Callable[[Item], None], items: Iterable[Item], workers: int)
 
 
 def _verify(file: Path, places: Mapping[str, tuple[Any, ...]], weights: ConvertedWeights) -> None:
-    """Compares the tensors of a file that is on the disk with what was to be written, bit by bit; `places` has the
-    arguments of `read` by name.
+    """Compare the tensors of a file on disk with the source's, bit by bit; `places` has the arguments of `read` by
+    name.
 
-    Raises UserError.
+    Raises UserError for a tensor that differs.
     """
     drop_from_memory(file)
     written = open_tensors(file)

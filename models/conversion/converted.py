@@ -1,4 +1,4 @@
-"""What a conversion writes: the source's tensors, laid out from their shapes first, then read one by one."""
+"""The output of a conversion: the source's tensors, laid out from their shapes first, then read one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.storage.safetensors_writer import TensorInfo
 from models.weights.resized_vocab import grow_rows
 from models.weights.source import StoredWeights
 
-CARRIED = -1  # in the place of a layer's number: a tensor beside the text model
+PASSTHROUGH = -1  # instead of a layer's index: a tensor outside the text model
 Progress = Callable[[int, int], None]  # bytes written (and verified) so far, bytes in all
 
 
@@ -35,19 +35,19 @@ class ConvertedWeights:
         self._layers = build_layers(source.config, source.wrapper)
         source.check_complete(self._layers)
         self._dtype = dtype
-        self._of_thread = threading.local()  # the layer that a worker has open
+        self._open_layer = threading.local()  # the layer that each worker thread has open
         self._buffers = [layer.buffer_names() for layer in self._layers]
         targets = build_layers(config, source.wrapper)
         self.infos = [self._plan_layer(index, targets[index].shapes()) for index in range(len(self._layers))]
-        self.carried = {info.name: info for info in source.list_carried()}
-        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.carried) for info in infos.values())
+        self.passthrough = {info.name: info for info in source.list_passthrough()}
+        self.nbytes = sum(info.nbytes for infos in (*self.infos, self.passthrough) for info in infos.values())
         self._progress, self._total = progress, self.nbytes * (2 if verify else 1)
         self._done, self._counting = 0, threading.Lock()
         self.report(0)
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of the floating parameters; buffers keep their own."""
+        """The dtypes of the floating parameters; buffers keep their own."""
         return {
             info.dtype
             for buffers, infos in zip(self._buffers, self.infos, strict=True)
@@ -56,7 +56,7 @@ class ConvertedWeights:
         }
 
     def plan_pieces(self) -> Iterator[tuple[TensorInfo, tuple[int, str, tuple[int | slice, ...]]]]:
-        """Each tensor as Hugging Face keeps it, with the arguments of `read` for it."""
+        """Yield each tensor as Hugging Face stores it, with the arguments of `read` for it."""
         for index, infos in enumerate(self.infos):
             for name, info in infos.items():
                 whole = torch.empty(info.shape, device="meta")
@@ -65,15 +65,14 @@ class ConvertedWeights:
                         TensorInfo(piece.hf_name, tuple(whole[piece.index].shape), info.dtype),
                         (index, name, piece.index),
                     )
-        for name, info in self.carried.items():
-            yield info, (CARRIED, name, ())
+        for name, info in self.passthrough.items():
+            yield info, (PASSTHROUGH, name, ())
 
     def read(self, index: int, name: str, place: tuple[int | slice, ...] = ()) -> torch.Tensor:
-        """A tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or its rows
-        change. index: or CARRIED.
-        """
-        if index == CARRIED:
-            return self.source.read_carried(name)
+        """Return a tensor of layer `index`, or its part at `place`: mapped from the source, or new where its dtype or
+        its rows change. index: a layer's, or PASSTHROUGH."""
+        if index == PASSTHROUGH:
+            return self.source.read_passthrough(name)
         info = self.infos[index][name]
         tensor = self._read_layer(index)[name][place]
         if not place and tensor.shape != info.shape:
@@ -84,16 +83,16 @@ class ConvertedWeights:
         return converted
 
     def report(self, nbytes: int) -> None:
-        """Notifies the listener that `nbytes` more are written, or verified."""
+        """Report to the listener that `nbytes` more are written, or verified."""
         with self._counting:
             self._done += nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
     def _read_layer(self, index: int) -> dict[str, torch.Tensor]:
-        current = self._of_thread.__dict__
+        current = self._open_layer.__dict__
         if current.get("index") != index:
-            current.clear()  # let go of the old one first: a source that cannot be mapped is in memory
+            current.clear()  # release the old one first: a source that cannot be mapped is in memory
             current.update(index=index, tensors=self.source.read_layer(index, self._layers[index]))
         return current["tensors"]
 
@@ -110,6 +109,6 @@ class ConvertedWeights:
 
 
 def _check_fp16(converted: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
-    lowest, highest = converted.aminmax()  # of the one and the other: a mask of the whole matrix would cost memory
+    lowest, highest = converted.aminmax()  # of both: a mask of the whole matrix would cost memory
     if (lowest.isinf() or highest.isinf()) and tensor.isfinite().all():
         raise UserError(f"'{name}' holds values beyond the range of fp16 (65504); pass --dtype bf16 or fp32")

@@ -1,4 +1,4 @@
-"""What lies beside the weights of a converted model: tokenizer, generation_config.json, config.json."""
+"""Writes the other files of a converted model's folder: tokenizer, generation_config.json, config.json."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ def write_model_files(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tokens: SpecialTokens | None = None,
 ) -> None:
-    """The tokenizer, generation_config.json and config.json, the source's but for what changed. Without config.json a
-    folder is not a model, so it comes last.
-    """
+    """Write the tokenizer, generation_config.json and config.json: the source's, with the changes of the conversion.
+    Without config.json a folder is not a model, so it is written last."""
     source_dir = weights.source.path
     fields = load_json(source_dir / "config.json")
-    fields.pop("auto_map", None)  # the custom code stays behind; the layers come from models/
+    fields.pop("auto_map", None)  # the custom code is not copied; the layers come from models/
     fields.pop(QUANTIZATION_CONFIG, None)  # the source dequantizes
     text_fields = fields.get(TEXT_CONFIG, fields) if weights.source.wrapper is not None else fields
     for described in (fields, text_fields):
@@ -58,7 +57,7 @@ def write_model_files(
 
 
 def _set_dtype(fields: dict[str, Any], dtypes: set[torch.dtype]) -> None:
-    """Makes config.json say what the weights are: transformers loads into the dtype it finds there, by either key."""
+    """Set config.json's dtype to the weights': transformers loads into the dtype it finds there, under either key."""
     if len(dtypes) != 1:
         return
     for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["dtype"]:

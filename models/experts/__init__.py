@@ -1,1 +1,1 @@
-"""Mixtures of experts: how tokens reach their experts, what those compute, what is asked of the router."""
+"""Mixtures of experts: dispatching tokens to their experts, the experts' products, and the routers' losses."""

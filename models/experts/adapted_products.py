@@ -1,8 +1,8 @@
-"""Products of rows with the matrices of their groups, and of low rank beside them (LoRA, 2106.09685): x W + x A B.
+"""Products of rows with the matrices of their groups, plus products of low rank (LoRA, 2106.09685): x W + x A B.
 
 A product of low rank is little work on much memory. On a CPU it is therefore computed group by group, while the rows of
-a group and what is made of them are in a core's cache; no tensor but inputs and results is as large as all rows. On a
-card each of the products is one kernel.
+a group and their products are in a core's cache; no tensor but inputs and results is as large as all rows. On a GPU
+each of the products is one kernel.
 
 S rows, sorted by group; E groups; r the rank.
 """
@@ -21,9 +21,8 @@ from models.experts.products import grouped_mm, multiply_groups
 def adapted_mm(
     rows: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [S, in], weight [E, in, out], first [E, r, in], second [E, r, out], offsets: int32 [E], where each group's
-    rows end. Returns outputs [S, out], and the rows between first and second, [S, r], for the backward pass.
-    """
+    """Return x W + x A B, [S, out], and the inner rows x A, [S, r], for the backward pass. rows [S, in], weight [E, in,
+    out], first [E, r, in], second [E, r, out], offsets: int32 [E], where each group's rows end."""
     if not _takes_groups_in_turn(rows):
         inner = multiply_groups(rows, first.transpose(1, 2), offsets)
         outputs = multiply_groups(rows, weight, offsets)
@@ -31,7 +30,7 @@ def adapted_mm(
     outputs, inner = _make_outputs(rows, weight, first, second, offsets)
     parts = (_split(tensor, offsets) for tensor in (rows, outputs, inner))
     for x, y, h, matrix, down, up in zip(*parts, weight, first, second, strict=True):
-        torch.mm(x, matrix, out=y)  # the large product first: it waits least for what is not in the cache
+        torch.mm(x, matrix, out=y)  # the large product first: it waits least for memory that is not in the cache
         torch.mm(x, down.t(), out=h)
         y.addmm_(h, up)
     return outputs, inner
@@ -55,24 +54,31 @@ def adapted_mm_backward(
     tokens: torch.Tensor | None,
     offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of rows, first and second. gradient [S, out], weight [E, out, in], source: the rows, or what they
-    were gathered from by tokens, int64 [S]; the rest as `adapted_mm` has it.
-    """
+    """Return the gradients of rows, first and second. gradient [S, out], weight [E, out, in], source: the rows, or the
+    tensor that they were gathered from by tokens, int64 [S]; the rest as in `adapted_mm`."""
     if not _takes_groups_in_turn(gradient):
         rows = source if tokens is None else source.index_select(0, tokens)
-        of_inner = multiply_groups(gradient, second.transpose(1, 2), offsets)
-        of_rows = multiply_groups(gradient, weight, offsets).add_(multiply_groups(of_inner, first, offsets))
-        return of_rows, multiply_groups(of_inner.t(), rows, offsets), multiply_groups(inner.t(), gradient, offsets)
-    of_rows, of_first, of_second = _make_gradients(gradient, weight, first, second, inner, source, tokens, offsets)
-    parts = (_split(tensor, offsets) for tensor in (gradient, of_rows, inner, source if tokens is None else tokens))
-    matrices = (weight, first, second, of_first, of_second)
-    for of_y, of_x, h, x, matrix, down, up, of_down, of_up in zip(*parts, *matrices, strict=True):
-        torch.mm(of_y, matrix, out=of_x)
-        torch.mm(h.t(), of_y, out=of_up)
-        of_h = of_y @ up.t()
-        of_x.addmm_(of_h, down)
-        torch.mm(of_h.t(), x if tokens is None else source.index_select(0, x), out=of_down)
-    return of_rows, of_first, of_second
+        inner_gradient = multiply_groups(gradient, second.transpose(1, 2), offsets)
+        row_gradients = multiply_groups(gradient, weight, offsets).add_(multiply_groups(inner_gradient, first, offsets))
+        return (
+            row_gradients,
+            multiply_groups(inner_gradient.t(), rows, offsets),
+            multiply_groups(inner.t(), gradient, offsets),
+        )
+    row_gradients, first_gradient, second_gradient = _make_gradients(
+        gradient, weight, first, second, inner, source, tokens, offsets
+    )
+    parts = (
+        _split(tensor, offsets) for tensor in (gradient, row_gradients, inner, source if tokens is None else tokens)
+    )
+    matrices = (weight, first, second, first_gradient, second_gradient)
+    for grad_y, grad_x, h, x, matrix, down, up, grad_down, grad_up in zip(*parts, *matrices, strict=True):
+        torch.mm(grad_y, matrix, out=grad_x)
+        torch.mm(h.t(), grad_y, out=grad_up)
+        grad_h = grad_y @ up.t()
+        grad_x.addmm_(grad_h, down)
+        torch.mm(grad_h.t(), x if tokens is None else source.index_select(0, x), out=grad_down)
+    return row_gradients, first_gradient, second_gradient
 
 
 @adapted_mm_backward.register_fake
@@ -86,8 +92,8 @@ def _make_gradients(
     tokens: torch.Tensor | None,
     offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_rows = gradient.new_empty(len(gradient), weight.shape[2])
-    return of_rows, first.new_empty(first.shape), second.new_empty(second.shape)
+    row_gradients = gradient.new_empty(len(gradient), weight.shape[2])
+    return row_gradients, first.new_empty(first.shape), second.new_empty(second.shape)
 
 
 def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
@@ -95,12 +101,12 @@ def _takes_groups_in_turn(rows: torch.Tensor) -> bool:
 
 
 def _split(rows: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows of each group, views. A group with no rows has none."""
+    """Return the rows of each group as views; empty for a group without rows."""
     return rows.split(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """As `_GroupedLinear`, of which it has the inputs, and the two factors."""
+    """`_GroupedLinear` with the two low-rank factors as further inputs."""
 
     @staticmethod
     def forward(
@@ -124,16 +130,16 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         weight, first, second, inner, source, tokens, offsets = context.saved_tensors
         gradient, source = gradient.contiguous(), source.to(gradient.dtype)
-        of_weight = None
+        weight_gradient = None
         if context.needs_input_grad[1]:
             rows = source if tokens is None else source.index_select(0, tokens)
             left, right = (rows, gradient) if context.transposed else (gradient, rows)
-            of_weight = grouped_mm(left.t(), right, offsets)
+            weight_gradient = grouped_mm(left.t(), right, offsets)
         weight = weight.transpose(1, 2) if context.transposed else weight
-        of_rows, of_first, of_second = adapted_mm_backward(
+        row_gradients, first_gradient, second_gradient = adapted_mm_backward(
             gradient, weight, first, second, inner, source, tokens, offsets
         )
-        return of_rows, of_weight, of_first, of_second, None, None, None, None
+        return row_gradients, weight_gradient, first_gradient, second_gradient, None, None, None, None
 
 
 def adapted_linear(
@@ -146,7 +152,7 @@ def adapted_linear(
     source: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`grouped_linear` with factors of low rank beside the weight, [E, r, in] and [E, r, out]. Returns [S, out]."""
+    """Compute `grouped_linear` plus the product with low-rank factors [E, r, in] and [E, r, out]. Returns [S, out]."""
     if source is not None:
         source = source.detach()
     first, second = (factor.to(weight.dtype).contiguous() for factor in factors)

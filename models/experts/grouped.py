@@ -1,10 +1,11 @@
 """The experts of a layer, computed by grouped matrix products: one sort, one gather, no loop over experts.
 
-Registered with `transformers` as an experts implementation, so its own modules call it; what differs between families
-(a gate of their own, biases, transposed weights) those modules say (`use_experts_implementation`, 5.23).
+Registered with `transformers` as an experts implementation, so its own modules call it; the differences between
+families (a gate of their own, biases, transposed weights) are read from those modules (`use_experts_implementation`,
+5.23).
 
-N tokens, K experts a token, E experts, D hidden, I intermediate, S = N x K rows: a row is a token
-at one of its experts.
+N tokens, K experts a token, E experts, D hidden, I intermediate, S = N x K rows: a row is a token at one of its
+experts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GROUPED = "grouped"
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which rows go to which expert: rows are sorted by expert.
+    """The assignment of rows to experts: rows are sorted by expert.
 
     order: int64 [S], the row's place among (token, choice) pairs. positions: int64 [N, K], the row of each such pair.
     tokens: int64 [S], the row's token. experts: int64 [S], its expert. offsets: int32 [E], where each expert's rows
@@ -41,7 +42,8 @@ class Dispatch:
 
 
 def dispatch(top_k_index: torch.Tensor, num_experts: int) -> Dispatch:
-    """top_k_index: [N, K], the experts of each token. The one place that decides where a token is computed."""
+    """Sort the rows by expert. top_k_index: [N, K], the experts of each token. The only place that decides where a
+    token is computed."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     rows = torch.arange(len(order), device=order.device)
     positions = torch.empty_like(order).scatter_(0, order, rows).view_as(top_k_index)
@@ -53,40 +55,39 @@ def dispatch(top_k_index: torch.Tensor, num_experts: int) -> Dispatch:
 def project(
     experts: Any, name: str, rows: torch.Tensor, where: Dispatch, source: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The rows through one of the stacked projections of the module, such as "gate_up_proj".
+    """Return the rows through one of the stacked projections of the module, such as "gate_up_proj".
 
-    source: what the rows were gathered from, where they need not be kept for the backward pass.
+    source: the tensor that the rows were gathered from, where they need not be kept for the backward pass.
     """
     weight, tokens = getattr(experts, name), None if source is None else where.tokens
     options: Any = {"transposed": experts.is_transposed, "source": source, "tokens": tokens}
-    low_rank = getattr(experts, "low_rank", {})  # adapters beside the weights: models/experts/lora.py
+    low_rank = getattr(experts, "low_rank", {})  # adapters: models/experts/lora.py
     if name in low_rank:
         outputs = adapted_linear(rows, weight, low_rank[name](), where.offsets, **options)
     else:
         outputs = grouped_linear(rows, weight, where.offsets, **options)
     if not experts.has_bias:
         return outputs
-    # Of a bias that ranks have whole and whose outputs they sum, each adds a share
+    # Where ranks have the whole bias and their outputs are summed, each adds a share
     bias = getattr(experts, "bias_shares", {}).get(name, 1) * getattr(experts, f"{name}_bias")
     return add_bias(outputs, bias, where.experts, where.offsets)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether the module is one of `transformers`' stacked experts (`use_experts_implementation`, 5.23)."""
+    """Return whether the module is one of `transformers`' stacked experts (`use_experts_implementation`, 5.23)."""
     return hasattr(module, "is_transposed")
 
 
 def is_transposed_to_peft(experts: Any) -> bool:
-    """Whether peft knows that [experts, in, out] is that. Of a Llama 4's, which do not say so, it takes outputs for
-    inputs, so that its A and B are the other way round.
-    """
+    """Return whether peft treats the stack as [experts, in, out]. It mistakes a Llama 4's outputs for inputs, since the
+    module does not declare its layout, so that its A and B are swapped."""
     return getattr(experts, "is_transposed_to_peft", experts.is_transposed)
 
 
 def compute_experts(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """[N, D]: the weighted sum of what its experts make of each token. top_k_index, top_k_weights: [N, K]."""
+    """Return [N, D]: the weighted sum of the experts' outputs for each token. top_k_index, top_k_weights: [N, K]."""
     where = dispatch(top_k_index, experts.num_experts)
     rows = gather(hidden_states, where.tokens, where.positions)  # [S, D]
     weights = gather(top_k_weights.reshape(-1, 1), where.order, where.positions.view(-1, 1))  # [S, 1]
@@ -101,8 +102,8 @@ def compute_experts(
 
 
 def _weighs_inner(experts: Any) -> bool:
-    """Whether the weights come with SwiGLU, before the last projection. That gives the same where all that follows is
-    linear, and then the backward pass does not need the outputs of the experts."""
+    """Return whether the weights are applied with SwiGLU, before the last projection. The result is the same where all
+    later operations are linear, and then the backward pass does not need the outputs of the experts."""
     if experts.has_bias or experts.has_post_expert_norm or not experts.has_gate:
         return False
     return type(experts)._apply_gate is moe._default_apply_gate and isinstance(

@@ -1,8 +1,8 @@
 """Products of rows with the matrices of their groups, and their gradients.
 
-Rows are sorted by group, and `offsets` say where each group's rows end. torch's own grouped product (2.13) has no fp64,
-takes only bf16 while compiling and on the meta device, and needs rows whose bytes are a multiple of 16; the operator
-here has no such limits.
+Rows are sorted by group, and `offsets` hold where each group's rows end. torch's own grouped product (2.13) has no
+fp64, takes only bf16 while compiling and on the meta device, and needs rows whose bytes are a multiple of 16; the
+operator here has no such limits.
 
 S rows, E groups.
 """
@@ -19,17 +19,17 @@ _ALIGNMENT = 16  # bytes; `check_valid_strides_and_return_transposed` of ATen/na
 
 @library.custom_op("experts::grouped_mm", mutates_args=())
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """left [S, in] by right [E, in, out] gives [S, out]; left [out, S] by right [S, in] gives [E, out, in], zeros where
-    a group has no rows. offsets: int32 [E].
+    """Multiply left [S, in] by right [E, in, out] to [S, out]; or left [out, S] by right [S, in] to [E, out, in], zeros
+    where a group has no rows. offsets: int32 [E].
 
-    One kernel in bf16 on cards of compute capability 9 and 10; elsewhere torch multiplies group after group, for which
-    a card's host waits.
+    One kernel in bf16 on GPUs of compute capability 9 and 10; elsewhere torch multiplies group after group, and the
+    host waits for the GPU.
     """
     return multiply_groups(left, right, offsets)
 
 
 def multiply_groups(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """What `grouped_mm` is, for the operators that multiply more than once."""
+    """Compute `grouped_mm`, for the operators that multiply more than once."""
     if left.dtype is torch.float64 or not (_has_aligned_rows(left) and _has_aligned_rows(right)):
         return _multiply_each_group(left, right, offsets)
     return nn.functional.grouped_mm(_align(left), _align(right), offs=offsets)
@@ -47,7 +47,8 @@ def _has_aligned_rows(matrix: torch.Tensor) -> bool:
 
 
 def _align(matrix: torch.Tensor) -> torch.Tensor:
-    """A card's kernel reads from whole 16 bytes; a weight may lie anywhere in the buffer of an optimizer."""
+    """Copy a matrix that is not aligned: a GPU's kernel reads from whole 16 bytes, and a weight may lie anywhere in the
+    buffer of an optimizer."""
     return matrix.clone() if matrix.is_cuda and matrix.data_ptr() % _ALIGNMENT else matrix
 
 
@@ -63,7 +64,7 @@ def _multiply_each_group(left: torch.Tensor, right: torch.Tensor, offsets: torch
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """rows may be source[tokens]: then those are kept for the backward pass, and the rows are made again."""
+    """rows may be source[tokens]: then those are kept for the backward pass, and the rows are gathered again."""
 
     @staticmethod
     def forward(
@@ -84,14 +85,14 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         weight, offsets, rows, tokens = context.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = of_weight = None
+        row_gradients = weight_gradient = None
         if context.needs_input_grad[0]:
-            of_rows = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
+            row_gradients = grouped_mm(gradient, weight.transpose(1, 2) if context.transposed else weight, offsets)
         if context.needs_input_grad[1]:
             rows = (rows if tokens is None else rows.index_select(0, tokens)).to(gradient.dtype)
             left, right = (rows, gradient) if context.transposed else (gradient, rows)
-            of_weight = grouped_mm(left.t(), right, offsets)
-        return of_rows, of_weight, None, None, None, None
+            weight_gradient = grouped_mm(left.t(), right, offsets)
+        return row_gradients, weight_gradient, None, None, None, None
 
 
 def grouped_linear(
@@ -103,7 +104,7 @@ def grouped_linear(
     source: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row times its group's matrix: rows [S, in], weight [E, out, in] ([E, in, out] where transposed).
+    """Multiply each row by its group's matrix: rows [S, in], weight [E, out, in] ([E, in, out] where transposed).
 
     offsets: int32 [E], where each group's rows end. source, tokens: rows are source[tokens], and the backward pass may
     gather them again instead of keeping them. Returns [S, out].

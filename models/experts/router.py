@@ -1,12 +1,11 @@
-"""The routers of a mixture of experts: the losses that balance them, how their tokens are counted, and the bias that
+"""The routers of a mixture of experts: the losses that balance them, the counts of their tokens, and the bias that
 balances them without a loss.
 
-A layer's router scores its tokens as it runs, so that is where its losses are made: what it returns carries their
-gradient (`attach`), and passes on all else unchanged. They are sums over the tokens of a micro-batch times factors that
-the run sets once a step, so they add up to the means over the global batch that docs/models.md defines, as the loss
-itself does.
+A layer's router scores its tokens as it runs, so its losses are computed there: its outputs carry their gradient
+(`attach`), and are otherwise unchanged. They are sums over the tokens of a micro-batch times factors that the run sets
+once a step, so they add up to the means over the global batch that docs/models.md defines, as the loss itself does.
 
-Padding counts for nothing. N tokens of a micro-batch, its rows end to end, K experts a token, E experts.
+Padding is not counted. N tokens of a micro-batch, its rows end to end, K experts a token, E experts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from models.parallel.shard import NO_CP, ContextParallel, sum_parts
 
 
 class Scores(Enum):
-    """What a router makes of its logits before it chooses."""
+    """The function that a router applies to its logits before it chooses."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
@@ -84,21 +83,21 @@ class RoutedBlock:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added to the scores for the choice of experts alone: one number each, in any shape."""
+        """The bias added to the scores for the choice of experts only: one number per expert, in any shape."""
         return None if self.keeper is None else getattr(self.keeper, _BIAS)
 
     def widen_bias(self) -> None:
-        """Makes it fp32: in bf16, small steps would be lost in it."""
+        """Convert it to fp32: in bf16, small steps would be lost in it."""
         if self.keeper is not None:
             setattr(self.keeper, _BIAS, getattr(self.keeper, _BIAS).float())
 
 
-_OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that do not return what RoutedBlock says
+_OTHER_ROUTERS = ("Linear", "Llama4Router")  # those that return something other than RoutedBlock describes
 
 
 def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size) -> RoutedBlock | None:
-    """None for a dense layer, and where the router does not say what was chosen. shape: of a parameter, where that is
-    cut over replicas."""
+    """Return the layer's mixture of experts; None for a dense layer, and where the router does not return its choices.
+    shape: returns the shape of a parameter, which may be sharded over replicas."""
     for name, _ in layer.named_modules():
         parent = layer.get_submodule(name.rpartition(".")[0])
         router = getattr(parent, "gate", None) or getattr(parent, "router", None)
@@ -110,8 +109,8 @@ def find_block(layer: nn.Module, shape: Callable[[torch.Tensor], torch.Size] = t
 
 
 def fit_options(options: RouterOptions, config: PretrainedConfig, layers: Sequence[Layer]) -> RouterOptions | None:
-    """With the scores of the model's routers; None for a dense model. Raises UserError for an option that means nothing
-    to the model."""
+    """Return the options with the scores of the model's routers; None for a dense model. Raises UserError for an option
+    that does not apply to the model."""
     block = _find_first_block(config, layers)
     if block is None:
         for key, value in asdict(options).items():
@@ -140,10 +139,10 @@ def _find_first_block(config: PretrainedConfig, layers: Sequence[Layer]) -> Rout
 
 
 class RouterMonitor:
-    """The hook behind one layer's router: counts the tokens of each expert, and attaches the losses.
+    """The hook after one layer's router: counts the tokens of each expert, and attaches the losses.
 
-    In a training pass alone, and once, however often the layer is recomputed. counts: int64 [E], tokens of each expert.
-    sums: float64 [2], the balance and the z-loss. factors: fp32 [2], what the gradient of each sum is.
+    In training passes only, and once, however often the layer is recomputed. counts: int64 [E], tokens of each expert.
+    sums: float64 [2], the balance and the z-loss. factors: fp32 [2], the gradient of each sum.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class RouterMonitor:
         return logits, weights, indices
 
     def _compute_losses(self, logits: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments) -> torch.Tensor:
-        """[2], the sums of a micro-batch; 0 for a loss that is off."""
+        """Return [2], the sums of a micro-batch; 0 for a loss that is off."""
         options = self._options
         if not options.has_losses:
             return logits.new_zeros(2)
@@ -190,7 +189,7 @@ class RouterMonitor:
 
 
 def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """[N, E]: a router's scores of all experts, as a distribution."""
+    """Return [N, E]: a router's scores of all experts, as a distribution."""
     if scores is Scores.softmax:
         return logits.softmax(dim=-1)
     affinities = logits.sigmoid()
@@ -200,15 +199,15 @@ def compute_probabilities(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
 def compute_balance_loss(
     probabilities: torch.Tensor, indices: torch.Tensor, tokens: TokenDocuments, sequence_part: ContextParallel = NO_CP
 ) -> torch.Tensor:
-    """The sum over the documents of sum_i f_i P_i (2412.19437, equations 17 to 20): 1 for a document whose tokens
-    spread evenly. f_i: E / K times the share of the document's tokens that go to expert i, P_i: their mean probability
-    of it.
+    """Return the sum over the documents of sum_i f_i P_i (2412.19437, equations 17 to 20): 1 for a document whose
+    tokens spread evenly. f_i: E / K times the share of the document's tokens that go to expert i, P_i: their mean
+    probability of it.
 
-    probabilities: [N, E], differentiable. indices: [N, K], the experts of each token. sequence_part: what these tokens
-    are of each row; f_i is of whole documents, and the sum has these tokens' terms of P_i.
+    probabilities: [N, E], differentiable. indices: [N, K], the experts of each token. sequence_part: the part of each
+    row that these tokens are; f_i is of whole documents, and the sum has these tokens' terms of P_i.
     """
     num_experts, num_chosen = probabilities.shape[1], indices.shape[1]
-    # of each document's tokens to each expert, [C, E]
+    # tokens of each document at each expert, [C, E]
     counts = probabilities.new_zeros(len(tokens.lengths), num_experts)
     real = tokens.is_real.to(probabilities.dtype)
     pairs = (tokens.documents.unsqueeze(1) * num_experts + indices).flatten()
@@ -223,10 +222,10 @@ def compute_balance_loss(
 def tally(
     indices: torch.Tensor, is_real: torch.Tensor, losses: torch.Tensor, counts: torch.Tensor, sums: torch.Tensor
 ) -> None:
-    """Adds a micro-batch's tokens to `counts`, and its losses to `sums`; nothing while a layer runs again.
+    """Add a micro-batch's tokens to `counts`, and its losses to `sums`; does nothing while a layer is recomputed.
 
-    It runs again for a backward pass and within it, be it compiled or not: so this looks when it is executed, and is
-    one operator to the compiler.
+    It runs again for a backward pass and within it, compiled or not: so this check is made at execution, in one
+    operator that the compiler does not open.
     """
     if torch._C._current_graph_task_id() == -1:  # no backward pass is running in this thread
         real = is_real.to(counts.dtype).unsqueeze(1).expand_as(indices)
@@ -235,7 +234,7 @@ def tally(
 
 
 def attach(tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose backward pass is the loss's too, with a gradient of 1."""
+    """Return the tensor, with a backward pass that also runs the loss's, with a gradient of 1."""
     return _Attach.apply(tensor, loss)
 
 

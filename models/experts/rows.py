@@ -1,8 +1,7 @@
-"""From tokens to rows and back, and what is computed of each row; memory and passes over it are what counts here.
+"""Gathering tokens into rows, combining rows into tokens, and elementwise work on rows, with few passes over memory.
 
-A token has K rows, one at each of its experts. Gathering rows and summing the rows of a token are each other's
-backward pass. Every sum is taken where its result belongs, so it is deterministic, and no tensor is made only to be in
-another order.
+A token has K rows, one at each of its experts. Gathering rows and summing the rows of a token are each other's backward
+pass. Every sum is computed at its destination, so it is deterministic, and no tensor is copied only to reorder it.
 
 N tokens, K experts a token, S = N x K rows, sorted by expert, D hidden, I intermediate.
 """
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-_BLOCK_NUMEL = 2**16  # of a block's widest tensor: what is computed of it stays in a core's cache
+_BLOCK_NUMEL = 2**16  # of a block's widest tensor: intermediate results stay in a core's cache
 
 
 class _Gather(torch.autograd.Function):
@@ -43,17 +42,18 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_rows(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """rows [S, D], positions [N, K]: [N, D], each the sum of K rows in fp32."""
+    """Return [N, D], each the sum of K rows in fp32. rows [S, D], positions [N, K]."""
     return F.embedding_bag(positions, rows.detach(), mode="sum")
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """source [N, D], index [S]: source[index], [S, D]. positions: [N, K], the rows that are made of each of source."""
+    """Return source[index], [S, D]. source [N, D], index [S]. positions: [N, K], the rows that each row of source is
+    gathered into."""
     return _Gather.apply(source, index, positions)  # type: ignore[no-any-return]
 
 
 def combine(rows: torch.Tensor, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """rows [S, D], positions [N, K]: [N, D], the sum of each token's rows. index: [S], the token of each row."""
+    """Return [N, D], the sum of each token's rows. rows [S, D], positions [N, K]. index: [S], the token of each row."""
     return _Combine.apply(rows, index, positions)  # type: ignore[no-any-return]
 
 
@@ -74,13 +74,13 @@ class _AddBias(torch.autograd.Function):
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """rows [S, D] plus bias[experts], bias [E, D]. experts: int64 [S], sorted. offsets: int32 [E], where each expert's
-    rows end."""
+    """Return rows [S, D] plus bias[experts], bias [E, D]. experts: int64 [S], sorted. offsets: int32 [E], where each
+    expert's rows end."""
     return _AddBias.apply(rows, bias, experts, offsets)  # type: ignore[no-any-return]
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs alone, and makes the rest again."""
+    """Keeps only its inputs for the backward pass, and recomputes the rest."""
 
     @staticmethod
     def forward(context: Any, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -94,16 +94,16 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         gate_up, weights = context.saved_tensors
-        of_gate_up, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+        grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.empty_like(weights)
         for block in _list_blocks(gate_up):
             gate, up = gate_up[block].chunk(2, dim=-1)
-            of_gate, of_up = of_gate_up[block].chunk(2, dim=-1)
+            grad_gate, grad_up = grad_gate_up[block].chunk(2, dim=-1)
             unweighted = F.silu(gate).mul_(gradient[block])
-            of_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
-            _write_product(of_up, unweighted, weights[block])
-            of_activated = (gradient[block] * up).mul_(weights[block])
-            _write_silu_gradient(of_gate, of_activated, gate)
-        return of_gate_up, of_weights
+            grad_weights[block] = (unweighted * up).sum(dim=-1, keepdim=True)
+            _write_product(grad_up, unweighted, weights[block])
+            grad_activated = (gradient[block] * up).mul_(weights[block])
+            _write_silu_gradient(grad_gate, grad_activated, gate)
+        return grad_gate_up, grad_weights
 
 
 # The compiler does not let an operator write into a part of a tensor (torch 2.13, gb0242), and does not need it to.
@@ -122,7 +122,8 @@ def _write_silu_gradient(target: torch.Tensor, gradient: torch.Tensor, inputs: t
 
 
 def _list_blocks(rows: torch.Tensor) -> Iterator[slice]:
-    """A CPU takes few rows at a time; a card, and the compiler, which fuses these operations, all at once."""
+    """Yield slices of rows: few rows at a time on a CPU; all at once on a GPU, and for the compiler, which fuses these
+    operations."""
     whole = rows.device.type != "cpu" or torch.compiler.is_compiling()
     size = max(1, len(rows) if whole else _BLOCK_NUMEL // rows.shape[1])
     for start in range(0, len(rows), size):
@@ -130,5 +131,5 @@ def _list_blocks(rows: torch.Tensor) -> Iterator[slice]:
 
 
 def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """weights x silu(gate) x up: gate_up [S, 2 x I], weights [S, 1]. Returns [S, I]."""
+    """Return weights x silu(gate) x up, [S, I]: gate_up [S, 2 x I], weights [S, 1]."""
     return _WeightedSwiGLU.apply(gate_up, weights)  # type: ignore[no-any-return]

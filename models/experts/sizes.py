@@ -1,4 +1,4 @@
-"""How much of a layer a token uses: of a mixture's experts those that are chosen, of all else everything."""
+"""The share of a layer that a token uses: the chosen ones of a mixture's experts, and all other parameters."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PretrainedConfig
 
-# As transformers' configs name them (5.23); most have several of these names for one number
+# Names in transformers' configs (5.23); most have several of these names for one number
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 NUM_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 def count_experts(config: PretrainedConfig) -> tuple[int, int]:
-    """(experts that a token chooses, experts to choose from); (1, 1) of a dense model."""
+    """Return (experts that a token chooses, experts to choose from); (1, 1) for a dense model."""
     chosen, available = (_read_first(config, names) for names in (NUM_CHOSEN, NUM_EXPERTS))
     return (chosen, available) if chosen and available else (1, 1)
 
@@ -23,7 +23,7 @@ def _read_first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 
 
 def active_share(name: str, config: PretrainedConfig) -> float:
-    """The share of a parameter that a token uses: routed experts are chosen, k of n; all else is used whole.
+    """Return the share of a parameter that a token uses: k of n for routed experts, 1 for all others.
 
     name: of the parameter in its layer's module.
     """
@@ -34,8 +34,8 @@ def active_share(name: str, config: PretrainedConfig) -> float:
 
 
 def list_matrices(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(part, name, parameter) of the matrices in a layer's module: without the biases of stacked experts, which have
-    two dimensions too."""
+    """Yield (part, name, parameter) of the matrices in a layer's module: without the biases of stacked experts, which
+    have two dimensions too."""
     for prefix, part in module.named_modules():
         for name, parameter in part.named_parameters(prefix, recurse=False):
             if parameter.ndim > 1 and not name.endswith("bias"):

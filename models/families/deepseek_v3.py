@@ -27,9 +27,8 @@ class FinalNorm(PipelineNorm, DeepseekV3RMSNorm):
 
 
 def tensor_parallel_plan(config: DeepseekV3Config) -> Styles:
-    """Heads are cut behind the compressed queries, keys and values, which each rank has whole; the router too. Dense
-    layers have the MLP's parts, the others the experts'.
-    """
+    """Return the plan: heads are cut after the compressed queries, keys and values, which each rank has whole, as it
+    has the router. Dense layers have the MLP's parts, the others the experts'."""
     whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     attention = {
         "q_proj": Style.COLUMN,

@@ -1,7 +1,7 @@
 """Gemma 2 (2408.00118): scaled embedding, soft caps on attention scores and logits, windows in every other layer, tied
 head.
 
-The cap on the logits is the loss's business (`models.losses.cross_entropy.build_loss`); the one on attention scores
+The cap on the logits is applied in the loss (`models.losses.cross_entropy.build_loss`); the one on attention scores
 rules out SDPA.
 """
 

@@ -1,6 +1,6 @@
-"""GPT-2, and the anatomy of GPT-3: learned positions, biases everywhere, layer norms, dropout, tied head.
+"""GPT-2, and the architecture of GPT-3: learned positions, biases everywhere, layer norms, dropout, tied head.
 
-The position table is a layer of its own behind the token embedding: a tied head shares the token embedding alone.
+The position table is a layer of its own after the token embedding: a tied head shares the token embedding alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PositionEmbedding(nn.Embedding):
     """Adds the learned position to the token embedding."""
 
     sequence_part: ContextParallel = NO_CP
-    hidden_part: ContextParallel = NO_CP  # of that, where the ranks that share layers have parts
+    hidden_part: ContextParallel = NO_CP  # of that part, with sequence parallelism
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config.max_position_embeddings, config.hidden_size)

@@ -1,7 +1,7 @@
 """gpt-oss (2508.10925): attention sinks, a window in every other layer, experts with a gate of their own and biases.
 
 A sink is a learned score of each head that takes part in the softmax and has no value. SDPA cannot do that, so scores
-of [B, heads, T, T] are made. Experts are stacked on disk too, their matrices transposed, gate and up by turns.
+of [B, heads, T, T] are made. Experts are stacked on disk too, their matrices transposed, gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FinalNorm(PipelineNorm, GptOssRMSNorm):
 
 
 def tensor_parallel_plan(config: GptOssConfig) -> Styles:
-    """`transformers` publishes one for expert parallelism alone."""
+    """Return the plan; `transformers` publishes one for expert parallelism alone."""
     return {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Style.COLUMN),
         "self_attn.o_proj": Style.ROW,

@@ -1,4 +1,4 @@
-"""Llama 4 (text): attention in chunks, layers without positions, experts that weigh what goes into them.
+"""Llama 4 (text): attention in chunks, layers without positions, experts that scale their inputs.
 
 Two parts differ from transformers' (5.23): its experts multiply every token by every expert's matrices, most of them
 zeros, and its layers without positions scale queries by their place in the row, not in their document.
@@ -38,8 +38,8 @@ tensor_parallel_plan = read_published_plan
 
 
 class Context(MicroBatchContext):
-    """Gives layers without positions by what to scale queries (2501.19399): the longer the document up to a token, the
-    more."""
+    """Passes layers without positions the factors that scale queries (2501.19399): they grow with the length of the
+    document up to a token."""
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         config = self.config
@@ -83,7 +83,7 @@ class ScaledAttention(Llama4TextAttention):
 
 class Router(Llama4Router):
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """logits [N, E], weights [N, K], indices [N, K], as transformers' other routers return them."""
+        """Return logits [N, E], weights [N, K], indices [N, K], as transformers' other routers do."""
         logits = nn.Linear.forward(self, hidden_states)
         highest, indices = torch.topk(logits, self.top_k, dim=-1)
         return logits, highest.float().sigmoid().to(logits.dtype), indices
@@ -98,7 +98,7 @@ class Experts(Llama4TextExperts):
 
 
 class MoE(Llama4TextMoe):
-    """Computes of each token the experts that it has chosen."""
+    """Computes only the chosen experts of each token."""
 
     def __init__(self, config: Llama4TextConfig) -> None:
         super().__init__(config)

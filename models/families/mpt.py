@@ -1,6 +1,6 @@
 """MPT: ALiBi (2108.12409) in place of positions, no biases, tied head.
 
-`transformers` has one attention for it, written out: scores of [B, heads, T, T] are made, whatever
+`transformers` has one attention for it, computed inline: scores of [B, heads, T, T] are made, whatever
 `attn_implementation` says.
 """
 
@@ -18,7 +18,7 @@ from models.layers.decoder import FinalLayerNorm, Names, PipelineDecoderLayer, b
 from models.layers.layer import Fused, Layer, Style, Styles
 
 ATTENTION_IMPLEMENTATIONS = ("eager",)
-SEQUENCE_OBSTACLE = "transformers has its attention written out, with nothing to put an exchange around"
+SEQUENCE_OBSTACLE = "transformers computes its attention inline, with no function that could be replaced"
 NAMES = Names("transformer.wte.", "transformer.blocks.{}.", "transformer.norm_f.", "lm_head.")
 
 
@@ -30,7 +30,7 @@ class AlibiContext(MicroBatchContext):
 
     def __init__(self, config: MptConfig) -> None:
         super().__init__(config)
-        self.heads = slice(None)  # those of this rank
+        self.heads = slice(None)  # this rank's
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
         hidden_states = inputs[0]
@@ -39,7 +39,7 @@ class AlibiContext(MicroBatchContext):
 
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor:
         mask = super().build_mask(inputs, attention_type)
-        assert isinstance(mask, torch.Tensor)  # eager attention knows no other
+        assert isinstance(mask, torch.Tensor)  # eager attention takes no other
         return mask.to(torch.bool)  # [B or 1, 1, T, T]
 
 
@@ -71,11 +71,11 @@ def tensor_parallel_plan(config: MptConfig) -> Styles:
 
 
 def build_layers(config: MptConfig) -> list[Layer]:
-    """Raises UserError for what MosaicML's own code has and `transformers` leaves out silently."""
+    """Return the layers. Raises UserError for features of MosaicML's own code that `transformers` ignores silently."""
     for field, ignored in {"prefix_lm": False, "qk_ln": False, "alibi": True}.items():
         if getattr(config.attn_config, field) != ignored:
             raise UserError(
                 f"config.json: attn_config.{field}={getattr(config.attn_config, field)} "
-                "is not carried by transformers' MPT"
+                "is not supported by transformers' MPT"
             )
     return build_decoder(config, DecoderLayer, FinalNorm, AlibiContext(config), names=NAMES)

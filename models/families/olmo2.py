@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and feed-forward instead of before them, norms on queries and keys."""
+"""OLMo 2: norms after attention and feed-forward instead of before them, norms on queries and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class FinalNorm(PipelineNorm, Olmo2RMSNorm):
 
 
 def tensor_parallel_plan(config: Olmo2Config) -> Styles:
-    """transformers gathers queries and keys for their norms, which run over all heads; here the norms are cut too."""
+    """Return the plan: transformers gathers queries and keys for their norms, which run over all heads; here the norms
+    are sharded too."""
     attention = {
         "q_proj": Style.COLUMN,
         "k_proj": Style.COLUMN,

@@ -26,7 +26,8 @@ class FinalNorm(PipelineNorm, Phi3RMSNorm):
 
 
 def tensor_parallel_plan(config: Phi3Config) -> Styles:
-    """transformers cuts without regard to q, k and v, and gathers; here each is cut by itself."""
+    """Return the plan: transformers cuts the fused projections without regard to q, k and v, and gathers; here each is
+    sharded by itself."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     return {

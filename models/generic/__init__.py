@@ -1,2 +1,2 @@
-"""Families without a file in models/: their layers from the parts of the model that `transformers` has of them, and the
-proof that these parts are the model."""
+"""Families without a file in models/: layers built from the model's parts in `transformers`, and the proof that these
+layers compute the same as the model."""

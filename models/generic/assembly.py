@@ -1,4 +1,4 @@
-"""The layers of a family without a file: its embedding, decoder layers, head, and what its backbone does around
+"""Builds the layers of a family without a file: embedding, decoder layers, head, and what its backbone does around
 them."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import PretrainedConfig
 from errors import UserError
 from models.generic.backbone import Backbone, find_name, has_weights
 from models.generic.parts import (
+    BackboneBiasedHead,
     BackboneContext,
     BackboneDecoderLayer,
+    BackboneEmbedding,
+    BackboneHead,
     FinalNorm,
     Finish,
     Preparation,
-    TrunkBiasedHead,
-    TrunkEmbedding,
-    TrunkHead,
     hand_scaled_to_loss,
 )
 from models.generic.shrink import build_small, restore_dropout, shrink
@@ -34,8 +34,8 @@ from models.layers.layer import Layer
 class BackboneSpec:
     """The parts of a backbone that hold weights, by name and in the order of the forward pass.
 
-    embedding: of the tokens. before: what comes in front of the layers. after: what comes behind them.
-    prepares: whether the backbone changes embeddings. finishes: whether it does more behind the layers than call
+    embedding: the token embedding. before: parts that run before the layers. after: parts that run after them.
+    prepares: whether the backbone changes embeddings. finishes: whether it does more after the layers than call
     `after`.
     """
 
@@ -50,7 +50,8 @@ _known: dict[str, BackboneSpec] = {}  # by config
 
 
 def assemble(config: PretrainedConfig) -> list[Layer]:
-    """The layers. Raises UserError for a model that they cannot stand for."""
+    """Return the pipeline layers of the model that `config` describes. Raises UserError for a model that layers cannot
+    represent."""
     spec = read_backbone_spec(config)
     backbone = Backbone(config)
     prefix = f"{backbone.name}."
@@ -61,7 +62,7 @@ def assemble(config: PretrainedConfig) -> list[Layer]:
     layers = [
         Layer(
             f"{prefix}{spec.embedding}.",
-            _derive(TrunkEmbedding, embedding),
+            _derive(BackboneEmbedding, embedding),
             (embedding, backbone if prepares_alone else None),
             tied_key,
         )
@@ -83,7 +84,8 @@ def assemble(config: PretrainedConfig) -> list[Layer]:
 
 
 def read_backbone_spec(config: PretrainedConfig) -> BackboneSpec:
-    """What a small model of the same config does with its parts. Raises UserError where layers are not all there is."""
+    """Run a small model of the same config and return how its backbone uses its parts. Raises UserError where the model
+    does something that layers cannot represent."""
     key = config.to_json_string(use_diff=False)
     if key not in _known:
         _known[key] = _watch(restore_dropout(shrink(config), config))
@@ -97,7 +99,7 @@ def _watch(config: PretrainedConfig) -> BackboneSpec:
     owner, _, embedding = embedding.rpartition(".")
     if owner != backbone.name:
         raise UserError(
-            f"its embedding is '{owner}.{embedding}' and its layers are in '{backbone.name}', not beside it"
+            f"its embedding is '{owner}.{embedding}' and its layers are in '{backbone.name}', not next to it"
         )
     layers = list(getattr(found, backbone.list_name))
     calls: list[tuple[str, Any, Any]] = []  # name, first input, output
@@ -124,7 +126,7 @@ def _watch(config: PretrainedConfig) -> BackboneSpec:
     before, between, after = names[:first], set(names[first : last + 1]), names[last + 1 : -1]
     parts = {name for name, part in backbone.parts.items() if has_weights(part)}
     if strange := (between - {""}) | (parts - set(names)) | (set(before) & set(after)):
-        raise UserError(f"its part '{min(strange)}' is not used once, in front of the layers or behind them")
+        raise UserError(f"its part '{min(strange)}' is not used exactly once, before or after the layers")
     if not before or before[0] != embedding:
         raise UserError(f"'{embedding}' is not the first of its parts that is used")
     finished = calls[-2][2] if after else calls[last][2]
@@ -138,14 +140,15 @@ def _watch(config: PretrainedConfig) -> BackboneSpec:
 
 
 def _refuse_what_depends_on_weights(backbone: Backbone) -> None:
-    """A stage has the weights of its own layers, so positions are all that layers can be given beside hidden states."""
+    """Refuse layers that are called with tensors other than hidden states that depend on weights or tokens. A stage has
+    only its own layers' weights, so such arguments can depend on positions only."""
     position_ids = torch.arange(4).unsqueeze(0)
     for index, given in enumerate(backbone.read_arguments(torch.zeros(1, 4, 1), position_ids, lambda *kind: None)):
         for name, value in given.items():
             if any(tensor.isnan().any() for tensor in _list_tensors(value)):
                 raise UserError(
-                    f"its layer {index} is given '{name}' beside hidden states, which depends on weights or tokens; "
-                    "only hidden states and integers cross a boundary between stages"
+                    f"its layer {index} is given '{name}' in addition to hidden states, which depends on weights or "
+                    "tokens; only hidden states and integers cross a boundary between stages"
                 )
 
 
@@ -157,7 +160,8 @@ def _list_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _derive(mixin: type[nn.Module], template: nn.Module, name: str | None = None) -> type[nn.Module]:
-    """name: `transformers` tells by the name of a norm's class how it starts."""
+    """Return a class of `mixin` and the template's class. name: of the class; `transformers` recognizes norms by it
+    when it initializes weights."""
     return type(name or mixin.__name__, (mixin, type(template)), {})
 
 
@@ -165,8 +169,8 @@ def _make_head(backbone: Backbone, embedding: Layer) -> Layer:
     head: Any = backbone.model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UserError(f"its head is a {type(head).__name__}, not a matrix")
-    before, behind = backbone.read_head()
-    factor = before * behind
+    before, after = backbone.read_head()
+    factor = before * after
     if embedding.tied_key is not None:
         if head.bias is not None:
             raise UserError("its head is the embedding and has a bias")
@@ -176,7 +180,7 @@ def _make_head(backbone: Backbone, embedding: Layer) -> Layer:
         )
     name = f"{find_name(backbone.model, head)}."
     if head.bias is None:
-        return Layer(name, TrunkHead, (head, factor))
+        return Layer(name, BackboneHead, (head, factor))
     if factor != 1:
         raise UserError("its head has a bias and its logits are scaled")
-    return Layer(name, TrunkBiasedHead, (head,))
+    return Layer(name, BackboneBiasedHead, (head,))

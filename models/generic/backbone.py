@@ -1,8 +1,8 @@
-"""What a model does around its decoder layers, read from its own forward pass.
+"""Reads what a model does around its decoder layers from its own forward pass.
 
 The *backbone* is the module that runs the decoder layers: it scales or normalizes embeddings, adds positions, derives
-masks and rotary angles, hands each layer what it needs, and has a norm at the end. Rather than knowing this of each
-family, its own `forward` is called with something else in the places of its layers and of whatever holds weights.
+masks and rotary angles, passes each layer its arguments, and has a norm at the end. Instead of encoding this for each
+family, its own `forward` is called with stubs in place of its layers and of everything that holds weights.
 
 B micro-batch, T sequence, D hidden.
 """
@@ -21,18 +21,18 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, masking_utils
 
 from errors import UserError
-from models.generic.module_stubs import ModuleStub, StopForward, TrunkOutputs, replace_child, substitute, with_others
+from models.generic.module_stubs import BackboneOutputs, ModuleStub, StopForward, replace_child, substitute, with_others
 from models.losses.cross_entropy import get_softcap
 
 # The functions of `transformers` (5.23) that make masks, and the kind of attention that each is for. None: recurrent
-# layers, which need none, since padding is behind the tokens.
+# layers, which need none, since padding comes after the tokens.
 _MASK_KINDS: dict[str, str | None] = {
     "create_causal_mask": "full_attention",
     "create_sliding_window_causal_mask": "sliding_attention",
     "create_chunked_causal_mask": "chunked_attention",
     "create_recurrent_attention_mask": None,
 }
-# Of a kind of attention, and whether it has to be a tensor though causality is all that it says
+# Takes a kind of attention, and whether the mask must be a tensor even where it is only causal
 MakeMask = Callable[[str, bool], Any]
 _MOST_OUTPUTS = 4  # more than any layer of transformers returns
 Parts = Mapping[str, Callable[..., Any]]  # the children of a backbone that have weights, by name
@@ -41,13 +41,17 @@ Parts = Mapping[str, Callable[..., Any]]  # the children of a backbone that have
 class Backbone:
     """The backbone of the model that `config` describes, on the meta device: it has no weights.
 
-    What follows from the config alone, such as rotary frequencies, is real, and moves to the device of the inputs.
-    name: the backbone's in the model. layers: its decoder layers. parts: its other children, by name.
-    embedding: the name of the one of tokens.
+    Buffers that follow from the config alone, such as rotary frequencies, are real, and move to the device of the
+    inputs.
+    name: the backbone's name in the model.
+    layers: its decoder layers.
+    parts: its other children, by name.
+    embedding: the name of the token embedding.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Raises UserError for a model without a list of layers between embeddings and a head."""
+        """Build the model on the meta device. Raises UserError for a model without a list of layers between embeddings
+        and a head."""
         built_from = copy.deepcopy(config)
         built_from._attn_implementation = "eager"  # `config` chooses the kernel; its package may be missing here
         with torch.device("meta"):
@@ -63,17 +67,16 @@ class Backbone:
         self._make_mask: MakeMask = _make_none
         self._forward = self._use_our_masks(inspect.unwrap(type(self.module).forward))
         if "inputs_embeds" not in inspect.signature(self._forward).parameters:
-            raise UserError(f"'{self.name}', which runs its layers, takes no embeddings of tokens")
+            raise UserError(f"'{self.name}', which runs its layers, does not take token embeddings")
         self._num_outputs = self._count_outputs()
 
     def prepare(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, parts: Parts, training: bool
     ) -> torch.Tensor:
-        """What the first layer gets. embeddings: [B, T, D], of the tokens. position_ids: [B, T]. training: with
-        dropout.
+        """Return the input of the first layer, [B, T, D].
 
-        They come from a stand-in for the embedding, since a backbone may scale what it has looked up itself
-        (falcon_h1).
+        embeddings: token embeddings [B, T, D]. position_ids: [B, T]. training: with dropout. The embeddings come from a
+        stub of the embedding module, since a backbone may scale the embeddings that it looked up itself (falcon_h1).
         """
 
         def stop(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -83,9 +86,10 @@ class Backbone:
         return self._run(embeddings, position_ids, [stop], {**parts, **looked_up}, looks_up=True, training=training)
 
     def read_arguments(self, inputs: torch.Tensor, position_ids: torch.Tensor, make_mask: MakeMask) -> list[Any]:
-        """What each layer is called with beside hidden states: a dict by the names of its parameters.
+        """Return the arguments of each layer other than hidden states: one dict per layer, by parameter name.
 
-        inputs: of their shape [B, T, ...], dtype and device. What depends on weights or on hidden states is NaN.
+        inputs: a tensor with the shape [B, T, ...], dtype and device of the hidden states; its values do not matter.
+        Arguments that depend on weights or on hidden states are NaN.
         """
         arguments: list[dict[str, Any]] = []
 
@@ -102,31 +106,31 @@ class Backbone:
     def finish(
         self, hidden_states: torch.Tensor, position_ids: torch.Tensor, parts: Parts, training: bool
     ) -> torch.Tensor:
-        """What the backbone makes of the hidden states [B, T, D] behind its last layer."""
+        """Return the backbone's output for the hidden states [B, T, D] after its last layer."""
         unknown = hidden_states.new_full((*hidden_states.shape[:2], 1), torch.nan)
         layers = [lambda other, given: hidden_states] * len(self.layers)
         return self._run(unknown, position_ids, layers, parts, training=training)
 
     def read_head(self) -> tuple[float, float]:
-        """By what the model multiplies hidden states in front of its head, and logits behind it.
+        """Return the factors by which the model multiplies hidden states before its head, and logits after it.
 
-        A cap that `get_softcap` finds is left to the loss. Raises UserError for anything else.
+        A cap that `get_softcap` finds is left to the loss. Raises UserError for any other operation.
         """
         head: Any = self.model.get_output_embeddings()
         hidden_states = torch.linspace(0.5, 2, 2 * head.in_features, dtype=torch.float64).view(1, 2, -1)
         product = torch.tensor([[[1.0, 2.0, 4.0], [-1.0, 0.25, -8.0]]], dtype=torch.float64)
         arrived: list[torch.Tensor] = []
 
-        def stand_for_trunk(*args: Any, **given: Any) -> TrunkOutputs:
-            return TrunkOutputs(last_hidden_state=hidden_states)
+        def stub_backbone(*args: Any, **given: Any) -> BackboneOutputs:
+            return BackboneOutputs(last_hidden_state=hidden_states)
 
-        def stand_for_head(inputs: torch.Tensor) -> torch.Tensor:
+        def stub_head(inputs: torch.Tensor) -> torch.Tensor:
             arrived.append(inputs)
             return product
 
         with (
-            substitute(self.model, self.name, stand_for_trunk),
-            substitute(self.model, find_name(self.model, head), stand_for_head),
+            substitute(self.model, self.name, stub_backbone),
+            substitute(self.model, find_name(self.model, head), stub_head),
         ):
             logits = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         if len(arrived) != 1 or logits.shape != product.shape:
@@ -148,11 +152,12 @@ class Backbone:
         looks_up: bool = False,
         training: bool = False,
     ) -> torch.Tensor:
-        """The backbone's own forward pass, with `layers` for the first of its layers, and `parts` for those with
-        weights.
+        """Run the backbone's own forward pass, with `layers` in place of the first of its layers, and `parts` in place
+        of those with weights.
 
         A layer gets hidden states and its arguments, and returns hidden states. looks_up: whether the backbone is
-        called with tokens, which mean nothing. Returns what the backbone does.
+        called with (meaningless) token ids instead of embeddings. Returns the backbone's output, or the hidden states
+        of StopForward.
         """
 
         def make_unknown(*args: Any, **given: Any) -> torch.Tensor:
@@ -166,7 +171,8 @@ class Backbone:
             else:
                 part.to(embeddings.device)
         places = [
-            ModuleStub(of, self._take_arguments(of, layer)) for of, layer in zip(self.layers, layers, strict=False)
+            ModuleStub(original, self._take_arguments(original, layer))
+            for original, layer in zip(self.layers, layers, strict=False)
         ]
         replace_child(self.module, self.list_name, places)
         self._make_mask = make_mask or _make_none
@@ -182,8 +188,8 @@ class Backbone:
             replace_child(self.module, self.list_name, [])
         return outputs[0]
 
-    def _take_arguments(self, of: nn.Module, layer: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-        signature = inspect.signature(of.forward)
+    def _take_arguments(self, original: nn.Module, layer: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        signature = inspect.signature(original.forward)
         first, *_ = signature.parameters
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +204,7 @@ class Backbone:
         return call
 
     def _count_outputs(self) -> int:
-        """How many things a layer returns, hidden states first; 0 for those alone, not in a tuple."""
+        """Return the length of the tuple that a layer returns, hidden states first; 0 where it returns a tensor."""
         sent, arrived = torch.zeros(1, 2, 1), []
 
         def send(hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -217,7 +223,7 @@ class Backbone:
         return 0
 
     def _use_our_masks(self, forward: FunctionType) -> FunctionType:
-        """The same function, for which the names of `transformers`' functions that make masks mean ours."""
+        """Return a copy of `forward` in which the names of `transformers`' mask functions refer to ours."""
         ours: dict[str, Any] = {
             name: self._answer(kind) for name, kind in _MASK_KINDS.items() if name in forward.__globals__
         }
@@ -232,13 +238,13 @@ class Backbone:
     def _answer(self, kind: str | None) -> Callable[..., Any]:
         def make(*args: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
             if any(given.get(name) is not None for name in ("or_mask_function", "and_mask_function")):
-                raise UserError("its attention sees more, or less, than the tokens before one in its document")
+                raise UserError("its attention sees more, or less, than the preceding tokens of the same document")
             return None if kind is None else self._make_mask(kind, not allow_is_causal_skip)
 
         return make
 
     def _make_all_masks(self, config: PretrainedConfig, **given: Any) -> Any:
-        """`create_masks_for_generate`: one mask, or one for each type of layer."""
+        """Stand in for `create_masks_for_generate`: one mask, or one per type of layer."""
         functions = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
         types = getattr(config, "layer_types", None)
         if not types:
@@ -254,7 +260,8 @@ class Backbone:
 
 
 def _take_defaults(config: PretrainedConfig, built_from: PretrainedConfig) -> None:
-    """What a model fills in of its config while it is built, and its layers read (falcon's num_ln_in_parallel_attn)."""
+    """Copy the fields that a model fills in while it is built, and that its layers read (falcon's
+    num_ln_in_parallel_attn)."""
     for name, value in vars(built_from).items():
         if not name.startswith("_") and value is not None and vars(config).get(name) is None:
             setattr(config, name, value)
@@ -265,7 +272,7 @@ def _make_none(kind: str, always: bool) -> None:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, str]:
-    """The name of the backbone, and that of its list of layers: the list that holds most of the model."""
+    """Return the name of the backbone and the name of its list of layers: the list with the most parameters."""
     sizes = {
         name: sum(parameter.numel() for parameter in part.parameters())
         for name, part in model.named_modules()
@@ -278,15 +285,15 @@ def _find_layers(model: nn.Module) -> tuple[str, str]:
 
 
 def _compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
-    """What follows from the config alone, of modules on the meta device: buffers, but for those of layers that are in
-    files. `transformers` computes them like initial weights, since it loads that way too; a module may compute those of
-    the modules in it."""
-    of_layers = {id(part) for layer in layers for part in layer.modules()}
+    """Compute the buffers that follow from the config alone, of modules on the meta device; not those of layers that
+    are stored in files. `transformers` computes them as it does initial weights, since it loads that way too; a module
+    may compute the buffers of its children."""
+    layer_parts = {id(part) for layer in layers for part in layer.modules()}
     stored = model.state_dict().keys()
     computed = False
     for prefix, part in model.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_meta and (id(part) not in of_layers or f"{prefix}.{name}" not in stored):
+            if buffer.is_meta and (id(part) not in layer_parts or f"{prefix}.{name}" not in stored):
                 setattr(part, name, torch.empty_like(buffer, device="cpu"))
                 computed = True
     if computed:
@@ -296,7 +303,7 @@ def _compute_buffers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Non
 
 
 def _read_factor(outputs: torch.Tensor, inputs: torch.Tensor) -> float | None:
-    """By what all of `inputs` was multiplied; None where it was not."""
+    """Return the factor by which all of `inputs` was multiplied; None where there is no single factor."""
     ratios = outputs / inputs
     factor = ratios.flatten()[0].item()
     return factor if torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-6, atol=0) else None

@@ -1,10 +1,10 @@
 """Families without a file in models/, which are most of `transformers`.
 
 Their decoder layers are those of `transformers`, and what a model does around them is read from its own forward pass
-(`models/generic/backbone.py`). That may miss something: what happens between two layers, or in the wrapper of a
-backbone. So before such a model is used it is proven: a small one of the same config, random weights, run here and by
-`transformers`, must give the same loss and the same gradients. What differs is refused, with the difference. Tensor
-parallelism follows the plan that `transformers` publishes (`base_model_tp_plan`).
+(`models/generic/backbone.py`). That may miss something: an operation between two layers, or in the wrapper of a
+backbone. So such a model is proven before it is used: a small one of the same config with random weights, run here and
+by `transformers`, must give the same loss and the same gradients. A model that differs is refused, and the message
+gives the difference. Tensor parallelism follows the plan that `transformers` publishes (`base_model_tp_plan`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from models.layers.packed_attention import FLASH, VARLEN
 from models.layers.sharding_styles import read_published_plan
 
 tensor_parallel_plan = read_published_plan
-_proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers is not the model
-_packs: dict[str, str | None] = {}  # a config -> how documents of a packed row see each other
+_proven: dict[str, str | None] = {}  # a config -> why a pipeline of its layers does not compute what the model does
+_packs: dict[str, str | None] = {}  # a config -> evidence that documents of a packed row see each other
 
 
 def build_layers(config: PretrainedConfig) -> list[Layer]:
-    """Raises UserError for a family whose layers in a pipeline are not the model, with the reason."""
+    """Return the layers of a family without a file. Raises UserError with the reason for a family whose layers in a
+    pipeline do not compute what the model does."""
     if (fault := _recall_fault(config)) is not None:
         raise UserError(
             f"model_type '{config.model_type}' has no file in models/, "
-            f"and a pipeline of its layers is not the model: {fault}. "
+            f"and a pipeline of its layers does not compute what the model does: {fault}. "
             "docs/add_a_model.md says how to write the file"
         )
     return assemble(config)
@@ -51,26 +52,29 @@ def _recall_fault(config: PretrainedConfig) -> str | None:
 
 
 def count_positions(config: PretrainedConfig) -> int | None:
-    """How many tokens a table of positions, in front of the layers or in one, has room for; None where there is none,
-    or `build_layers` refuses the model."""
+    """Return the number of positions of the smallest position table, before the layers or in one; None where there is
+    none, or `build_layers` refuses the model."""
     if _recall_fault(config) is not None:
         return None
     backbone = Backbone(config)
     tables = [
         part for name in read_backbone_spec(config).before if isinstance(part := backbone.parts[name], nn.Embedding)
     ]
-    counts = [table.num_embeddings - getattr(table, "offset", 0) for table in tables]  # an OPT's begins with two others
+    counts = [
+        table.num_embeddings - getattr(table, "offset", 0) for table in tables
+    ]  # OPT's begins with two extra rows
     length: int = getattr(config, "max_position_embeddings", 0)
     counts += [length for _, buffer in backbone.layers[0].named_buffers() if length in buffer.shape]
     return min(counts, default=None)
 
 
 def is_published(config: PretrainedConfig) -> bool:
+    """Return whether `transformers` has a causal language model for this config."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def list_attention(config: PretrainedConfig) -> tuple[str, ...]:
-    """The kernels that the family's attention can use, the first by default."""
+    """Return the attention implementations that the family can use, the default first."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     kernels = ["sdpa", VARLEN] if model_class._supports_sdpa else []
     flash = FLASH if model_class._supports_flash_attn else ()
@@ -78,8 +82,8 @@ def list_attention(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def passes_documents(config: PretrainedConfig) -> bool:
-    """Whether the layers hand on to their attention what it needs to keep packed documents apart without a mask: a
-    small model gives the same loss with it as with the mask."""
+    """Return whether the layers pass on to their attention what it needs to keep packed documents apart without a mask:
+    a small model gives the same loss with it as with the mask."""
     small = shrink(config)
     position_ids = torch.cat([torch.arange(9), torch.arange(15)]).repeat(2, 1)
     losses = []
@@ -96,7 +100,7 @@ def passes_documents(config: PretrainedConfig) -> bool:
 
 
 def find_leak(config: PretrainedConfig) -> str | None:
-    """What shows that documents of a packed row see each other; None where they do not."""
+    """Return evidence that documents of a packed row see each other; None where they do not."""
     key = config.to_json_string(use_diff=False)
     if key not in _packs:
         _packs[key] = _find_leak(config)
@@ -116,7 +120,8 @@ def _find_leak(config: PretrainedConfig) -> str | None:
 
 
 def find_fault(config: PretrainedConfig) -> str | None:
-    """Why a pipeline of a model's layers is not the model; None where it is, by a small model of the same config."""
+    """Return why a pipeline of a model's layers does not compute what the model does, as a small model of the same
+    config shows; None where it does."""
     try:
         small = shrink(config)
         small._attn_implementation = list_attention(config)[0]
@@ -127,17 +132,14 @@ def find_fault(config: PretrainedConfig) -> str | None:
     except Exception as error:  # other people's code, on a config it was not made for
         return f"a small model of this config cannot be run by its layers alone ({_locate(error)})"
     if worst < BOUND and padded >= BOUND:
-        return f"padding behind a row changes the row's loss, by {padded:.0e} in a small model"
+        return f"padding after a row changes the row's loss, by {padded:.0e} in a small model"
     if worst < BOUND:
         return None
-    return (
-        f"it does something else beside, since '{name}' of a small model differs by {worst:.0e} "
-        "from that of transformers"
-    )
+    return f"it does something more, since '{name}' of a small model differs by {worst:.0e} from that of transformers"
 
 
 def _locate(error: Exception) -> str:
-    """What was raised, and the line of the model's own code where it was."""
+    """Return the error in words, and the line of the model's own code that raised it."""
     words = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/models/" in frame.filename]
     own = [frame for frame in lines if frame.filename.endswith(f"/modeling_{Path(frame.filename).parent.name}.py")]

@@ -1,6 +1,5 @@
-"""Whether the documents of a packed row see nothing of each other: a small model of a family without a file here must
-give the same loss and gradients for them as for each document in a row of its own.
-"""
+"""Checks whether the documents of a packed row see nothing of each other: a small model of a family without a file must
+give the same loss and gradients for them as for each document in a row of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _LENGTHS = ((3, 9, 12), (7, 1, 16))  # of the documents of each row
 
 
 def compare_with_documents_alone(config: PretrainedConfig) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients, and of which tensor. For small models.
+    """Return the largest relative difference of loss and gradients, and the name of that tensor. For small models.
 
     In fp64: rows that are cut differently are summed in another order, and the gradients of some recurrent layers
     magnify that beyond the bound in fp32.

@@ -1,6 +1,6 @@
-"""Whether padding behind a row changes what a model makes of it: a row of a small model alone must give the same loss.
+"""Checks whether padding after a row changes its loss: a row of a small model alone must give the same loss.
 
-Where it does, a loss depends on what else is in the batch, in `transformers` too.
+Where padding changes it, a loss depends on what else is in the batch, in `transformers` too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from models.generic.proof import run_layers
 from models.generic.shrink import build_small
 from models.losses.cross_entropy import IGNORE_INDEX
 
-_LENGTHS = (100, 90, 10)  # of the rows that a small model is given: all but the first have padding behind them
+_LENGTHS = (100, 90, 10)  # of the rows that a small model is given: all but the first are followed by padding
 
 
 @torch.no_grad()
 def compare_with_rows_alone(config: PretrainedConfig) -> float:
-    """The relative difference of the losses, in float64. Runs both models; for small ones."""
+    """Return the relative difference of the losses, in float64. Runs both models; for small ones."""
     config = copy.deepcopy(config)
     config._experts_implementation = GROUPED
     for name in config.to_dict():

@@ -1,4 +1,4 @@
-"""The layers of a pipeline that are made of the parts of a `Backbone`. B micro-batch, T sequence, D hidden."""
+"""The pipeline layers that are made from the parts of a `Backbone`. B micro-batch, T sequence, D hidden."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.layers.packed_attention import FLASH, VARLEN
 
 
 class BackboneContext(MicroBatchContext):
-    """Gives each layer what its model would call it with."""
+    """Passes each layer the arguments that its model would call it with."""
 
     def __init__(self, config: PretrainedConfig, backbone: Backbone) -> None:
         super().__init__(config)
@@ -38,40 +38,41 @@ class BackboneContext(MicroBatchContext):
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
         given = self._arguments[layer_idx]
-        marks = [mark for mark in given.values() if isinstance(mark, _NoMask)]
+        placeholders = [value for value in given.values() if isinstance(value, _NoMask)]
         without = {name: None if isinstance(value, _NoMask) else value for name, value in given.items()}
-        return without if not marks else without | marks[0].instead
+        return without if not placeholders else without | placeholders[0].instead
 
     def _make_mask(self, inputs: Activations, kind: str, always: bool) -> Any:
-        """The mask of a kind of attention, or a mark for a kernel that gets something else instead of it."""
+        """Return the mask of a kind of attention, or a placeholder for a kernel that takes something else instead of a
+        mask."""
         derived = self.derive_by_type(inputs, kind)
         mask = derived.pop("attention_mask")
         takes_none = self.config._attn_implementation in (VARLEN, *FLASH)
         if takes_none and always:
-            raise ValueError(f"attn_implementation={self.config._attn_implementation} has no mask to give")
+            raise ValueError(f"attn_implementation={self.config._attn_implementation} makes no mask")
         if mask is None and always:
             return build_packed_mask(self.config, inputs[0], torch.ones_like(inputs[1]), None)
         return _NoMask(derived) if takes_none else mask
 
 
 class _NoMask:
-    """Stands for the mask of one kind of attention. instead: keywords of an attention that takes no mask."""
+    """A placeholder for the mask of one kind of attention. instead: keywords of an attention that takes no mask."""
 
     def __init__(self, instead: dict[str, Any]) -> None:
         self.instead = instead
 
 
 class BackboneDecoderLayer(PipelineDecoderLayer):
-    """Mixin before a decoder layer of `transformers`, which may return hidden states first of several things."""
+    """Mixin before a decoder layer of `transformers`, which may return a tuple with hidden states first."""
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: BackboneContext) -> None:
-        """Like the backbone's, which its model may have built with further arguments (bamba), and given buffers
+        """Copy the backbone's layer, which its model may have built with further arguments (bamba), and given buffers
         (falcon_h1)."""
         nn.Module.__init__(self)
         backbone = context.backbone
         vars(self).update(vars(copy.deepcopy(backbone.layers[layer_idx], {id(backbone.model.config): config})))
         materialize(self)
-        self.join(config, layer_idx, context)
+        self.attach_context(config, layer_idx, context)
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
         outputs: Any = super().transform(hidden_states, **given)
@@ -79,7 +80,7 @@ class BackboneDecoderLayer(PipelineDecoderLayer):
 
 
 class _Copy(nn.Module):
-    """Mixin before the class of `template`, which has no storage: a module like it that has."""
+    """Mixin before the class of `template`, which has no storage: a copy of the module with storage."""
 
     def __init__(self, template: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -88,9 +89,8 @@ class _Copy(nn.Module):
 
 
 def materialize(module: nn.Module) -> None:
-    """Parameters and buffers on the default device for those on the meta device: parameters of the default dtype, as
-    torch's own modules start, and NaN where a model of `transformers` says how they start (init=random).
-    """
+    """Replace parameters and buffers on the meta device by ones on the default device: parameters of the default dtype,
+    initialized as torch's own modules are, and NaN where a model of `transformers` initializes them (init=random)."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             unknown = torch.full(parameter.shape, torch.nan)
@@ -103,9 +103,8 @@ def materialize(module: nn.Module) -> None:
             reset()
 
 
-class TrunkEmbedding(_Copy, Embedding):
-    """Mixin before the class of a model's embedding. backbone: where it does something to embeddings, without
-    weights."""
+class BackboneEmbedding(_Copy, Embedding):
+    """Mixin before the class of a model's embedding. backbone: given where it changes embeddings without weights."""
 
     def __init__(self, template: nn.Module, backbone: Backbone | None) -> None:
         super().__init__(template)
@@ -118,10 +117,10 @@ class TrunkEmbedding(_Copy, Embedding):
         return embeddings, position_ids, segment_ids
 
 
-class TrunkParts(nn.Module):
+class BackboneParts(nn.Module):
     """Parts of a backbone that have weights, under their own names."""
 
-    sees_positions = True  # of whole rows
+    sees_positions = True  # of all tokens of a row
 
     def __init__(self, templates: Mapping[str, nn.Module], backbone: Backbone) -> None:
         super().__init__()
@@ -131,15 +130,15 @@ class TrunkParts(nn.Module):
         self.backbone = backbone
 
 
-class Preparation(TrunkParts):
-    """What a backbone does to embeddings in front of its layers: position tables, norms, projections."""
+class Preparation(BackboneParts):
+    """A layer for the backbone's operations on embeddings before its layers: position tables, norms, projections."""
 
     def forward(self, inputs: Activations) -> Activations:
         return self.backbone.prepare(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
 
 
-class Finish(TrunkParts):
-    """What a backbone does to hidden states behind its layers, where it is more than a norm."""
+class Finish(BackboneParts):
+    """A layer for the backbone's operations on hidden states after its layers, where they are more than a norm."""
 
     def forward(self, inputs: Activations) -> Activations:
         return self.backbone.finish(inputs[0], inputs[1], dict(self.named_children()), self.training), *inputs[1:]
@@ -152,8 +151,8 @@ class FinalNorm(_Copy):
         return super().forward(inputs[0]), *inputs[1:]  # type: ignore[misc]  # the norm's
 
 
-class TrunkHead(_Copy, LMHead):
-    """A model's head. factor: by which its logits are multiplied; so hidden states are."""
+class BackboneHead(_Copy, LMHead):
+    """A model's head. factor: by which its logits are multiplied; hidden states are multiplied instead."""
 
     def __init__(self, template: nn.Module, factor: float) -> None:
         super().__init__(template)
@@ -163,10 +162,10 @@ class TrunkHead(_Copy, LMHead):
         return super().forward((inputs[0] * self.factor, *inputs[1:]) if self.factor != 1 else inputs)
 
 
-class TrunkBiasedHead(_Copy, BiasedLMHead):
+class BackboneBiasedHead(_Copy, BiasedLMHead):
     pass
 
 
 def hand_scaled_to_loss(factor: float, module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-    """`hand_to_loss` for logits that are multiplied by `factor`."""
+    """Call `hand_to_loss` for logits that are multiplied by `factor`."""
     return hand_to_loss(module, (inputs[0] * factor, *inputs[1:]))

@@ -1,4 +1,4 @@
-"""Whether layers are the model that `transformers` has: a small one must give the same loss and gradients."""
+"""Proves that layers compute what `transformers` does: a small model must give the same loss and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ BOUND = 1e-5  # of a relative difference, in fp32
 def compare_with_transformers(
     config: PretrainedConfig, build_layers: Callable[[PretrainedConfig], list[Layer]] = assemble
 ) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients, and of which tensor. Runs both models; for small ones."""
+    """Return the largest relative difference of loss and gradients, and the name of that tensor. Runs both models; for
+    small ones."""
     config._experts_implementation = GROUPED
     layers = build_layers(config)
     plain = copy.deepcopy(config)
@@ -35,10 +36,11 @@ def compare_with_transformers(
 def compare(
     layers: list[Layer], model: PreTrainedModel, input_ids: torch.Tensor, config: PretrainedConfig
 ) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients between layers and the model whose names they have, and of
-    which tensor. What of the model is on the meta device belongs to none of them.
+    """Return the largest relative difference of loss and gradients between layers and the model whose names they have,
+    and the name of that tensor. Parts of the model on the meta device belong to no layer.
 
-    In float64, where what is left of rounding (of a model's own parts in fp32) is no reason to doubt a difference.
+    In float64, where the remaining rounding (of a model's own parts in fp32) does not put a difference in doubt. Raises
+    UserError for a parameter outside of the layers, or without a gradient.
     """
     model.double()
     with torch.random.fork_rng(devices=[]):  # a router may draw
@@ -60,7 +62,7 @@ def compare(
 
 
 def list_gradients(modules: list[tuple[Layer, nn.Module]]) -> dict[str, torch.Tensor | None]:
-    """Hugging Face name -> gradient."""
+    """Return Hugging Face name -> gradient."""
     return {
         layer.hf_prefix + name: parameter.grad
         for layer, module in modules
@@ -70,9 +72,8 @@ def list_gradients(modules: list[tuple[Layer, nn.Module]]) -> dict[str, torch.Te
 
 
 def find_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest relative difference of two tensors of a name, and that name. A gradient that is nothing but rounding,
-    such as that of a bias that a softmax does not see, is compared with 1e-6 of the largest.
-    """
+    """Return the largest relative difference of two tensors of the same name, and that name. A gradient that is nothing
+    but rounding, such as that of a bias that a softmax cancels, is compared with 1e-6 of the largest."""
     least = 1e-6 * max(other.abs().max() for other in theirs.values())
     return max(
         (((ours[name] - other).abs().max() / other.abs().max().clamp(min=least)).item(), name)
@@ -81,11 +82,11 @@ def find_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple
 
 
 def _name_operation(name: str) -> str:
-    """What a parameter without a gradient is for."""
+    """Return the operation that a parameter without a gradient belongs to."""
     if "indexer" in name:
         return "indexed attention, whose indexer is trained to another loss"
     if re.search("encoder_attn|cross_?att", name):
-        return "attention to what an encoder has made"
+        return "attention to the outputs of an encoder"
     return "a part that text alone does not use"
 
 
@@ -97,8 +98,8 @@ def run_layers(
     position_ids: torch.Tensor | None = None,
     targets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[Layer, nn.Module]]]:
-    """The loss of the layers one after the other, in the dtype of the weights, and those that own weights with their
-    modules. position_ids: one document a row by default. targets: the next tokens by default."""
+    """Run the layers one after the other in the dtype of the weights, and return the loss, and the layers that own
+    weights with their modules. position_ids: one document per row by default. targets: the next tokens by default."""
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1)
     activations: Any = (input_ids, position_ids, torch.ones_like(input_ids, dtype=torch.int32))
@@ -108,7 +109,7 @@ def run_layers(
         if not layer.owns_weights:
             activations = layer.forward_fn(shared[layer.tied_key], activations)
             continue
-        with torch.random.fork_rng(devices=[]):  # what initialisation draws would be missing in the pass
+        with torch.random.fork_rng(devices=[]):  # initialization must not draw from the forward pass's numbers
             module = layer.module_class(*layer.args).to(next(iter(weights.values())).dtype)
         module.load_state_dict({name: weights[layer.hf_prefix + name] for name in module.state_dict()})
         modules.append((layer, module))

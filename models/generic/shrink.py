@@ -18,20 +18,18 @@ from errors import UserError
 from models.experts.sizes import NUM_CHOSEN, NUM_EXPERTS
 from models.generic.layer_kinds import choose_layers, cut_layers
 
-_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB, _NUM_POSITIONS = 64, 4, 16, 320, 256
-_LENGTH = 24  # of the rows of a proof: what depends on a distance has to be below it
-_SCALE = 0.2  # of initial weights: scores and logits away from zero, so that what happens to them shows
+_HIDDEN, _NUM_HEADS, _HEAD_DIM, _VOCAB = 64, 4, 16, 320
+_NUM_POSITIONS = 256  # more than the rows of any proof have, even where the model itself has fewer
+_LENGTH = 24  # of the rows of a proof: windows and chunks have to be shorter
+_SCALE = 0.2  # of initial weights: scores and logits away from zero, so that every operation on them shows
 
-# Of fields that hold a whole number above 1: pattern of the name -> the small value
+# Pattern of a field's name -> its small value, for integers above 1
 _SIZES: dict[str, int] = {
     r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|dim_model": _HIDDEN,
-    r"embedding_size|.*_embed_proj_dim|.*_embedding_size|.*_embed_dim|hidden_size_per_layer_input": 32,
     r"lru_width": _HIDDEN,
     r"moe_.*intermediate_size|.*expert.*(intermediate_size|ffn_hidden_size)|shared_intermediate_size": 32,
     r"intermediate_size.*|.*_ffn_dim|ffn_(dim|hidden_size)|feed_forward_size|n_inner|d_inner|dff|dim_ff": 64,
     r".*intermediate_size": 64,
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions": _NUM_POSITIONS,
-    r"model_max_length": _NUM_POSITIONS,
     r"sliding_window(_size)?|.*window_size|local_attention": 6,
     r"attention_chunk_size|floor_scale|log_scaling_n_floor|.*chunk_size|block_size": 8,
     r"vocab_size.*|.*_vocab_size|n_token|n_words|unpadded_vocab_size": _VOCAB,
@@ -42,6 +40,12 @@ _SIZES: dict[str, int] = {
     r"index_topk": 5,
     r".*index_topk_blocks": 2,
 }
+_EMBEDDING_SIZES = re.compile(
+    "embedding_size|.*_embed_proj_dim|.*_embedding_size|.*_embed_dim|hidden_size_per_layer_input"
+)
+_POSITIONS = re.compile(
+    "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length"
+)
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HEAD_COUNTS = re.compile(r".*(num|n)_(.*_)?heads|((en|de)coder_)?attention_heads|n_head|.*_per_layer|num_query_groups")
 _HEAD_SIZES = re.compile(r"(?!linear_|mamba_).*(head_dim|head_size)|rotary_dim|kv_channels|dim_head|d_head|d_kv")
@@ -55,15 +59,15 @@ _STATE_SPACE_HEADS = (
     ("n_mamba_heads", "mamba_headdim"),
     ("num_heads", "head_dim"),
 )
-# What small configs keep as it is: nothing; sizes of heads; sizes and numbers of heads, on which others depend
+# Fields that small configs keep: none; sizes of heads; sizes and numbers of heads, on which others depend
 _KEPT = (re.compile(""), _HEAD_SIZES, re.compile(".*(head|group).*"))
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A small config with the features of `config`: a layer of each kind, and the same fields but for sizes.
+    """Return a small config with the features of `config`: a layer of each kind, and the same fields except for sizes.
 
-    Some sizes depend on each other in ways that only the family knows. So the first of several small configs is taken
-    that can be run. Raises UserError with the reason of the first where none can.
+    Some sizes depend on each other in ways that only the family knows. So several small configs are tried, and the
+    first that runs is returned. Raises UserError with the reason of the first where none runs.
     """
     if not hasattr(config, "num_hidden_layers"):
         parts = [name for name, value in vars(config).items() if isinstance(value, PretrainedConfig)]
@@ -82,7 +86,8 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def restore_dropout(small: PretrainedConfig, config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a small config that drops as much as `config`; where that leaves out layers, all of them."""
+    """Return a copy of a small config with the dropout rates of `config`; layer dropout becomes 1, which drops all
+    layers."""
     restored = copy.deepcopy(small)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
@@ -91,7 +96,7 @@ def restore_dropout(small: PretrainedConfig, config: PretrainedConfig) -> Pretra
 
 
 def _shrink(config: PretrainedConfig, keep: re.Pattern[str]) -> PretrainedConfig:
-    """keep: names of fields that are left as they are."""
+    """Return a small config. keep: names of fields that are left as they are."""
     fields = cut_layers(config, choose_layers(config))
     small = _fit_state_space(_Sizes(config.to_dict(), keep).shrink(fields))
     for rope in (small.get("rope_parameters"), small.get("rope_scaling")):
@@ -106,14 +111,14 @@ def _get_head_dim(fields: Mapping[str, Any]) -> int:
 
 
 def _shrink_sections(sections: Sequence[int], scale: float) -> list[int]:
-    """The parts of a rotary embedding that Qwen-VL's three kinds of positions take, in their proportions."""
+    """Return the parts of a rotary embedding that Qwen-VL's three kinds of positions use, in their proportions."""
     total = round(sum(sections) * scale)
     rest = [max(1, int(section * scale)) for section in sections[1:]]
     return [total - sum(rest), *rest]
 
 
 class _Sizes:
-    """The small sizes of one config, of which some are a matter of their ratio to others."""
+    """The small sizes of one config, some of which must keep their ratio to others."""
 
     def __init__(self, fields: Mapping[str, Any], keep: re.Pattern[str]) -> None:
         self._keep = keep
@@ -127,7 +132,8 @@ class _Sizes:
         self._hidden_size = fields.get("hidden_size") or _HIDDEN
 
     def shrink(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Sub-configs, and settings of single layers, are dicts within, with fields of the same names."""
+        """Return the fields with small sizes. Sub-configs, and settings of single layers, are nested dicts with the
+        same names."""
         return {str(name): self._shrink(str(name), value) for name, value in fields.items()}
 
     def _shrink(self, name: str, value: Any) -> Any:
@@ -151,6 +157,10 @@ class _Sizes:
             return value // self._unit * (_HEAD_DIM if self._num_sizes == 1 else _HEAD_DIM // 2)
         if name == "attention_hidden_size":  # a multiple of the other one
             return value * _HIDDEN // self._hidden_size
+        if _EMBEDDING_SIZES.fullmatch(name):  # one that equals the hidden size needs no projection
+            return min(value, _HIDDEN if value == self._hidden_size else _HIDDEN // 2)
+        if _POSITIONS.fullmatch(name):
+            return _NUM_POSITIONS
         if name in _EXPERTS:
             return min(value, self._num_experts)
         if name in _CHOSEN:
@@ -164,7 +174,7 @@ def _is_head_size(name: str, value: int) -> bool:
 
 
 def _fit_state_space(fields: dict[str, Any]) -> dict[str, Any]:
-    """Heads of a state space are as wide as the layer's expanded hidden states, together."""
+    """Make the heads of a state space together as wide as the layer's expanded hidden states."""
     expand, hidden_size = fields.get("mamba_expand", fields.get("expand")), fields.get("hidden_size")
     names = [pair for pair in _STATE_SPACE_HEADS if all(isinstance(fields.get(name), int) for name in pair)]
     if not expand or not hidden_size or not names:
@@ -175,7 +185,7 @@ def _fit_state_space(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The model of a small config with random weights, the same at every call, and input_ids [2, 24]."""
+    """Return the model of a small config with random weights, the same at every call, and input_ids [2, 24]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).train()
@@ -185,8 +195,8 @@ def build_small(config: PretrainedConfig) -> tuple[PreTrainedModel, torch.Tensor
 
 @torch.no_grad()
 def _stir(model: PreTrainedModel) -> None:
-    """Moves weights away from where they would hide a mistake: vectors of ones or zeros, and matrices so small that
-    attention looks at all tokens alike."""
+    """Move weights away from values that would hide a mistake: vectors of ones or zeros, and matrices so small that
+    attention weighs all tokens alike."""
     for parameter in model.parameters():
         if parameter.ndim == 1 or parameter.mean().abs() > parameter.std():  # such as a table of decays
             parameter += 0.1 * torch.randn_like(parameter)

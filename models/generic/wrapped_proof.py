@@ -1,5 +1,5 @@
-"""Whether a wrapped model does with text what its text model does alone: a small one must give the same loss and
-gradients. It may also scale its logits, or have a mask of its own."""
+"""Proves that a wrapped model does with text what its text model does alone: a small one must give the same loss and
+gradients. A wrapper could scale its logits, or have a mask of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _proven: dict[str, str | None] = {}  # a wrapped config -> what is wrong with it
 
 
 def prove(config: PretrainedConfig, wrapper: Wrapper, build_layers: BuildLayers) -> None:
-    """Raises UserError where the model around the text model `config` does something else with text.
+    """Check that the model around the text model `config` computes the same for text. Raises UserError where it does
+    not.
 
     build_layers: of the text model's family.
     """
@@ -53,8 +54,8 @@ def _find_fault(config: PretrainedConfig, wrapper: Wrapper, build_layers: BuildL
 
 
 def compare_with_wrapped(small: PretrainedConfig, wrapper: Wrapper, build_layers: BuildLayers) -> tuple[float, str]:
-    """The largest relative difference of loss and gradients, and of which tensor: a small text model's layers against
-    the wrapped class around it, given text alone."""
+    """Return the largest relative difference of loss and gradients, and the name of that tensor: a small text model's
+    layers against the wrapped class around it, given text alone."""
     small._experts_implementation = GROUPED
     layers = wrapper.rename(build_layers(small))
     plain = copy.deepcopy(small)
@@ -64,13 +65,13 @@ def compare_with_wrapped(small: PretrainedConfig, wrapper: Wrapper, build_layers
 
 
 def _wrap(text: PreTrainedModel, wrapper: Wrapper) -> PreTrainedModel:
-    """The wrapped class around `text`. What is beside it stays on the meta device: text does not reach it."""
+    """Return the wrapped class around `text`. Its other parts stay on the meta device: text does not reach them."""
     config = copy.deepcopy(wrapper.config)
     config.text_config = text.config
     with torch.device("meta"):
         model = type(wrapper.model)(config).train()
     name = wrapper.base.removesuffix(".")
-    while name:  # a model takes the device of its first parameter for its own
+    while name:  # a model reports the device of its first parameter as its own
         name = name.rpartition(".")[0]
         model.get_submodule(name).register_parameter("on_cpu", nn.Parameter(torch.zeros(()), requires_grad=False))
     model.set_submodule(wrapper.base.removesuffix("."), text.get_submodule(wrapper.own_base.removesuffix(".")))

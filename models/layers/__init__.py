@@ -1,1 +1,1 @@
-"""What layers are made of, for every family: what flows between them, masks and positions, replaced kernels."""
+"""The building blocks of layers, for every family: the tensors between them, masks and positions, replaced kernels."""

@@ -1,4 +1,4 @@
-"""What the layers of a stage need beside hidden states, derived once per micro-batch from the integers that cross a
+"""The inputs of a stage's layers other than hidden states, derived once per micro-batch from the integers that cross a
 boundary.
 
 B micro-batch, T sequence, D hidden.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # hidden_states [B, T, D]; position_ids int64 [B, T], from 0 in each document; segment_ids int32 [B, T], 0 for padding,
-# the documents of a row from 1. In front of the first layer input_ids int64 [B, T] take the place of hidden_states.
+# the documents of a row from 1. The first layer gets input_ids int64 [B, T] instead of hidden_states.
 # With context parallelism hidden_states and input_ids are of the rank's part of the sequence, the integers whole. With
 # sequence parallelism hidden_states are of a part of that between the blocks of layers.
 Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ Activations = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class MicroBatchContext:
     """Attention masks, documents and rotary angles of the micro-batch that a stage is working on.
 
-    All layers of a stage share one object, and none of them derives such a thing for itself: whatever follows from the
+    All layers of a stage share one object, and none of them derives these for itself: everything that follows from the
     integers of a micro-batch is derived here, once, when a layer needs it. A family that differs overrides
     `derive_shared` or `build_mask`.
 
@@ -58,11 +58,11 @@ class MicroBatchContext:
         self.config = config
         self.rotary = rotary
         self.sequence_part: ContextParallel = NO_CP
-        # Of the micro-batches to come; None where the host does not know, and each micro-batch has to be asked
+        # Of the next micro-batches; None where the host does not know, and has to ask the device for each
         self.bounds: DocumentBounds | None = None
         self.locates_tokens = False  # set where something asks for `tokens`
-        self._batches_documents = False  # whether something asks for `batches`
-        # Of the micro-batch that a layer is working on. Without batches each of its rows is one document
+        self._batches_documents = False  # set where something asks for `batches`
+        # Of the current micro-batch. Without batches each of its rows is one document
         self.tokens: TokenDocuments | None = None
         self.batches: DocumentBatches | None = None
         self._position_ids: torch.Tensor | None = None
@@ -74,12 +74,13 @@ class MicroBatchContext:
     @torch.compiler.disable
     @torch.no_grad()
     def __call__(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
-        """Keyword arguments for the `forward` of a layer. attention_type: "full_attention", "sliding_attention", ...
+        """Return the keyword arguments for the `forward` of a layer. attention_type: "full_attention",
+        "sliding_attention", ...
 
-        The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on untouched, so its
-        identity (kept alive here) names the micro-batch. A checkpointed layer that is recomputed later misses and
-        computes again. Selective checkpointing follows a layer operator by operator and must find the same ones again,
-        so what is computed here is hidden from it.
+        The engine gives each micro-batch its own `position_ids` tensor and the layers pass it on unchanged, so its
+        identity (kept alive here) identifies the micro-batch. A checkpointed layer that is recomputed later misses and
+        computes again. Selective checkpointing records a layer operator by operator and must find the same ones again,
+        so the computation here is hidden from it.
         """
         position_ids = inputs[1]
         with _disable_current_modes():
@@ -94,17 +95,17 @@ class MicroBatchContext:
             return self.give(inputs, attention_type, layer_idx)
 
     def give(self, inputs: Activations, attention_type: str, layer_idx: int) -> dict[str, Any]:
-        """What `__call__` returns, from what has been derived."""
+        """Return the result of `__call__`, from the tensors that have been derived."""
         if attention_type not in self._by_type:
             self._by_type[attention_type] = self.derive_by_type(_describe_all(inputs), attention_type)
         return {"position_ids": self._own_positions, **self._by_type[attention_type], **self._shared}
 
     def _take_part(self, inputs: Activations) -> Activations:
-        """The integers too those of the rank's part of the sequence."""
+        """Return the inputs with the integers of the rank's part of the sequence."""
         return inputs[0], self.sequence_part.take(inputs[1]), self.sequence_part.take(inputs[2])
 
     def _locate_tokens(self, segment_ids: torch.Tensor) -> TokenDocuments:
-        """The tokens of the rank's part, of documents that may go on in others."""
+        """Return the documents of the tokens in the rank's part; documents may continue in other parts."""
         tokens = locate_tokens(segment_ids, self.bounds)
         documents, is_real = (
             self.sequence_part.take(each.view_as(segment_ids)).flatten() for each in (tokens.documents, tokens.is_real)
@@ -112,21 +113,21 @@ class MicroBatchContext:
         return TokenDocuments(documents, is_real, tokens.lengths)
 
     def request_batches(self) -> None:
-        """From now on `batches` is what it says; also for a micro-batch that has begun."""
+        """Compute `batches` from now on, for the current micro-batch too."""
         self._batches_documents, self._position_ids = True, None
 
     def derive_shared(self, inputs: Activations) -> dict[str, Any]:
-        """Keyword arguments that are the same for all layers. inputs: of the rank's part of the sequence."""
+        """Return the keyword arguments that are the same for all layers. inputs: the rank's part of the sequence."""
         if self.rotary is None:
             return {}
         hidden_states, position_ids, _ = inputs
         return {"position_embeddings": self._compute_angles(self.rotary, hidden_states, position_ids)}
 
     def _compute_angles(self, rotary: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """What the rotary embedding makes of the part's positions, most often two of [B, T, head_dim].
+        """Return the rotary embedding's output for the part's positions, usually two tensors [B, T, head_dim].
 
-        Where angles follow from the longest document the whole sequence is looked at, and nothing is kept:
-        `dynamic_rope_update` of `transformers` (5.23) goes on with the frequencies of the longest batch it has seen.
+        Where angles depend on the longest document, the whole sequence is used, and nothing is kept:
+        `dynamic_rope_update` of `transformers` (5.23) would continue with the frequencies of the longest batch so far.
         """
         rotary.to(hidden_states.device)
         if not depends_on_length(self.config):
@@ -137,10 +138,11 @@ class MicroBatchContext:
         return part(angles) if isinstance(angles, torch.Tensor) else tuple(map(part, angles))
 
     def build_mask(self, inputs: Activations, attention_type: str) -> torch.Tensor | BlockMask | None:
-        """The mask of one type of attention, in the form that the attention implementation takes.
+        """Return the mask of one type of attention, in the form that the attention implementation takes.
 
-        Documents of a packed row are kept apart by positions that restart. Padding needs no mask: it is behind the
-        tokens, and its positions continue those of the last document, so a batch without packed rows has none at all.
+        Documents of a packed row are kept apart by positions that restart. Padding needs no mask: it comes after the
+        tokens, and its positions continue those of the last document, so a batch without packed rows has no mask at
+        all.
         """
         hidden_states, position_ids, _ = inputs
         numbers, _ = self._number_documents(position_ids, attention_type)
@@ -152,7 +154,8 @@ class MicroBatchContext:
         return make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
 
     def find_documents(self, inputs: Activations, attention_type: str) -> Documents | None:
-        """What attention without a mask needs to keep documents apart; None for whole rows under a causal mask."""
+        """Return the documents that attention without a mask must keep apart; None for whole rows
+        under a causal mask."""
         position_ids, window = inputs[1], self._find_window(attention_type)
         numbers, bounds = self._number_documents(position_ids, attention_type)
         if numbers is not None:
@@ -164,11 +167,11 @@ class MicroBatchContext:
     def _batch_documents(self) -> DocumentBatches | None:
         if self._numbers is None or not self._batches_documents:
             return None
-        # A CPU can be asked for the lengths of documents, which makes tighter batches
+        # A CPU can read the lengths of documents, which makes tighter batches
         return batch_documents(self._numbers, None if self._numbers.device.type == "cpu" else self.bounds)
 
     def derive_by_type(self, inputs: Activations, attention_type: str) -> dict[str, Any]:
-        """Keyword arguments of one type of attention, as the attention implementation wants them. inputs: of the whole
+        """Return the keyword arguments of one type of attention for the attention implementation. inputs: the whole
         sequence."""
         implementation = self.config._attn_implementation
         if self.sequence_part.is_ring:
@@ -181,10 +184,11 @@ class MicroBatchContext:
         return {"attention_mask": self.build_mask(inputs, attention_type)}
 
     def _name_for_flash(self, position_ids: torch.Tensor, attention_type: str) -> dict[str, Any]:
-        """The documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves know windows.
+        """Return the documents under the names of `transformers`' `FlashAttentionKwargs`; the layers themselves handle
+        windows.
 
-        Without them it looks, in each layer, whether a micro-batch of one row is packed, and waits for the device;
-        larger ones it takes to be not (`_is_packed_sequence`, 5.23).
+        Without them it checks, in each layer, whether a micro-batch of one row is packed, and waits for the device; it
+        takes larger micro-batches to be unpacked (`_is_packed_sequence`, 5.23).
         """
         numbers, bounds = self._number_documents(position_ids, attention_type)
         if numbers is None and len(position_ids) > 1:
@@ -196,7 +200,8 @@ class MicroBatchContext:
     def _number_documents(
         self, position_ids: torch.Tensor, attention_type: str
     ) -> tuple[torch.Tensor | None, DocumentBounds | None]:
-        """`number_documents`, and its bounds. To attention in chunks each chunk is a document."""
+        """Return the result of `number_documents`, and its bounds. In chunked attention each chunk counts as a
+        document."""
         chunk = self.config.attention_chunk_size if attention_type == "chunked_attention" else None
         if chunk is None or chunk >= position_ids.shape[1]:
             return self._numbers, self.bounds
@@ -207,8 +212,8 @@ class MicroBatchContext:
 
 
 def _describe_all(inputs: Activations) -> Activations:
-    """Hidden states as many as positions, of the tokens that attention has. Their shape, dtype and device alone
-    count."""
+    """Return inputs whose hidden states have as many tokens as there are positions. Only their shape, dtype and device
+    are used."""
     hidden_states, position_ids, segment_ids = inputs
     if hidden_states.shape[1] != position_ids.shape[1]:
         hidden_states = hidden_states[:, :1].expand(-1, position_ids.shape[1], -1)

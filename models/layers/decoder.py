@@ -1,5 +1,5 @@
-"""What decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`' decoder
-layers.
+"""The parts that decoder architectures share: embedding, norm and head on tuples, and the bridge to `transformers`'
+decoder layers.
 
 The classes subclass the modules whose parameters they hold, so a layer's parameter names are the Hugging Face names
 without their prefix. B micro-batch, T sequence, D hidden, V vocabulary.
@@ -26,7 +26,7 @@ from models.parallel.shard import NO_TP
 
 @dataclass(frozen=True)
 class Names:
-    """Where a Hugging Face checkpoint keeps the parts of a decoder."""
+    """The prefixes of a decoder's parts in a Hugging Face checkpoint."""
 
     embedding: str = "model.embed_tokens."
     layer: str = "model.layers.{}."
@@ -53,7 +53,8 @@ class Embedding(nn.Embedding):
         return embeddings, *inputs[1:]
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the embedding of `transformers` gives; families scale it here."""
+        """Return the embeddings [B, T, D] as the embedding of `transformers` does; families that scale them override
+        this."""
         return super().forward(input_ids)
 
 
@@ -61,17 +62,17 @@ class PipelineDecoderLayer(nn.Module):
     """Mixin before a decoder layer of `transformers` whose forward takes the context's keywords and returns hidden
     states.
 
-    recompute: a layer that checkpoints itself runs `transform` by it; None for one that others checkpoint, or nobody.
+    recompute: the function by which a layer that checkpoints itself runs `transform`; None for a layer that does not.
     """
 
     recompute: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
         super().__init__(config, layer_idx)
-        self.join(config, layer_idx, context)
+        self.attach_context(config, layer_idx, context)
 
-    def join(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
-        """Makes a layer of a pipeline of the layer of `transformers` that has been built."""
+    def attach_context(self, config: PretrainedConfig, layer_idx: int, context: MicroBatchContext) -> None:
+        """Turn the layer of `transformers` that has been built into a pipeline layer with this context."""
         make_buffers_of_untrained(self)
         self.context = context
         self.attention_type, self.layer_idx = get_attention_type(config, layer_idx), layer_idx
@@ -84,19 +85,19 @@ class PipelineDecoderLayer(nn.Module):
         transform = (
             self.transform
             if torch.compiler.is_compiling()
-            else partial(self._transform_of, self.context.tokens, self.context.batches)
+            else partial(self._transform_micro_batch, self.context.tokens, self.context.batches)
         )
         return self.recompute(transform, inputs[0], **given), *inputs[1:]
 
-    def _transform_of(
+    def _transform_micro_batch(
         self,
         tokens: TokenDocuments | None,
         batches: DocumentBatches | None,
         hidden_states: torch.Tensor,
         **given: Any,
     ) -> torch.Tensor:
-        """When this runs again, uncompiled, the context may be at another micro-batch; compiled code keeps what it has
-        read."""
+        """Run `transform` with the context of the given micro-batch. When this runs again, uncompiled, the context may
+        be at another micro-batch; compiled code keeps the values that it has read."""
         context = self.context
         current = context.tokens, context.batches
         context.tokens, context.batches = tokens, batches
@@ -106,19 +107,17 @@ class PipelineDecoderLayer(nn.Module):
             context.tokens, context.batches = current
 
     def transform(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
-        """The layer of `transformers`. given: what the context has derived."""
+        """Run the layer of `transformers`. given: the keywords from the context."""
         return super().forward(hidden_states, **given)
 
     def set_tp_heads(self, rank: int, size: int) -> None:
-        """Called when tensor parallelism has cut the projections among `size` ranks: for families whose attention asks
-        how many heads it has.
-        """
+        """Set the number of heads after tensor parallelism has sharded the projections over `size` ranks: for families
+        whose attention stores it."""
 
 
 def make_buffers_of_untrained(layer: nn.Module) -> None:
-    """What `transformers` keeps in a parameter without a gradient (the bias of an Ernie's routers, 5.23) becomes a
-    buffer under the same name, which keeps its own dtype.
-    """
+    """Turn parameters without a gradient (the bias of Ernie's routers in `transformers`, 5.23) into buffers of the same
+    name, which keep their own dtype."""
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -144,7 +143,7 @@ class FinalLayerNorm(PipelineNorm, nn.LayerNorm):  # type: ignore[misc]  # the m
 
 
 class LMHead(nn.Linear):
-    """The output projection. It makes no logits: the loss does, from what it is handed here."""
+    """The output projection. It makes no logits: the loss does, from its outputs."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -154,9 +153,9 @@ class LMHead(nn.Linear):
 
 
 class BiasedLMHead(LMHead):
-    """A head with a bias: one more column of its matrix, by which a one behind the hidden states is multiplied.
+    """A head with a bias: the bias is one more column of its matrix, and hidden states have a one appended.
 
-    So the loss knows nothing of it. Padded with zeros to a multiple of 8 columns, which tensor cores want.
+    So the loss needs no bias. Padded with zeros to a multiple of 8 columns, which tensor cores want.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -171,10 +170,10 @@ class BiasedLMHead(LMHead):
 
 
 def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
+    """Return (hidden_states [B, T, D], weight [V, D]) for the loss; with tied embeddings `module` is the embedding.
 
-    The weight goes out as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile up
-    with each micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
+    The weight is returned as a view: DeepSpeed puts backward hooks on a stage's outputs, and on a leaf they would pile
+    up with each micro-batch (seen in 0.19.8, `register_output_backward_hooks`).
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
@@ -182,13 +181,13 @@ def hand_to_loss(module: nn.Module, inputs: Activations) -> tuple[torch.Tensor, 
 
 
 def _gather_for(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Those of all tokens, where a rank has a part of them."""
+    """Return the hidden states of all tokens, gathered where a rank has a part of them."""
     parallel = getattr(head, "parallel", NO_TP)
     return gather_tokens(hidden_states, parallel) if parallel.splits_sequence else hidden_states
 
 
 def get_attention_type(config: PretrainedConfig, layer_idx: int) -> str:
-    """ "full_attention" or "sliding_attention": what the config says layer by layer, or else for all layers."""
+    """Return "full_attention", "sliding_attention", ...: the config's entry for the layer, or else its one type."""
     if getattr(config, "layer_types", None):
         return config.layer_types[layer_idx]
     return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
@@ -204,7 +203,7 @@ def build_decoder(
     head: type[nn.Module] = LMHead,
     names: Names = Names(),
 ) -> list[Layer]:
-    """Embedding, decoder layers, final norm, head; a tied head is the embedding used again."""
+    """Return embedding, decoder layers, final norm and head; a tied head is the embedding used again."""
     tied = config.tie_word_embeddings
     tied_key = "embedding" if tied else None
     last = (

@@ -1,9 +1,9 @@
-"""Where the documents of a micro-batch begin and end, found without waiting for the device.
+"""Finds where the documents of a micro-batch begin and end, without waiting for the device.
 
-A document begins at each row's start and wherever positions do not continue; padding continues those of the last
-document of its row, and stays a part of it (a causal model's tokens never see what is behind them). How many documents
-there are is data on the device, and asking for it would stop the host until the device has caught up. So the host says
-beforehand how many there can be: the loader knows the lengths of a step's rows (`DocumentBounds`).
+A document begins at each row's start and wherever positions do not continue; padding continues the positions of the
+last document of its row, and belongs to it (a causal model's tokens never see later ones). The number of documents is
+data on the device, and reading it would stop the host until the device has caught up. So the host supplies an upper
+bound in advance: the loader knows the lengths of a step's rows (`DocumentBounds`).
 
 B micro-batch, T sequence, N documents of a micro-batch.
 """
@@ -28,10 +28,10 @@ from transformers.masking_utils import (
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Holds for every micro-batch of a step, or of an evaluation.
+    """Upper bounds for every micro-batch of a step, or of an evaluation.
 
-    most: documents in a micro-batch, a row of padding counted as one. longest: tokens of a document, the padding
-    behind it included.
+    most: documents in a micro-batch, a row of padding counted as one. longest: tokens of a document, including the
+    padding after it.
     """
 
     most: int
@@ -39,10 +39,10 @@ class DocumentBounds:
 
 
 class Documents(NamedTuple):
-    """What attention kernels for packed rows ask for: all rows of a micro-batch end to end, and where to cut them.
+    """The arguments of attention kernels for packed rows: all rows of a micro-batch end to end, and where to cut them.
 
     offsets: int32 [N + 1], on the device: document i is tokens offsets[i] .. offsets[i + 1] - 1. Where there are fewer
-    documents than the host has said the last ones are empty; the kernels' blocks return at once for those (flash
+    documents than the host's bound, the last ones are empty; the kernels' blocks return at once for those (flash
     attention's `if (m_block * kBlockM >= binfo.actual_seqlen_q) return`), and each costs 128 rows of the backward
     pass's fp32 workspace, so N is the bound of a step and not of the whole data.
     longest: an upper bound of their lengths; kernels start as many blocks per document as it takes.
@@ -57,8 +57,8 @@ class Documents(NamedTuple):
 class TokenDocuments(NamedTuple):
     """The document of each token, for means over documents. The N tokens of a micro-batch are its rows end to end.
 
-    documents: int64 [N], counted from 0 over all rows; of padding, any. is_real: bool [N], false for padding. lengths:
-    fp32 [C], tokens of each document; 1 where there are fewer documents than the host has said.
+    documents: int64 [N], counted from 0 over all rows; arbitrary for padding. is_real: bool [N], false for padding.
+    lengths: fp32 [C], tokens of each document; 1 where there are fewer documents than the host's bound.
     """
 
     documents: torch.Tensor
@@ -67,7 +67,8 @@ class TokenDocuments(NamedTuple):
 
 
 def locate_tokens(segment_ids: torch.Tensor, bounds: DocumentBounds | None) -> TokenDocuments:
-    """segment_ids: int32 [B, T], 0 for padding. bounds: None makes room for as many documents as tokens."""
+    """Return the document of each token. segment_ids: int32 [B, T], 0 for padding. bounds: None makes room for as many
+    documents as tokens."""
     is_real = segment_ids > 0
     starts = is_real & (segment_ids != F.pad(segment_ids, (1, 0))[:, :-1])
     documents = (starts.flatten().cumsum(0) - 1).clamp(min=0)
@@ -77,9 +78,9 @@ def locate_tokens(segment_ids: torch.Tensor, bounds: DocumentBounds | None) -> T
 
 
 def number_documents(position_ids: torch.Tensor, bounds: DocumentBounds | None) -> torch.Tensor | None:
-    """The document of each token, int64 [B, T], counted from 1 over all rows; None where no row holds several.
+    """Return the document of each token, int64 [B, T], counted from 1 over all rows; None where no row holds several.
 
-    bounds: None asks the device, and waits for it.
+    bounds: None reads the number from the device, and waits for it.
     """
     if bounds is not None and bounds.most <= len(position_ids):
         return None
@@ -91,29 +92,30 @@ def number_documents(position_ids: torch.Tensor, bounds: DocumentBounds | None) 
 
 
 def number_chunks(position_ids: torch.Tensor, chunk: int) -> torch.Tensor:
-    """As `number_documents`, where each `chunk` tokens of a document are one."""
+    """Return the chunk of each token, int64 [B, T], counted from 1: like `number_documents`, with documents cut every
+    `chunk` tokens."""
     starts = (position_ids % chunk == 0) | F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
     return starts.flatten().cumsum(0).view_as(starts)
 
 
 def bound_chunks(bounds: DocumentBounds | None, position_ids: torch.Tensor, chunk: int) -> DocumentBounds | None:
-    """Bounds of the chunks that documents have by `number_chunks`: each document ends with one that may be shorter."""
+    """Return bounds for the chunks of `number_chunks`: the last chunk of each document may be shorter."""
     if bounds is None:
         return None
     return DocumentBounds(bounds.most + position_ids.numel() // chunk, min(bounds.longest, chunk))
 
 
 def locate_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> tuple[torch.Tensor, int]:
-    """`offsets` and `longest` of `Documents`. numbers: the document of each token, [B, T]."""
+    """Return `offsets` and `longest` of `Documents`. numbers: the document of each token, [B, T]."""
     most = bounds.most if bounds is not None else int(numbers[-1, -1])
     longest = numbers.shape[1] if bounds is None else min(bounds.longest, numbers.shape[1])
-    # The place of each document's first token; behind the last document, that of no token: B x T
+    # The place of each document's first token; after the last document B x T, which is no token's
     firsts = torch.arange(1, most + 2, device=numbers.device)
     return torch.searchsorted(numbers.flatten(), firsts, out_int32=True), longest
 
 
 def locate_rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same, where each row [T] of position_ids is one document."""
+    """Return `offsets` and `longest` of `Documents` where each row of position_ids [B, T] is one document."""
     length = position_ids.shape[1]
     stop = position_ids.numel() + 1
     return torch.arange(0, stop, length, dtype=torch.int32, device=position_ids.device), length
@@ -122,8 +124,8 @@ def locate_rows(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 def build_packed_mask(
     config: PretrainedConfig, hidden_states: torch.Tensor, numbers: torch.Tensor, window: int | None
 ) -> torch.Tensor | BlockMask:
-    """The mask of rows that hold several documents, as `transformers` makes it for the config's attention; its own
-    functions look at the positions first, to see whether there is anything to mask, and so wait for the device
+    """Return the mask of rows that hold several documents, as `transformers` makes it for the config's attention; its
+    own functions first check from the positions whether there is anything to mask, and so wait for the device
     (`find_packed_sequence_indices`, 5.23).
 
     numbers: the document of each token, [B, T].

@@ -1,9 +1,9 @@
 """`fused_kernels=auto`: RMSNorm, SwiGLU and rotary positions of decoder layers by liger-kernel's Triton kernels.
 
-A part is replaced where its class runs the very code of Llama's, which `transformers` copies into the file of each
-family that does the same; what differs (Gemma's 1 + weight, OLMo's order of casts, GELU, partial or interleaved
-rotation, fused projections) is left alone. Replaced is the `forward` of single modules: names, parameters and other
-models of the process stay as they are, and so do adapters and sharded projections, which are modules that it calls.
+A part is replaced where its class runs exactly Llama's code, which `transformers` copies into the file of each family
+that does the same; code that differs (Gemma's 1 + weight, OLMo's order of casts, GELU, partial or interleaved rotation,
+fused projections) is left alone. Only the `forward` of single modules is replaced: names, parameters and other models
+of the process stay as they are, and so do adapters and sharded projections, which are modules that it calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Why nothing can be fused on this device; None where it can."""
+    """Return why nothing can be fused on this device; None where it can."""
     if device.type != "cuda":
         return "liger-kernel's kernels need a GPU"
     missing = [name for name in ("triton", "liger_kernel") if find_spec(name) is None]
@@ -34,14 +34,15 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def describe_fused(fused: set[str], obstacle: str | None) -> str:
-    """For the screen: what `fuse_kernels` has replaced, or why it has not."""
+    """Return a line for the screen: the kernels that `fuse_kernels` has used, or why it has used none."""
     if fused:
         return f"{', '.join(sorted(fused))} by liger-kernel"
     return f"nothing is fused: {obstacle or 'no part of these layers is one that it has a kernel for'}"
 
 
 def fuse_kernels(layer: nn.Module) -> set[str]:
-    """Replaces what can be of a layer; returns the names of the kernels. Weights and adapters are in place already."""
+    """Replace parts of a layer by fused kernels and return the names of the kernels. Weights and adapters must be in
+    place already."""
     fused = set()
     for module in layer.modules():
         for name, replace in _REPLACEMENTS.items():
@@ -67,7 +68,7 @@ def _replace_mlp(module: nn.Module) -> Callable[..., Any] | None:
 def _replace_attention(module: nn.Module) -> Callable[..., Any] | None:
     forward = type(module).forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
-    if [name for name in names if name.startswith(_ROTARY)] != [_ROTARY]:  # another one beside it: interleaved
+    if [name for name in names if name.startswith(_ROTARY)] != [_ROTARY]:  # another one next to it: interleaved
         return None
     found = forward.__globals__
     copies = (_is_copy(found.get(name), getattr(llama, name)) for name in (_ROTARY, "rotate_half"))
@@ -78,7 +79,7 @@ _REPLACEMENTS = {"RMSNorm": _replace_norm, "SwiGLU": _replace_mlp, "rotary": _re
 
 
 def _is_copy(function: Any, original: FunctionType) -> bool:
-    """Whether both run the same code, whatever their docstrings and annotations."""
+    """Return whether both run the same code, apart from docstrings and annotations."""
     own, other = getattr(function, "__code__", None), original.__code__
     if own is None or (own.co_code, own.co_names) != (other.co_code, other.co_names):
         return False
@@ -89,8 +90,8 @@ def _is_copy(function: Any, original: FunctionType) -> bool:
 
 @functools.cache
 def _with_fused_rotary(forward: FunctionType) -> FunctionType:
-    """The same function, which finds another `apply_rotary_pos_emb` under that name: the module that it is from, and
-    all other models with it, keep theirs."""
+    """Return a copy of the function that uses the fused `apply_rotary_pos_emb`: its module, and all other models, keep
+    the original."""
     own = forward.__globals__[_ROTARY]
 
     def apply(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -124,4 +125,4 @@ def _run_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    return importlib.import_module("models.layers.liger")  # and with it triton, which not every machine has
+    return importlib.import_module("models.layers.liger")  # imports triton, which not every machine has

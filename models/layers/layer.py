@@ -1,5 +1,5 @@
-"""What a model is made of: layers, the pieces that their tensors are stored in, and how tensor parallelism shards their
-parts.
+"""The parts of a model: layers, the pieces in which their tensors are stored, and how tensor parallelism shards their
+modules.
 
 Below every family, so that a family imports this and nothing that looks families up.
 """
@@ -20,35 +20,31 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A Hugging Face tensor, by its whole name, that is a part of one of the module's: `tensor[index]`."""
+    """A Hugging Face tensor, by its whole name, that is a part of one of the module's tensors: `tensor[index]`."""
 
     hf_name: str
     index: tuple[int | slice, ...] = ()
 
 
 class Style(Enum):
-    """What tensor parallelism does with a part of a layer; the words of transformers' `base_model_tp_plan`, and
-    `models/sharding/tensor_parallel.py`.
-    """
+    """How tensor parallelism shards a part of a layer; the words of transformers' `base_model_tp_plan`, and of
+    `models/sharding/tensor_parallel.py`."""
 
     COLUMN = "colwise"  # a projection cut by its outputs: each rank has some heads, or some of the inner neurons
-    ROW = "rowwise"  # a projection cut by its inputs, behind such ones: the ranks' outputs are summed
-    # whole on each rank, in a block that is cut behind it: the gradients are summed
+    ROW = "rowwise"  # a projection cut by its inputs, after COLUMN ones: the ranks' outputs are summed
+    # whole on each rank, in a block that is cut after it: the gradients are summed
     SUMMED = "replicated_with_grad_allreduce"
     # transformers' stacked ones, `gate_up_proj` and `down_proj`: each cut as a gate, an up and a down projection
     EXPERTS = "experts"
     HEADS = "heads"  # a parameter with one number for each head
-    NORM = (
-        "norm"  # over what a projection cut by its outputs makes, cut like it: the mean of squares is that of all ranks
-    )
+    NORM = "norm"  # over the outputs of a COLUMN projection, cut like them: the mean of squares is over all ranks
     VOCABULARY = "vocabulary"  # an embedding or a head cut by its tokens
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Several projections cut by their outputs (COLUMN), which are one matrix: `sizes` outputs each, end to end, each
-    cut by itself.
-    """
+    """Several projections sharded by their outputs (COLUMN) that are one matrix: `sizes` outputs each, end to end, each
+    sharded by itself."""
 
     sizes: tuple[int, ...]
 
@@ -61,10 +57,10 @@ class Layer:
     """One layer of the pipeline.
 
     hf_prefix: the Hugging Face name of a parameter is this prefix plus its name in `module_class(*args)`.
-    tied_key: layers that share one module carry the same key; the first of them owns the weights (and their file).
+    tied_key: layers that share one module have the same key; the first of them owns the weights (and their file).
     forward_fn: how a layer uses a module that it shares: `forward_fn(module, inputs)`; None means `module(inputs)`.
-    pieces: of a tensor that Hugging Face keeps in several, or under another name.
-    styles: the parts that tensor parallelism cuts, by their names in the module ("" is the module itself); empty
+    pieces: for tensors that Hugging Face stores in several, or under another name.
+    styles: the parts that tensor parallelism shards, by their names in the module ("" is the module itself); empty
     without it.
     """
 
@@ -81,28 +77,31 @@ class Layer:
         return self.forward_fn is None
 
     def build_on_meta(self) -> nn.Module:
-        """The module without storage: its parameter names, shapes and counts cost nothing."""
+        """Return the module without storage: its parameter names, shapes and counts cost nothing."""
         with torch.device("meta"):
             return self.module_class(*self.args).to("meta")  # buffers that follow from the config have storage
 
     def with_pieces(self, pieces: Mapping[str, Sequence[Piece]]) -> Layer:
+        """Return the layer with other pieces."""
         return replace(self, pieces=pieces)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Parameter name (as in the layer file) -> shape."""
+        """Return parameter name (as in the layer file) -> shape."""
         return {name: tensor.shape for name, tensor in self.build_on_meta().state_dict().items()}
 
     def buffer_names(self) -> set[str]:
-        """The tensors of the layer file that are not trained and keep their own dtype."""
+        """Return the names of the layer file's tensors that are not trained and keep their own dtype."""
         module = self.build_on_meta()
         return module.state_dict().keys() - {name for name, _ in module.named_parameters()}
 
     def get_pieces(self, name: str) -> list[Piece]:
-        """The Hugging Face tensors, named in full, that make up the module's tensor `name`; usually one, all of it."""
+        """Return the Hugging Face tensors, named in full, that make up the module's tensor `name`; usually a single
+        one."""
         return list(self.pieces.get(name, (Piece(self.hf_prefix + name),)))
 
 
 def refuse_sharding(config: PretrainedConfig, reason: str) -> UserError:
+    """Return the error for a family that tensor parallelism cannot shard; the caller raises it."""
     return UserError(
         f"tensor_parallel_size: a '{config.model_type}' cannot be sharded: {reason}; "
         "give tensor_parallel_size=1 and more num_stages"

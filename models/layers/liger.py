@@ -1,12 +1,12 @@
-"""Three of liger-kernel's Triton kernels as functions of torch, none of which writes into a tensor that it is given.
+"""Three of liger-kernel's Triton kernels as torch functions, none of which writes into its inputs.
 
 Its own functions do (0.8.5): RMSNorm's backward into the incoming gradient, SwiGLU's backward into the saved gate and
 up projections, rotary's forward and backward into queries, keys and their gradients, and no version counter notices.
-Selective checkpointing hands those projections out again, and a backward pass split in two may need the gradients
-again; so what would be written to is copied first, which costs a read and a write where the kernels save several.
+Selective checkpointing reuses those projections, and a backward pass split in two may need the gradients again; so
+tensors that would be written to are copied first, which costs a read and a write where the kernels save several.
 
-Imports liger-kernel, and with it triton; `models.layers.fused_kernels.find_obstacle` says where that is possible.
-B micro-batch, T sequence, D hidden, I intermediate, H heads, E head size.
+Imports liger-kernel, and with it triton; `models.layers.fused_kernels.find_obstacle` says where that is possible. B
+micro-batch, T sequence, D hidden, I intermediate, H heads, E head size.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
 
 
 def normalize(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Llama's RMSNorm over the last dimension: statistics in fp32, the weight applied in the input's dtype."""
+    """Return Llama's RMSNorm over the last dimension: statistics in fp32, the weight applied in the input's dtype."""
     offset, casting_mode, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, offset, casting_mode, in_place)
 
 
 def multiply_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both [B, T, I]."""
+    """Return silu(gate) * up, both [B, T, I]."""
     return _SwiGLU.apply(gate, up)
 
 
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama's rotary positions: query and key [B, heads, T, E], cos and sin [B, T, E]."""
+    """Apply Llama's rotary positions: query and key [B, heads, T, E], cos and sin [B, T, E]."""
     return _Rotary.apply(query, key, cos, sin)
 
 
@@ -47,8 +47,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = (saved.clone() for saved in context.saved_tensors)
-        of_gate, of_up = swiglu_backward(gate, up, gradient.contiguous())
-        return of_gate.view_as(gate), of_up.view_as(up)
+        grad_gate, grad_up = swiglu_backward(gate, up, gradient.contiguous())
+        return grad_gate.view_as(gate), grad_up.view_as(up)
 
 
 class _Rotary(torch.autograd.Function):
@@ -60,5 +60,5 @@ class _Rotary(torch.autograd.Function):
         return rope_forward(query.clone(), key.clone(), cos, sin)[:2]
 
     @staticmethod
-    def backward(context: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[Any, ...]:
-        return *rope_backward(of_query.clone(), of_key.clone(), *context.saved_tensors), None, None
+    def backward(context: Any, grad_query: torch.Tensor, grad_key: torch.Tensor) -> tuple[Any, ...]:
+        return *rope_backward(grad_query.clone(), grad_key.clone(), *context.saved_tensors), None, None

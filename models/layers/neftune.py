@@ -1,12 +1,12 @@
 """NEFTune (2310.05914): uniform noise on token embeddings while a model is trained.
 
 A document of L tokens gets noise from [-alpha, alpha) / sqrt(L * D) in each of its D channels; L counts no padding and,
-in a packed row, no other document. It is added to what the embedding of `transformers` would give, so behind the scale
-of a family whose embedding scales itself.
+in a packed row, no other document. It is added to the output of `transformers`' embedding, so after the scale of a
+family whose embedding scales itself.
 
-The numbers are a hash of the step's seed, the document's tokens, the place in the document, and the channel. Nothing is
-drawn, so they are the same at every layout, packed or not, on every rank of a tensor-parallel group, on ranks that have
-parts of a document, and when a layer is recomputed. Documents of the same tokens in one step get the same noise.
+The numbers are a hash of the step's seed, the document's tokens, the position in the document, and the channel. Nothing
+is drawn, so they are the same at every layout, packed or not, on every rank of a tensor-parallel group, on ranks that
+have parts of a document, and when a layer is recomputed. Documents of the same tokens in one step get the same noise.
 
 B rows, T places, D hidden.
 """
@@ -26,7 +26,7 @@ _STEP = 0x9E3779B1  # odd: multiples of it differ in all bits
 
 
 class EmbeddingNoise:
-    """The noise of one stage's embedding. `start_step` comes before the passes of a step."""
+    """The noise of one stage's embedding. Call `start_step` before the passes of a step."""
 
     def __init__(self, alpha: float, sequence_part: ContextParallel = NO_CP) -> None:
         self._alpha, self._seed, self._sequence_part = alpha, 0, sequence_part
@@ -34,7 +34,7 @@ class EmbeddingNoise:
 
     def attach(self, embedding: Embedding) -> None:
         embedding.noise = self.add
-        # In front of what a shard of the vocabulary makes of token ids
+        # Before a shard of the vocabulary changes the token ids
         embedding.register_forward_pre_hook(self._identify, prepend=True)
 
     def start_step(self, seed: int) -> None:
@@ -42,14 +42,14 @@ class EmbeddingNoise:
 
     @torch.no_grad()
     def _identify(self, embedding: Embedding, args: tuple[Activations]) -> None:
-        """Computes a key and a scale for each token of a micro-batch."""
+        """Compute a key and a scale for each token of a micro-batch."""
         if embedding.training:
             input_ids, position_ids, segment_ids = args[0]
             self._keys, lengths = identify_tokens(input_ids, position_ids, segment_ids, self._seed, self._sequence_part)
             self._scales = self._alpha / (lengths * embedding.embedding_dim).sqrt()
 
     def add(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """embeddings: [B, T, D] of the micro-batch that was last identified."""
+        """Return the embeddings with noise. embeddings: [B, T, D] of the micro-batch that was last identified."""
         noise = [
             compute_uniform(keys, embeddings.shape[-1]).mul_(scales.unsqueeze(-1)).to(embeddings.dtype)
             for keys, scales in zip(self._keys, self._scales, strict=True)
@@ -64,10 +64,10 @@ def identify_tokens(
     seed: int,
     sequence_part: ContextParallel = NO_CP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A key for each token, int64 [B, T], by its document's tokens and its place there; and the number of tokens of its
-    document, fp32 [B, T]; infinite for padding.
+    """Return a key for each token, int64 [B, T], from its document's tokens and its position there; and the number of
+    tokens of its document, fp32 [B, T]; infinite for padding.
 
-    sequence_part: of the rows, of which `input_ids`, and what is returned, have the tokens; a document may go on in
+    sequence_part: `input_ids` and the results have the tokens of this part of the rows; a document may continue in
     other parts.
     """
     all_documents = segment_ids.long()
@@ -81,13 +81,13 @@ def identify_tokens(
 
 
 def compute_uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers from [-1, 1), fp32 [T, width], for keys [T]."""
+    """Return numbers from [-1, 1), fp32 [T, width], for keys [T]."""
     channels = torch.arange(1, width + 1, device=keys.device) * _STEP
     return _mix(keys.unsqueeze(-1) + channels).float() / 2**31 - 1
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit numbers in which every bit depends on all (C. Wellons' lowbias32)."""
+    """Apply a bijection of 32-bit numbers in which every bit depends on all (C. Wellons' lowbias32)."""
     numbers = numbers & _MASK
     numbers = ((numbers ^ (numbers >> 16)) * 0x7FEB352D) & _MASK
     numbers = ((numbers ^ (numbers >> 15)) * 0x846CA68B) & _MASK

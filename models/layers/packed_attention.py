@@ -1,5 +1,5 @@
-"""`attn_implementation=varlen`: packed rows by torch's `varlen_attn`, which takes the documents end to end and where
-they begin, and so needs no mask; rows of one document each by `scaled_dot_product_attention`.
+"""`attn_implementation=varlen`: packed rows by torch's `varlen_attn`, which takes the documents end to end with their
+offsets, and so needs no mask; rows of one document each by `scaled_dot_product_attention`.
 
 `transformers` looks attention up by name (`AttentionInterface`); importing this registers the name.
 
@@ -24,7 +24,7 @@ from models.layers.documents import Documents
 VARLEN = "varlen"
 FLASH = ("flash_attention_2", "flash_attention_3")  # transformers' names; it calls the packages of that name
 LARGEST_HEAD = 256  # flash attention's, and sizes are multiples of 8
-_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # they grew from torch 2.10 to 2.13
+_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # more of them from torch 2.10 to 2.13
 _DROPOUTS = ("attention_dropout", "attn_pdrop")  # the names that configs have for it
 
 
@@ -44,7 +44,7 @@ def find_obstacle(config: PretrainedConfig, dtype: torch.dtype, is_planned: bool
 
 
 def _find_head_size(config: PretrainedConfig) -> int:
-    """Of queries and keys; smaller values are padded to it."""
+    """Return the head size of queries and keys; smaller values are padded to it."""
     own = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return own or config.hidden_size // config.num_attention_heads
 
@@ -61,12 +61,13 @@ def attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of `transformers`: query [B, H, T, E], key and value [B, G, T, E], of which the values may
-    be smaller; returns [B, T, H, E'].
+    """Compute attention as an attention function of `transformers`: query [B, H, T, E], key and value [B, G, T, E],
+    where values may be smaller; returns [B, T, H, E'].
 
     documents: from the context of the micro-batch, None for whole rows under a causal mask. It has no default on
-    purpose: a layer that does not pass it on would let documents see each other. options: what a family adds to its
-    attention; the window comes with `documents`, and what would change the result otherwise is refused.
+    purpose: a layer that does not pass it on would let documents see each other. options: further keywords of a
+    family's attention; the window comes with `documents`, and options that would change the result otherwise raise
+    ValueError.
     """
     if refused := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
         raise ValueError(f"attn_implementation={VARLEN} has no {refused[0]}")
@@ -85,7 +86,7 @@ def attend(
 def _attend_at_once(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float | None
 ) -> torch.Tensor:
-    """By torch's kernel. Its windows count the tokens before a token."""
+    """Run torch's kernel on all documents. Its windows count the tokens before a token."""
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {}
     if "enable_gqa" in _PARAMETERS:
@@ -113,13 +114,13 @@ def _attend_at_once(
 def _attend_each(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float | None
 ) -> torch.Tensor:
-    """On a CPU, which can be asked where documents end: one after the other."""
+    """Run SDPA on one document after the other: on a CPU, where reading the offsets does not wait."""
     outputs = []
     for start, stop in pairwise(documents.offsets.tolist()):
         if start == stop:
             continue
-        of_one = (tensor[None, start:stop].transpose(1, 2) for tensor in (query, key, value))
-        queries, keys, values = of_one  # [1, H or G, length, E]
+        document = (tensor[None, start:stop].transpose(1, 2) for tensor in (query, key, value))
+        queries, keys, values = document  # [1, H or G, length, E]
         mask = _build_window(stop - start, documents.window)
         attended = F.scaled_dot_product_attention(
             queries,
@@ -135,7 +136,7 @@ def _attend_each(
 
 
 def _build_window(length: int, window: int | None) -> torch.Tensor | None:
-    """bool [length, length], true for what a token sees; None for all before it."""
+    """Return bool [length, length], true for visible tokens; None where all earlier tokens are."""
     if window is None or length <= window:
         return None
     ones = torch.ones(length, length, dtype=torch.bool)

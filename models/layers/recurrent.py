@@ -1,13 +1,12 @@
 """Layers that carry a state along the row (state-space layers, linear attention, short convolutions), and packed rows.
 
-Attention keeps the documents of a row apart by its mask. A state has none: what a document leaves in it reaches the
-next one. `transformers` passes cumulative lengths to the kernels of three packages and refuses packed rows without
-them (`use_kernel_func_from_hub_with_fallback`, 5.23). So here such a mixer sees each document as a row of its own,
-whatever computes it. The rest of the layer (norms, experts, attention beside it) sees the rows as they are.
+Attention keeps the documents of a row apart by its mask. A state has none: the state that a document leaves reaches the
+next one. `transformers` passes cumulative lengths to the kernels of three packages and refuses packed rows without them
+(`use_kernel_func_from_hub_with_fallback`, 5.23). So here such a mixer sees each document as a row of its own, whichever
+kernel computes it. The rest of the layer (norms, experts, its attention) sees the rows as they are.
 
-Behind a document its row is filled with whatever comes next: a causal mixer never sees what is behind a token, and what
-it makes of the filling is dropped. Documents of like length share a batch, so that the longest does not set the width
-of all.
+After a document its row is filled with whatever comes next: a causal mixer never sees later tokens, and its output for
+the filling is dropped. Documents of similar length share a batch, so that the longest does not set the width of all.
 
 B micro-batch, T sequence, N documents of a micro-batch, D hidden.
 """
@@ -25,17 +24,17 @@ from torch import nn
 
 from models.layers.documents import DocumentBounds, locate_documents
 
-_STATES = {"cache_params", "state"}  # arguments of a mixer's forward in transformers: what it goes on from
+_STATES = {"cache_params", "state"}  # arguments of a mixer's forward in transformers: its initial state
 # For attention alone
 _DROPPED = {"documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-_MASKS = {"attention_mask", "conv_mask"}  # of padding, which is behind the tokens, where no mixer sees it
+_MASKS = {"attention_mask", "conv_mask"}  # of padding, which comes after the tokens, where no mixer sees it
 
 
 class DocumentBatches(NamedTuple):
-    """The documents of packed rows as batches of one document a row.
+    """The documents of packed rows as batches with one document per row.
 
-    batches: int64 [n, L] each, longest documents first: the token of the micro-batch, its rows end to end, at each
-    place. places: int64 [B T]: the place of each token, the batches end to end.
+    batches: int64 [n, L] each, longest documents first: for each place the index of its token among the micro-batch's
+    rows end to end. places: int64 [B T]: the place of each token, the batches end to end.
     """
 
     batches: tuple[torch.Tensor, ...]
@@ -43,7 +42,8 @@ class DocumentBatches(NamedTuple):
 
 
 class Context(Protocol):
-    """What mixers need of `models.layers.context.MicroBatchContext`. batches: None where each row is one document."""
+    """The part of `models.layers.context.MicroBatchContext` that mixers use. batches: None where each row is one
+    document."""
 
     batches: DocumentBatches | None
 
@@ -51,8 +51,8 @@ class Context(Protocol):
 
 
 def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> DocumentBatches:
-    """numbers: the document of each token, [B, T], counted from 1 over all rows. bounds: None asks the device for the
-    lengths, and waits for it."""
+    """Return the documents in batches. numbers: the document of each token, [B, T], counted from 1 over all rows.
+    bounds: None reads the lengths from the device, and waits for it."""
     offsets, longest = locate_documents(numbers, bounds)
     lengths, num_tokens = offsets.diff(), numbers.numel()  # [N]
     order = lengths.argsort(descending=True, stable=True)
@@ -60,7 +60,7 @@ def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> Doc
         widths = lengths[order].tolist()
     else:  # Of k documents the shortest has at most the k-th part of all tokens
         widths = [min(longest, num_tokens // (rank + 1)) for rank in range(len(lengths))]
-    widths = [width for width in widths if width]  # of documents that there are
+    widths = [width for width in widths if width]  # of documents that exist
     starts = offsets[:-1][order]
     batches, rows = [], []
     first = place = 0
@@ -71,15 +71,15 @@ def batch_documents(numbers: torch.Tensor, bounds: DocumentBounds | None) -> Doc
         rows.append(place + width * torch.arange(count, device=numbers.device))
         first, place = first + count, place + count * width
     document = numbers.flatten() - 1  # [B T]
-    rows.append(starts.new_zeros(len(starts) - first, dtype=torch.long))  # of documents that there are not
+    rows.append(starts.new_zeros(len(starts) - first, dtype=torch.long))  # of documents that do not exist
     row = torch.cat(rows)[order.argsort()]  # [N], where each document's row begins
     within = torch.arange(num_tokens, device=numbers.device) - offsets[document]
     return DocumentBatches(tuple(batches), row[document] + within)
 
 
 def _group(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(rows, width) of each batch: a document is at least half as wide as its batch. widths: of the documents, the
-    longest first."""
+    """Yield (rows, width) of each batch: a document is at least half as wide as its batch. widths: of the documents,
+    the longest first."""
     first = 0
     for rank, width in enumerate(widths):
         if 2 * width <= widths[first]:
@@ -89,7 +89,8 @@ def _group(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def isolate_documents(layer: nn.Module, context: Context, layer_type: str) -> None:
-    """Makes the mixers of a decoder layer see each document of a packed row alone. Does nothing to a layer without.
+    """Make the mixers of a decoder layer see each document of a packed row alone. Does nothing to a layer without
+    mixers.
 
     layer_type: of the layer, as its config names it.
     """
@@ -99,9 +100,9 @@ def isolate_documents(layer: nn.Module, context: Context, layer_type: str) -> No
 
 
 def find_mixers(layer: nn.Module, layer_type: str) -> list[nn.Module]:
-    """The outermost modules of a layer of `transformers` that carry a state from token to token: those that take a
-    state to go on from, those that hold a convolution over tokens, and what stands for attention where the layer's type
-    is linear attention."""
+    """Return the outermost modules of a layer of `transformers` that carry a state from token to token: those that take
+    an initial state, those that hold a convolution over tokens, and the module in place of attention where the layer's
+    type is linear attention."""
     is_linear = layer_type == "linear_attention"
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
@@ -112,9 +113,8 @@ def find_mixers(layer: nn.Module, layer_type: str) -> list[nn.Module]:
 
 
 def list_read_weights(layer: nn.Module, layer_type: str) -> set[str]:
-    """Names of the projections in a layer's mixers whose weights the mixer reads itself, to hand them to a kernel or a
-    product of its own: what wraps such a projection, an adapter, would have no effect.
-    """
+    """Return the names of the projections in a layer's mixers whose weights the mixer reads itself, to pass them to a
+    kernel or a product of its own: an adapter around such a projection would have no effect."""
     names = {part: name for name, part in layer.named_modules()}
     return {
         f"{names[mixer]}.{name}"
@@ -134,12 +134,12 @@ def _carries_state(module: nn.Module, is_linear: bool) -> bool:
 
 
 def _list_arguments(module: nn.Module) -> list[str]:
-    """By the class: an isolated mixer's own `forward` takes anything."""
+    """Return the names of the arguments, read from the class: an isolated mixer's own `forward` takes anything."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _run(forward: Callable[..., Any], names: tuple[str, ...], context: Context, *args: Any, **kwargs: Any) -> Any:
-    """The mixer's `forward`, of which `names` are the arguments; on whole rows where each is one document."""
+    """Run the mixer's `forward`, whose argument names are `names`; on whole rows where each is one document."""
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: None if name in _MASKS else value for name, value in given.items() if name not in _DROPPED}
     if context.batches is None:
@@ -151,7 +151,8 @@ def _run(forward: Callable[..., Any], names: tuple[str, ...], context: Context, 
 def _run_apart(
     forward: Callable[..., Any], documents: DocumentBatches, shape: torch.Size, given: dict[str, Any]
 ) -> Any:
-    """shape: B, T. given: the mixer's arguments; the first tensor that it returns is [B, T, ...]."""
+    """Run the mixer on batches of documents. shape: B, T. given: the mixer's arguments; the first tensor that it
+    returns is [B, T, ...]."""
     outputs = []
     for tokens in documents.batches:
         outputs.append(forward(**{name: _take(value, tokens, shape) for name, value in given.items()}))
@@ -164,7 +165,7 @@ def _run_apart(
 
 
 def _take(value: Any, tokens: torch.Tensor, shape: torch.Size) -> Any:
-    """What a mixer is given, for the documents of one batch: tensors [B, T, ...] become [n, L, ...]."""
+    """Return an argument for the documents of one batch: tensors [B, T, ...] become [n, L, ...]."""
     if isinstance(value, tuple):
         return tuple(_take(part, tokens, shape) for part in value)
     if not _has_shape(value, shape):
@@ -173,7 +174,7 @@ def _take(value: Any, tokens: torch.Tensor, shape: torch.Size) -> Any:
 
 
 def _put_back(outputs: Sequence[torch.Tensor], places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """[n, L, ...] of each batch -> [B, T, ...]."""
+    """Return the outputs [n, L, ...] of the batches as [B, T, ...]."""
     return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, places).unflatten(0, shape)
 
 

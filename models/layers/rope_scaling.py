@@ -1,9 +1,10 @@
-"""Rotary angles that reach further than a model was trained: `rope_parameters` of a run, put into the model's config.
+"""Rotary angles for lengths beyond those a model was trained at: `rope_parameters` of a run, put into the model's
+config.
 
 The names and formulas are those of `transformers` (`modeling_rope_utils`, 5.23): linear (2306.15595), dynamic NTK, yarn
 (2309.00071), llama3 (2407.21783). Where a formula needs the length that the model was pretrained at, it is the model's
-own `original_max_position_embeddings`, else what its `max_position_embeddings` says; and `max_position_embeddings`
-becomes `factor` times that. So a model that has been stretched, given the same again, stays as it is.
+own `original_max_position_embeddings`, else its `max_position_embeddings`; and `max_position_embeddings` becomes
+`factor` times that. So a model that has been stretched is unchanged by the same parameters.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from errors import UserError
 
 DYNAMIC, LONG = "dynamic", "longrope"
 BY_LENGTH = frozenset({DYNAMIC, LONG})  # types whose angles depend on the longest document of a micro-batch
-_OF_ALL = frozenset({"rope_type", "factor", "rope_theta"})
+_COMMON_FIELDS = frozenset({"rope_type", "factor", "rope_theta"})
 _LENGTH = "original_max_position_embeddings"
-# type -> fields it cannot do without, and those that it may have
+# type -> required fields, and all that it may have
 _FIELDS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "linear": (("factor",), _OF_ALL),
-    DYNAMIC: (("factor",), _OF_ALL),
+    "linear": (("factor",), _COMMON_FIELDS),
+    DYNAMIC: (("factor",), _COMMON_FIELDS),
     "yarn": (
         ("factor",),
-        _OF_ALL | {_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+        _COMMON_FIELDS
+        | {_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     ),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor"),
-        _OF_ALL | {_LENGTH, "low_freq_factor", "high_freq_factor"},
+        _COMMON_FIELDS | {_LENGTH, "low_freq_factor", "high_freq_factor"},
     ),
 }
 
 
 def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Changes `rope_parameters` and `max_position_embeddings` of `config`; nothing where nothing is given.
+    """Change `rope_parameters` and `max_position_embeddings` of `config`; does nothing where nothing is given.
 
     given: as in a Hugging Face config.json. The base `rope_theta` and the share of a head that is rotated are the
     model's, unless given. Raises UserError for a field that is missing, unknown or out of range, and for a model
@@ -52,9 +54,9 @@ def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> Non
     stretched = {**kept, **given}
     if _LENGTH in _FIELDS[given["rope_type"]][1]:
         stretched[_LENGTH] = pretrained
-        if hasattr(config, _LENGTH):  # it goes before the one among the parameters
+        if hasattr(config, _LENGTH):  # takes precedence over the one among the parameters
             setattr(config, _LENGTH, pretrained)
-    # The angles of "dynamic" follow from how much longer a sequence is than the model's own length, which so remains
+    # The angles of "dynamic" depend on the ratio of a sequence's length to the model's own, which therefore stays
     scale = 1.0 if given["rope_type"] == DYNAMIC else given["factor"]
     config.rope_parameters = stretched
     config.max_position_embeddings = round(scale * pretrained)
@@ -62,21 +64,21 @@ def stretch_positions(config: PretrainedConfig, given: Mapping[str, Any]) -> Non
 
 
 def copy_positions(source: PretrainedConfig, target: PretrainedConfig) -> None:
-    """What `stretch_positions` may have changed, from one config of a model to another."""
+    """Copy the fields that `stretch_positions` may have changed from one config of a model to another."""
     for name in ("rope_parameters", "max_position_embeddings", _LENGTH):
         if hasattr(target, name) and hasattr(source, name):
             setattr(target, name, copy.deepcopy(getattr(source, name)))
 
 
 def depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether angles depend on how long the documents of a micro-batch are."""
+    """Return whether angles depend on the lengths of a micro-batch's documents."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return any(kind.get("rope_type") in BY_LENGTH for kind in kinds)
 
 
 def check_fields(given: Mapping[str, Any]) -> None:
-    """What can be known without the model. Raises UserError."""
+    """Check the fields that can be checked without the model. Raises UserError."""
     types = ", ".join(_FIELDS)
     rope_type = given.get("rope_type")
     if rope_type not in _FIELDS:
@@ -106,7 +108,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _get_own(config: PretrainedConfig) -> dict[str, Any]:
-    """The model's one set of parameters."""
+    """Return the model's one set of parameters. Raises UserError where it has none, or several."""
     own = getattr(config, "rope_parameters", None)
     if not own or not getattr(config, "max_position_embeddings", None):
         raise UserError(f"rope_parameters: a '{config.model_type}' has no rotary positions; omit it")

@@ -1,4 +1,4 @@
-"""What tensor parallelism shards of a layer: plans that `transformers` publishes, and what follows from the styles."""
+"""How tensor parallelism shards a layer: the plans that `transformers` publishes, and what follows from the styles."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from models.layers.layer import Fused, Layer, Style, Styles, refuse_sharding
 
 _PREFIX = "layers.*."
 _CUT = {style.value for style in (Style.COLUMN, Style.ROW, Style.SUMMED)}
-# transformers cuts these to save memory, and gathers what they make: what is between two of them is computed as a whole
+# transformers cuts these to save memory, and gathers their outputs: between two of them tensors are whole
 _GATHERED, _SPLIT = "colwise_gather_output", "rowwise_split_input"
 _EXPERTS = "moe_tp_experts"
 _ROUTERS = ("gate", "router")
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp")
-# Of queries and keys: over each head, or over all of them
+# Norms of queries and keys: over each head, or over all of them
 _NORMS = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.q_layernorm", "self_attn.k_layernorm")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def read_published_plan(config: PretrainedConfig) -> dict[str, Style | Fused]:
-    """`base_model_tp_plan` of a decoder layer. Raises UserError where there is none, or it has other values than
-    `Style` and those that gather.
-    """
+    """Return `base_model_tp_plan` for the parts of a decoder layer. Raises UserError where there is none, or where it
+    has values other than `Style` and those that gather."""
     published: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name.removeprefix(_PREFIX): style for name, style in published.items() if name.startswith(_PREFIX)}
     mixtures = {name.rpartition(".")[0] for name, style in plan.items() if style == _EXPERTS}
@@ -45,9 +44,8 @@ def read_published_plan(config: PretrainedConfig) -> dict[str, Style | Fused]:
 
 
 def _cut_gathered(config: PretrainedConfig, plan: dict[str, str]) -> dict[str, Style | Fused]:
-    """Takes the blocks that a plan gathers out of it. Returns what can be cut of them: attention, whose norms are then
-    cut too, and an MLP of gate and up in one. Other blocks stay whole on each rank, all of their parts.
-    """
+    """Remove the blocks that a plan gathers from it. Return the styles of those that can be sharded: attention, whose
+    norms are then sharded too, and an MLP with gate and up in one. Other blocks stay whole on each rank."""
     cut: dict[str, Style | Fused] = {}
     blocks = {name.rpartition(".")[0] for name, style in plan.items() if style in (_GATHERED, _SPLIT)}
     for block in blocks:
@@ -64,19 +62,18 @@ def _cut_gathered(config: PretrainedConfig, plan: dict[str, str]) -> dict[str, S
 
 
 def _plan_mixture(block: str) -> dict[str, Style]:
-    """Of a mixture in the place of an MLP: experts cut along their inner neurons, those that are always chosen like an
-    MLP, and a router that each rank has whole, and of whose gradient it sees what its shard of the experts gives.
-    """
+    """Return the plan of a mixture in place of an MLP: experts sharded along their inner neurons, shared experts like
+    an MLP, and a router that each rank has whole, with the gradient of its shard of the experts."""
     mlp = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
     shared = {f"{block}.{expert}.{name}": style for expert in _SHARED_EXPERTS for name, style in mlp.items()}
     return {f"{block}.experts": Style.EXPERTS, **{f"{block}.{name}": Style.SUMMED for name in _ROUTERS}, **shared}
 
 
 def fit_plan(plan: Styles, module: nn.Module) -> Styles:
-    """What the plan says of the parts that a layer's module has.
+    """Return the plan's styles for the parts that a layer's module has.
 
-    A part that sums its gradients does so in a block that is cut. A norm of queries or keys is cut like their
-    projection where it has a number for each of its outputs, or for each of its heads a vector.
+    A part that sums its gradients does so in a block that is sharded. A norm of queries or keys is sharded like their
+    projection where it has a number for each of its outputs, or a vector for each of its heads.
     """
     parts = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
     styles = {name: style for name, style in plan.items() if name in parts}
@@ -99,9 +96,8 @@ def fit_plan(plan: Styles, module: nn.Module) -> Styles:
 
 
 def count_sums(layer: Layer) -> tuple[int, int]:
-    """Sums of hidden states over the ranks in a forward and in a backward pass, as `shard_module` and the loss do
-    them.
-    """
+    """Return the number of sums of hidden states over the ranks in a forward and in a backward pass, as done by
+    `shard_module` and the loss."""
     styles = list(layer.styles.values())
     if Style.VOCABULARY in styles:
         is_lookup = issubclass(layer.module_class, nn.Embedding) and layer.owns_weights
@@ -110,9 +106,8 @@ def count_sums(layer: Layer) -> tuple[int, int]:
 
 
 def list_blocks(styles: Styles) -> set[str]:
-    """The modules around projections that are sharded by their outputs: attention, the MLP; the outermost where
-    nested.
-    """
+    """Return the modules around projections that are sharded by their outputs: attention, the MLP; the outermost where
+    nested."""
     first = {
         name for name, style in styles.items() if style in (Style.COLUMN, Style.EXPERTS) or isinstance(style, Fused)
     }

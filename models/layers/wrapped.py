@@ -1,9 +1,9 @@
 """Models that have a text model inside, such as one that also sees images: which part is trained, and its names.
 
-Their config.json wraps the text model's (`text_config`). The text model is what becomes layers; every other tensor, of
-the vision tower, the projector and the like, is carried along as it is. All names are those of the wrapping class of
-`transformers`, so an export, or an adapter, belongs to it. Which names its folders have on disk, now and before,
-follows from `transformers` too (`conversion_mapping`, 5.23).
+Their config.json wraps the text model's (`text_config`). The text model becomes layers; every other tensor, of the
+vision tower, the projector and the like, is passed through unchanged. All names are those of the wrapping class of
+`transformers`, so an export, or an adapter, belongs to it. The names of its folders on disk, now and in earlier
+versions, follow from `transformers` too (`conversion_mapping`, 5.23).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPI
 class Wrapper:
     """A model that has a text model as a part.
 
-    model: all of it, on the meta device. base, head: how the names of the text model's parts begin in it. own_base: how
-    those of its base begin in the text model alone.
+    model: the whole model, on the meta device. base, head: the prefixes of the text model's parts in it. own_base: the
+    prefix of its base in the text model alone.
     """
 
     model: PreTrainedModel
@@ -63,11 +63,11 @@ class Wrapper:
 
     @property
     def name(self) -> str:
-        """Its class in transformers."""
+        """The model's class in transformers."""
         return type(self.model).__name__
 
     def rename(self, layers: Sequence[Layer]) -> list[Layer]:
-        """The text model's layers, under their names in this model."""
+        """Return the text model's layers under their names in this model."""
         return [
             replace(layer, hf_prefix=self.base + layer.hf_prefix.removeprefix(self.own_base))
             if layer.hf_prefix.startswith(self.own_base)
@@ -76,26 +76,28 @@ class Wrapper:
         ]
 
     def is_text(self, name: str) -> bool:
-        """Whether a tensor, by its name in the model, belongs to the text model."""
+        """Return whether a tensor, by its name in the model, belongs to the text model."""
         return name.startswith((self.base, self.head))
 
     def name_in_memory(self, disk_name: str) -> str:
-        """The name that `from_pretrained` gives a tensor of a folder; the parts of one in several pieces keep apart.
+        """Return the name that `from_pretrained` gives a tensor of a folder; the pieces of a tensor keep separate
+        names.
 
-        Folders have had other names over the years: all that `transformers` reads become the same ones.
+        Folders have had other names over the years: all that `transformers` reads map to the same ones.
         """
         return self._rename(disk_name)
 
     def list_missing(self, names: Collection[str]) -> list[str]:
-        """What of the model beside its text lacks, where names are the tensors that a folder has, as in memory."""
+        """Return the tensors outside the text model that a folder lacks. names: the tensors that it
+        has, as in memory."""
         targets = [rename_source_key(name, [], self._converters) for name in names if not self.is_text(name)]
-        if any(pattern for _, pattern in targets):  # rearranged: a target may stand for several
+        if any(pattern for _, pattern in targets):  # rearranged: a target may combine several
             return []
         expected = {name for name in self._tensors if not self.is_text(name)} - set(self.model.all_tied_weights_keys)
         return sorted(expected - {target for target, _ in targets})
 
     def may_be_transposed(self, name: str) -> bool:
-        """Whether folders may have the tensor either way round; its shape says which."""
+        """Return whether folders may hold the tensor transposed; its shape shows which."""
         return any(converter.rename_source_key(name)[1] for converter in self._converters if _transposes(converter))
 
     @cached_property
@@ -114,9 +116,10 @@ class Wrapper:
 
 
 def unwrap(config: PretrainedConfig) -> tuple[PretrainedConfig, Wrapper | None]:
-    """The config of the text model, and the model around it; the config itself and None for what wraps none.
+    """Return the config of the text model, and the model around it; the config itself and None where nothing is
+    wrapped.
 
-    Raises UserError for a model whose text model is not to be found in it.
+    Raises UserError where the text model cannot be found.
     """
     text = getattr(config, TEXT_CONFIG, None)
     if not isinstance(text, PretrainedConfig):
@@ -124,7 +127,7 @@ def unwrap(config: PretrainedConfig) -> tuple[PretrainedConfig, Wrapper | None]:
     text = copy.deepcopy(text)
     try:
         wrapper = _build_wrapper(config, text)
-        text.tie_word_embeddings = _is_tied(wrapper.model)  # of the two configs the model knows which one counts
+        text.tie_word_embeddings = _is_tied(wrapper.model)  # of the two configs the model knows which one applies
     except UserError:
         raise
     except Exception as error:  # other people's code, on a config it was not made for
@@ -159,7 +162,7 @@ def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model = _find_class(config)(config)
     model.tie_weights()
-    model._weight_conversions = [  # what is undone when it is saved: all but what depends on the folder that was read
+    model._weight_conversions = [  # undone when it is saved: all but those that depend on the folder that was read
         step
         for step in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(step, PrefixChange) and not _transposes(step)
@@ -168,14 +171,15 @@ def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _transposes(step: WeightTransform) -> bool:
-    """Whether it only turns round what a folder has the other way."""
+    """Return whether the step only transposes a tensor that a folder stores the other way."""
     return isinstance(step, WeightConverter) and all(
         isinstance(operation, Transpose) and operation.check_dims for operation in step.operations
     )
 
 
 def _find_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that config.json names, where it is one of transformers for such a config; else the one it has."""
+    """Return the class that config.json names, if transformers has it for such a config; else its
+    class for the config."""
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if named is not None and getattr(named, "config_class", None) is type(config):
@@ -192,15 +196,15 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def find_text_class(config: PretrainedConfig, base_class: type[PreTrainedModel] | None = None) -> type[PreTrainedModel]:
-    """The class of a text model alone: transformers' own; where it has none (Qwen-VL's), `base_class` and a head put
-    together, which `AutoModelForCausalLM` knows from then on."""
+    """Return the class of a text model alone: transformers' own; where it has none (Qwen-VL's), `base_class` and a head
+    combined, which is registered with `AutoModelForCausalLM`."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         assert base_class is not None
         fields = {
             "config_class": type(config),
             "_base_class": base_class,
             "base_model_prefix": "model",
-            "__module__": base_class.__module__,  # which transformers reads to know what a class can do
+            "__module__": base_class.__module__,  # read by transformers to find what a class supports
         }
         name = f"{base_class.__name__}WithHead"
         text_class = type(name, (_WithHead, base_class.__bases__[0]), fields)
@@ -209,7 +213,7 @@ def find_text_class(config: PretrainedConfig, base_class: type[PreTrainedModel] 
 
 
 class _WithHead:
-    """Beside a class of `transformers`: a text model with a head."""
+    """Mixin before a class of `transformers`: a text model with a head."""
 
     _base_class: type[PreTrainedModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers reads it)

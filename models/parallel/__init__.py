@@ -1,1 +1,1 @@
-"""Tensor parallelism: shards of tensors, the plan of what is sharded, and the layers that communicate."""
+"""Tensor and context parallelism on tensors: shards, sums over ranks, exchanges, and the modules that communicate."""

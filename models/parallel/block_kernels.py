@@ -1,8 +1,8 @@
 """torch's fused attention for one block of queries and keys: with the log-sum-exp that blocks are merged by, and with a
-backward pass that takes it, and the output, of all blocks.
+backward pass that takes the log-sum-exp and the output of all blocks.
 
-`scaled_dot_product_attention` runs these operators and hands out neither. They take whole blocks, of which the queries
-see all keys, or each those up to its own; no windows, and of one document. On a CPU any of its dtypes; on a GPU flash
+`scaled_dot_product_attention` runs these operators and returns neither. They take whole blocks, in which queries see
+all keys, or each those up to its own; no windows, and one document only. On a CPU any of its dtypes; on a GPU flash
 attention, so bf16 and fp16.
 
 B micro-batch, H query heads, G heads of keys and values, E head size.
@@ -16,23 +16,23 @@ from typing import NamedTuple
 import torch
 
 _ATEN = torch.ops.aten
-_LARGEST_HEAD = 256  # of flash attention, and sizes are multiples of 8
+_LARGEST_HEAD = 256  # of flash attention; sizes must be multiples of 8
 
 Attended = tuple[torch.Tensor, torch.Tensor]  # output [B, H, l, E], log-sum-exp [B, H, l]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockKernel(NamedTuple):
-    """attend: of query [B, H, l, E], key and value [B, G, m, E], whether a query sees the keys up to its own alone, and
-    the scale. differentiate: of the gradient of the output, then query, key, value, output and log-sum-exp, and the
-    same two: the gradients of query, key and value."""
+    """A fused attention kernel. attend: takes query [B, H, l, E], key and value [B, G, m, E], whether a query sees only
+    the keys up to its own, and the scale. differentiate: takes the gradient of the output, then query, key, value,
+    output and log-sum-exp, and the same two options; returns the gradients of query, key and value."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Attended]
     differentiate: Callable[..., Gradients]
 
 
 def find_kernel(query: torch.Tensor) -> BlockKernel | None:
-    """For queries of this dtype and size; None where there is none."""
+    """Return the kernel for queries of this dtype and size; None where there is none."""
     if query.device.type == "cpu":
         return BlockKernel(_attend_cpu, _differentiate_cpu)
     fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, _LARGEST_HEAD + 1, 8)
@@ -76,7 +76,7 @@ def _differentiate_flash(
     is_causal: bool,
     scale: float,
 ) -> Gradients:
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
     lengths = None, None, query.shape[2], key.shape[2]  # no documents
     return _ATEN._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, output, log_sums, *lengths, 0.0, is_causal, seed, seed[0], scale=scale

@@ -1,13 +1,13 @@
-"""Causal attention in blocks of queries and keys: what one block adds to outputs and gradients, by the log-sum-exp of
-the scores (2205.14135).
+"""Causal attention in blocks of queries and keys: the contribution of one block to outputs and gradients, by the
+log-sum-exp of the scores (2205.14135).
 
 A block is a run of consecutive queries and one of keys, each with its places in the row. Rows of several documents are
-cut into a block for each of these, causal or whole. torch's fused kernels take it (`block_kernels.py`) where no window
-comes in between. Elsewhere it is matrix products: scores are made for a bounded number of queries at a time, and only
-with keys that some of them see. Sums are fp32, of fp64 tensors fp64.
+cut into a block for each of these, causal or whole. torch's fused kernels compute it (`block_kernels.py`) unless a
+window prevents that. Otherwise it is matrix products: scores are made for a bounded number of queries at a time, and
+only with keys that some of them see. Sums are fp32, or fp64 for fp64 tensors.
 
 B micro-batch, H query heads, G heads of keys and values, R = H / G, E head size; L tokens of a rank, l and m queries
-and keys of a piece.
+and keys of a sub-block.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST_SCORES = 2**26  # made at a time: 256 MiB in fp32
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """Which of the tokens before it a token sees, itself included.
+    """Which tokens before it, and itself, a token sees.
 
-    documents: int64 [B, T], of whole rows: it sees those of its document; None for all. window: the nearest that it
-    sees; None for all.
+    documents: int64 [B, T], of whole rows: a token sees its own document; None for all tokens. window: the number of
+    nearest tokens that it sees; None for all.
     """
 
     documents: torch.Tensor | None
@@ -39,18 +39,18 @@ class SequenceMask:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Of each row its documents: the first token of each, and the one behind its last. Waits for the device."""
+        """The documents of each row: (first token, last token + 1). Waits for the device."""
         assert self.documents is not None
         num_rows, length = self.documents.shape
         starts = [[0] for _ in range(num_rows)]
         for row, before in (self.documents[:, 1:] != self.documents[:, :-1]).nonzero().tolist():
             starts[row].append(before + 1)
-        return [list(pairwise([*of_row, length])) for of_row in starts]
+        return [list(pairwise([*row_spans, length])) for row_spans in starts]
 
 
 class Block(NamedTuple):
-    """queries, keys: where they are among a rank's L tokens, and among those of the keys. first_query, first_key: the
-    places in the row of the first of them. rows: of the micro-batch."""
+    """queries, keys: their indices among a rank's L tokens, and among the keys. first_query, first_key: the places in
+    the row of the first of them. rows: of the micro-batch."""
 
     queries: slice
     keys: slice
@@ -60,15 +60,16 @@ class Block(NamedTuple):
 
 
 def list_documents(block: Block, spans: list[list[tuple[int, int]]]) -> Iterator[Block]:
-    """What is left of the block when documents do not see each other: a part of one row for each that has queries and
-    keys in it. The block is on the diagonal, or all of its keys come before its queries. spans: of `SequenceMask`."""
+    """Yield the parts of the block in which documents see only themselves: one part of one row for each document with
+    queries and keys in it. The block is on the diagonal, or all of its keys come before its queries. spans: of
+    `SequenceMask`."""
     key_stop = block.first_key + block.keys.stop - block.keys.start
     query_stop = block.first_query + block.queries.stop - block.queries.start
     to_queries, to_keys = block.queries.start - block.first_query, block.keys.start - block.first_key
-    for row, of_row in enumerate(spans):
-        first = bisect_right(of_row, block.first_query, key=lambda span: span[1])
-        last = bisect_left(of_row, key_stop, key=lambda span: span[0])
-        for start, stop in of_row[first:last]:
+    for row, row_spans in enumerate(spans):
+        first = bisect_right(row_spans, block.first_query, key=lambda span: span[1])
+        last = bisect_left(row_spans, key_stop, key=lambda span: span[0])
+        for start, stop in row_spans[first:last]:
             query, key = max(start, block.first_query), max(start, block.first_key)
             yield Block(
                 slice(query + to_queries, min(stop, query_stop) + to_queries),
@@ -79,8 +80,8 @@ def list_documents(block: Block, spans: list[list[tuple[int, int]]]) -> Iterator
             )
 
 
-def list_pieces(block: Block, window: int | None, most_queries: int) -> Iterator[Block]:
-    """The block cut into pieces of at most `most_queries`, each with the keys that some of its queries see; those that
+def split_queries(block: Block, window: int | None, most_queries: int) -> Iterator[Block]:
+    """Yield the block in parts of at most `most_queries`, each with the keys that some of its queries see; parts that
     see none are omitted."""
     keys = range(block.first_key, block.first_key + block.keys.stop - block.keys.start)
     for start in range(block.queries.start, block.queries.stop, most_queries):
@@ -94,8 +95,9 @@ def list_pieces(block: Block, window: int | None, most_queries: int) -> Iterator
 
 
 class BackwardPass(NamedTuple):
-    """Of a rank's queries. output [B, H, L, E] and log_sums [B, H, L]: over all keys. row_products [B, H, L]:
-    sum(output x its gradient) of each query. query_gradient [B, H, L, E]: of the blocks so far."""
+    """State of a backward pass for a rank's queries. output [B, H, L, E] and log_sums [B, H, L]: over all keys.
+    row_products [B, H, L]: sum(output x its gradient) of each query. query_gradient [B, H, L, E]: the sum over the
+    blocks so far."""
 
     output: torch.Tensor
     log_sums: torch.Tensor
@@ -105,7 +107,7 @@ class BackwardPass(NamedTuple):
 
 
 class BlockAttention:
-    """Attention of a rank's queries over keys and values that come block after block."""
+    """Attention of a rank's queries over keys and values that arrive block by block."""
 
     def __init__(self, query: torch.Tensor, groups: int, scale: float, mask: SequenceMask, uses_kernels: bool) -> None:
         """query [B, H, L, E]; groups: G."""
@@ -115,24 +117,24 @@ class BlockAttention:
         self._splits_documents = self._kernel is not None and mask.documents is not None
 
     def _split(self, blocks: list[Block]) -> Iterator[Block]:
-        """Into such as kernels take, where documents are all that is in their way."""
+        """Yield blocks that kernels can compute, where only documents prevent that."""
         for block in blocks:
             yield from list_documents(block, self._mask.spans) if self._splits_documents else [block]
 
     def _fits_kernel(self, block: Block) -> bool:
-        """Whether its queries see all keys, or each those up to its own."""
+        """Return whether the queries see all keys, or each those up to its own."""
         farthest = block.first_query + block.queries.stop - block.queries.start - 1 - block.first_key
         return self._kernel is not None and (self._mask.window is None or farthest < self._mask.window)
 
     def _cut(self, block: Block) -> Iterator[Block]:
         batch, heads = self._query.shape[:2]
         per_query = len(range(batch)[block.rows]) * heads * (block.keys.stop - block.keys.start)
-        return list_pieces(block, self._mask.window, max(1, MOST_SCORES // per_query))
+        return split_queries(block, self._mask.window, max(1, MOST_SCORES // per_query))
 
     def start_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [B, H, L, E] and log-sum-exp [B, H, L] of no keys at all."""
+        """Return outputs [B, H, L, E] and log-sum-exp [B, H, L] over no keys yet."""
         batch, heads, length, size = self._query.shape
-        # In the order that the projection behind attention takes them in, which then keeps the same memory
+        # In the layout that the projection after attention takes, which then keeps the same memory
         output = self._query.new_zeros(batch, length, heads, size, dtype=self._sums).transpose(1, 2)
         return output, torch.full(output.shape[:-1], -torch.inf, dtype=self._sums, device=output.device)
 
@@ -144,34 +146,35 @@ class BlockAttention:
         output: torch.Tensor,
         log_sums: torch.Tensor,
     ) -> None:
-        """Merges the blocks of key and value [B, G, L, E] into what there is of the others, in place."""
+        """Merge the blocks of key and value [B, G, L, E] into the output and log-sum-exp of the others, in place."""
         for block in self._split(blocks):
             if self._fits_kernel(block):
                 _merge(block, *self._attend_fused(key, value, block), output, log_sums)
                 continue
-            for piece in self._cut(block):
-                _merge(piece, *self._attend_piece(key, value, piece), output, log_sums)
+            for part in self._cut(block):
+                _merge(part, *self._attend_part(key, value, part), output, log_sums)
 
     def _attend_fused(self, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [B, H, l, E] and log-sum-exp [B, H, l] of the block's keys alone."""
+        """Return outputs [B, H, l, E] and log-sum-exp [B, H, l] of the block's keys alone."""
         assert self._kernel is not None
         rows, keys = block.rows, block.keys
         query = self._query[rows, :, block.queries]
         return self._kernel.attend(query, key[rows, :, keys], value[rows, :, keys], _is_diagonal(block), self._scale)
 
-    def _attend_piece(self, key: torch.Tensor, value: torch.Tensor, piece: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._score(key, piece)  # [B, G, R l, m]
+    def _attend_part(self, key: torch.Tensor, value: torch.Tensor, part: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._score(key, part)  # [B, G, R l, m]
         # Where no key is visible all scores are -inf, and so is their log-sum-exp
         largest = _finite(scores.amax(dim=-1, keepdim=True))
         weights = scores.sub_(largest).exp_()
         sums = weights.sum(dim=-1, keepdim=True)
-        attended = self._multiply(weights, value[piece.rows, :, piece.keys]) / sums.clamp(
+        attended = self._multiply(weights, value[part.rows, :, part.keys]) / sums.clamp(
             min=torch.finfo(sums.dtype).tiny
         )
         return self._ungroup(attended), self._ungroup(sums.log() + largest).squeeze(-1)
 
     def start_backward(self, attended: Attended, output_gradient: torch.Tensor) -> BackwardPass:
-        """attended: over all keys, the output in the training dtype. output_gradient [B, H, L, E]."""
+        """Return the state of a backward pass. attended: over all keys, the output in the training dtype.
+        output_gradient [B, H, L, E]."""
         products = (attended[0].to(self._sums) * output_gradient).sum(-1)
         query_gradient = torch.zeros_like(self._query, dtype=self._sums)
         return BackwardPass(*attended, output_gradient.contiguous(), products, query_gradient)
@@ -179,14 +182,14 @@ class BlockAttention:
     def differentiate(
         self, key: torch.Tensor, value: torch.Tensor, blocks: list[Block], through: BackwardPass
     ) -> torch.Tensor:
-        """Gradients of key and value, [2, B, G, L, E]; that of the queries is added to, in place."""
+        """Return the gradients of key and value, [2, B, G, L, E]; the queries' gradient is added to in place."""
         gradients = torch.zeros(2, *key.shape, dtype=self._sums, device=key.device)
         for block in self._split(blocks):
             if self._fits_kernel(block):
                 self._differentiate_fused(key, value, block, through, gradients)
                 continue
-            for piece in self._cut(block):
-                self._differentiate_piece(key, value, piece, through, gradients)
+            for part in self._cut(block):
+                self._differentiate_part(key, value, part, through, gradients)
         return gradients
 
     def _differentiate_fused(
@@ -194,7 +197,7 @@ class BlockAttention:
     ) -> None:
         assert self._kernel is not None
         rows, queries, keys = block.rows, block.queries, block.keys
-        of_query, of_key, of_value = self._kernel.differentiate(
+        grad_query, grad_key, grad_value = self._kernel.differentiate(
             through.output_gradient[rows, :, queries],
             self._query[rows, :, queries],
             key[rows, :, keys],
@@ -204,66 +207,67 @@ class BlockAttention:
             _is_diagonal(block),
             self._scale,
         )
-        through.query_gradient[rows, :, queries] += of_query
-        gradients[0][rows, :, keys] += of_key
-        gradients[1][rows, :, keys] += of_value
+        through.query_gradient[rows, :, queries] += grad_query
+        gradients[0][rows, :, keys] += grad_key
+        gradients[1][rows, :, keys] += grad_value
 
-    def _differentiate_piece(
-        self, key: torch.Tensor, value: torch.Tensor, piece: Block, through: BackwardPass, gradients: torch.Tensor
+    def _differentiate_part(
+        self, key: torch.Tensor, value: torch.Tensor, part: Block, through: BackwardPass, gradients: torch.Tensor
     ) -> None:
-        rows, queries, keys = piece.rows, piece.queries, piece.keys
-        of_queries = through.log_sums, through.row_products
-        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in of_queries)
-        probabilities = self._score(key, piece).sub_(sums).exp_()  # [B, G, R l, m]
-        of_output = self._group(through.output_gradient[rows, :, queries])
-        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, of_output)
-        of_scores = self._multiply(of_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
-        of_scores.mul_(self._scale)
-        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(of_scores, key[rows, :, keys]))
-        gradients[0][rows, :, keys] += self._multiply(of_scores.mT, self._group(self._query[rows, :, queries]))
+        rows, queries, keys = part.rows, part.queries, part.keys
+        per_query = through.log_sums, through.row_products
+        sums, products = (self._group(each[rows, :, queries].unsqueeze(-1)) for each in per_query)
+        probabilities = self._score(key, part).sub_(sums).exp_()  # [B, G, R l, m]
+        grad_output = self._group(through.output_gradient[rows, :, queries])
+        gradients[1][rows, :, keys] += self._multiply(probabilities.mT, grad_output)
+        grad_scores = self._multiply(grad_output, value[rows, :, keys].mT).sub_(products).mul_(probabilities)
+        grad_scores.mul_(self._scale)
+        through.query_gradient[rows, :, queries] += self._ungroup(self._multiply(grad_scores, key[rows, :, keys]))
+        gradients[0][rows, :, keys] += self._multiply(grad_scores.mT, self._group(self._query[rows, :, queries]))
 
-    def _score(self, key: torch.Tensor, piece: Block) -> torch.Tensor:
-        """[B, G, R l, m], -inf for what is not seen."""
-        query = self._group(self._query[piece.rows, :, piece.queries])
-        scores = self._multiply(query, key[piece.rows, :, piece.keys].mT).mul_(self._scale)
-        hidden = self._find_hidden(piece)
+    def _score(self, key: torch.Tensor, part: Block) -> torch.Tensor:
+        """Return the scores [B, G, R l, m], -inf for tokens that are not seen."""
+        query = self._group(self._query[part.rows, :, part.queries])
+        scores = self._multiply(query, key[part.rows, :, part.keys].mT).mul_(self._scale)
+        hidden = self._find_hidden(part)
         if hidden is not None:
-            length = piece.queries.stop - piece.queries.start
+            length = part.queries.stop - part.queries.start
             scores.unflatten(2, (-1, length)).masked_fill_(hidden, -torch.inf)
         return scores
 
-    def _find_hidden(self, piece: Block) -> torch.Tensor | None:
-        """bool, to broadcast to [B, G, R, l, m]: what the queries do not see; None where they see all."""
+    def _find_hidden(self, part: Block) -> torch.Tensor | None:
+        """Return the mask of tokens that the queries do not see: bool, broadcastable to [B, G, R, l, m]; None where
+        they see all."""
         device, documents, window = self._query.device, self._mask.documents, self._mask.window
-        last_query = piece.first_query + piece.queries.stop - piece.queries.start - 1
-        last_key = piece.first_key + piece.keys.stop - piece.keys.start - 1
-        queries = torch.arange(piece.first_query, last_query + 1, device=device).unsqueeze(1)
-        keys = torch.arange(piece.first_key, last_key + 1, device=device)
+        last_query = part.first_query + part.queries.stop - part.queries.start - 1
+        last_key = part.first_key + part.keys.stop - part.keys.start - 1
+        queries = torch.arange(part.first_query, last_query + 1, device=device).unsqueeze(1)
+        keys = torch.arange(part.first_key, last_key + 1, device=device)
         found = []
-        if last_key > piece.first_query:
+        if last_key > part.first_query:
             found.append(keys > queries)
-        if window is not None and last_query - piece.first_key >= window:
+        if window is not None and last_query - part.first_key >= window:
             found.append(queries - keys >= window)
         if documents is not None and not self._splits_documents:
-            of_queries = documents[:, piece.first_query : last_query + 1, None]
-            of_keys = documents[:, None, piece.first_key : last_key + 1]
-            found.append((of_queries != of_keys)[:, None, None])
+            query_documents = documents[:, part.first_query : last_query + 1, None]
+            key_documents = documents[:, None, part.first_key : last_key + 1]
+            found.append((query_documents != key_documents)[:, None, None])
         hidden = None
         for each in found:
             hidden = each if hidden is None else hidden | each
         return hidden
 
-    def _group(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """[B, H, l, ...] -> [B, G, R l, ...]: heads that have the same keys, one after the other."""
-        return of_heads.unflatten(1, (self._groups, -1)).flatten(2, 3)
+    def _group(self, heads: torch.Tensor) -> torch.Tensor:
+        """Reshape [B, H, l, ...] to [B, G, R l, ...]: heads that have the same keys, one after the other."""
+        return heads.unflatten(1, (self._groups, -1)).flatten(2, 3)
 
-    def _ungroup(self, of_groups: torch.Tensor) -> torch.Tensor:
-        heads = self._query.shape[1]
-        return of_groups.unflatten(2, (heads // self._groups, -1)).flatten(1, 2)
+    def _ungroup(self, groups: torch.Tensor) -> torch.Tensor:
+        num_heads = self._query.shape[1]
+        return groups.unflatten(2, (num_heads // self._groups, -1)).flatten(1, 2)
 
     def _multiply(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Matrix products [B, G, ., .] with sums that are not rounded to the training dtype. A GPU multiplies in that
-        dtype, as its attention kernels do; a CPU in fp32."""
+        """Return matrix products [B, G, ., .] with sums that are not rounded to the training dtype. A GPU multiplies in
+        that dtype, as its attention kernels do; a CPU in fp32."""
         dtype = self._query.dtype
         if dtype != self._sums and left.is_cuda:
             left, right = (factor.to(dtype) for factor in (left, right))
@@ -279,7 +283,7 @@ def _is_diagonal(block: Block) -> bool:
 def _merge(
     block: Block, added: torch.Tensor, added_sums: torch.Tensor, output: torch.Tensor, log_sums: torch.Tensor
 ) -> None:
-    """Outputs and log-sum-exp of the block's keys, into those of the keys so far."""
+    """Merge outputs and log-sum-exp of the block's keys into those of the keys so far."""
     rows, queries = block.rows, block.queries
     before = log_sums[rows, :, queries]
     after = torch.logaddexp(before, added_sums)

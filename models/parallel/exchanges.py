@@ -1,4 +1,5 @@
-"""How long a rank is kept by those that share its sequences: whoever measures it is called around every exchange."""
+"""Measures how long a rank waits for the ranks that split its sequences: an observer is called
+around every exchange."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Protocol
 
 
 class ExchangeObserver(Protocol):
-    """Is called on the thread that runs a pass, from where it asks for what other ranks send to where that is there: on
-    a GPU in the order of its stream. What is under way beside a rank's work is no part of it."""
+    """Called on the thread that runs a pass, before it asks for the data of other ranks and once the data has arrived:
+    on a GPU in the order of its stream. Transfers that overlap with a rank's work are not included."""
 
     def start_exchange(self) -> None: ...
 
@@ -17,14 +18,14 @@ class ExchangeObserver(Protocol):
 
 
 class Exchanges:
-    """Those of one group of ranks. observer: None while nobody measures."""
+    """The exchanges of one group of ranks. observer: None while nothing is measured."""
 
     def __init__(self) -> None:
         self.observer: ExchangeObserver | None = None
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Around one of them."""
+        """Notify the observer around one exchange."""
         observer = self.observer
         if observer is not None:
             observer.start_exchange()

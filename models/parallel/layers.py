@@ -1,6 +1,6 @@
-"""What a sharded layer has beside transformers' own modules: projections, a norm, and hooks that communicate.
+"""The modules of a sharded layer that transformers does not have: projections, a norm, and hooks that communicate.
 
-`models/sharding/tensor_parallel.py` puts them there and says why the project has its own.
+`models/sharding/tensor_parallel.py` installs them and says why the project has its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from models.parallel.shard import ShardSpec, TensorParallel, sum_backward, sum_f
 
 
 def sum_outputs(outputs: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """Behind a block: the sum of the ranks' outputs [B, T, D], or this rank's part of it."""
+    """Return the sum of the ranks' outputs [B, T, D] of a block, or this rank's part of it."""
     return sum_tokens(outputs, parallel) if parallel.splits_sequence else sum_forward(outputs, parallel)
 
 
 class PerRankRNG:
     """Random numbers of this rank alone from the start of a block to its last projection, for dropout in its own heads.
 
-    Before and after the block all ranks draw the same. A recomputed block draws the same again: all of it follows from
+    Before and after the block all ranks draw the same. A recomputed block draws the same again: everything follows from
     the state before the block.
     """
 
@@ -46,7 +46,7 @@ class PerRankRNG:
 class RowParallelLinear(nn.Linear):
     """A projection of which this rank has a shard of the inputs. The bias is whole, and added once.
 
-    gives_share: the outputs stay this rank's share of the sum, which the block makes behind it.
+    gives_share: the outputs stay this rank's share of the sum, which is computed after the block.
     """
 
     parallel: TensorParallel
@@ -67,7 +67,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class RowParallelConv1D(Conv1D):
-    """The same for GPT-2's projections, whose weight is [inputs, outputs]; in no block of experts."""
+    """`RowParallelLinear` for GPT-2's projections, whose weight is [inputs, outputs]; not in blocks of experts."""
 
     parallel: TensorParallel
     randomness: PerRankRNG | None = None
@@ -85,7 +85,7 @@ class RowParallelConv1D(Conv1D):
 
 
 class ShardedNorm(nn.Module):
-    """The root mean square norm of transformers' OLMo 2 over a vector of which this rank has a shard."""
+    """The RMSNorm of transformers' OLMo 2 over a vector of which this rank has a shard."""
 
     def __init__(self, norm: Any, parallel: TensorParallel) -> None:
         super().__init__()
@@ -104,8 +104,7 @@ class ShardedNorm(nn.Module):
 
 class InputGradAllReduce:
     """The hook before a block: the gradient of its first argument, the hidden states, is summed over the ranks; where
-    each has a part of them, they are gathered.
-    """
+    each has a part of them, they are gathered."""
 
     def __init__(self, parallel: TensorParallel, randomness: PerRankRNG | None) -> None:
         self._parallel, self._randomness = parallel, randomness
@@ -125,9 +124,8 @@ class InputGradAllReduce:
 
 
 class OutputSum:
-    """The hook behind a block of experts whose parts give shares, flat or not: their sum, of which this rank gets its
-    part of the sequence.
-    """
+    """The hook after a block of experts whose parts return shares, flat or not: sums them, and returns this rank's part
+    of the sequence."""
 
     def __init__(self, parallel: TensorParallel, entry: BlockInput) -> None:
         self._parallel, self._entry = parallel, entry
@@ -139,9 +137,8 @@ class OutputSum:
 
 
 class VocabParallelEmbedding:
-    """The hooks around an embedding of the tokens `start` to `stop`: others are looked up as its first and become
-    zero.
-    """
+    """The hooks around an embedding of the tokens `start` to `stop`: other tokens are looked up as its first one and
+    set to zero."""
 
     def __init__(self, start: int, stop: int, parallel: TensorParallel) -> None:
         self._start, self._stop, self._parallel = start, stop, parallel

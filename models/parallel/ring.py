@@ -1,11 +1,11 @@
-"""Ring attention (2310.01889): keys and values travel around the ranks that share a sequence, and each rank attends
-from its own queries to the block that it has while the next one is under way.
+"""Ring attention (2310.01889): keys and values are passed around the ranks that split a sequence, and each rank attends
+from its own queries to the block that it has while the next one is being received.
 
 Of 2 C equal chunks of a sequence rank i has i and 2 C - 1 - i, so that causal attention is the same work for all: in
 each turn half of a rank's queries x keys. Outputs are merged by the log-sum-exp of their scores. The backward pass is a
-second trip, on which the gradients of keys and values travel behind their block, one turn later, and end where it
-belongs. A rank keeps its own queries, keys, values and outputs, and has two blocks at a time. Which documents and
-windows tokens see each other in follows from integers that every rank has whole.
+second round, in which the gradients of keys and values follow their block, one turn later, and end on its rank. A rank
+keeps its own queries, keys, values and outputs, and has two blocks at a time. The documents and windows of tokens
+follow from integers that every rank has whole.
 
 B micro-batch, H query heads, G heads of keys and values, E head size, C ranks of the group, L = T / C tokens of a rank.
 """
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from models.parallel.blocks import Block, BlockAttention, SequenceMask
 from models.parallel.shard import ContextParallel
 
-_BLOCKS, _GRADIENTS = 0, 1  # tags, for backends that ask for them: two may be under way between two ranks
+_BLOCKS, _GRADIENTS = 0, 1  # tags, for backends that need them: two may be in flight between two ranks
 
 
 class RingAttention:
-    """What stands in the place of the attention of one layer."""
+    """Replaces the attention function of one layer."""
 
     def __init__(self, parallel: ContextParallel, uses_kernels: bool = True) -> None:
-        """uses_kernels: torch's fused ones, for the blocks that they fit."""
+        """uses_kernels: use torch's fused kernels for the blocks that they fit."""
         self._parallel, self._uses_kernels = parallel, uses_kernels
 
     def __call__(
@@ -45,10 +45,10 @@ class RingAttention:
         dropout: float = 0.0,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, H, T / C, E], key and value [B, G, T / C, E]; returns [B, T / C, H, E].
+        """Compute query [B, H, T / C, E], key and value [B, G, T / C, E] to [B, T / C, H, E].
 
-        sequence_mask: from the context of the micro-batch. options: what transformers passes on; the window comes with
-        the mask.
+        sequence_mask: from the context of the micro-batch. options: further keywords of transformers; the window comes
+        with the mask.
         """
         if dropout:
             raise ValueError("ring attention has no dropout")
@@ -65,7 +65,8 @@ def attend_in_ring(
     parallel: ContextParallel,
     uses_kernels: bool = True,
 ) -> torch.Tensor:
-    """query [B, H, L, E], key and value [B, G, L, E] of this rank's chunks; returns [B, H, L, E]. All ranks call it."""
+    """Return the outputs [B, H, L, E] for query [B, H, L, E], key and value [B, G, L, E] of this rank's chunks. All
+    ranks call it."""
     return _Ring.apply(query, key, value, parallel, (scale, mask, uses_kernels))
 
 
@@ -97,18 +98,18 @@ class _Ring(torch.autograd.Function):
             blocks = list_blocks(parallel, turn, query.shape[2])
             gradients = attention.differentiate(block[0], block[1], blocks, through)
             if travelling is not None:
-                gradients += travelling.receive()  # what the ranks before have found for this block
+                gradients += travelling.receive()  # the sum of the previous ranks for this block
             travelling = Transfer(gradients, parallel, _GRADIENTS)
             if next_block is not None:
                 block = next_block.receive()
         assert travelling is not None
-        key_gradient, value_gradient = travelling.receive().to(key.dtype)  # the last turn sent them home
+        key_gradient, value_gradient = travelling.receive().to(key.dtype)  # the last turn sent them to their rank
         return through.query_gradient.to(query.dtype), key_gradient, value_gradient, None, None
 
 
 def list_blocks(parallel: ContextParallel, turn: int, length: int) -> list[Block]:
-    """What a rank attends to in this turn, when it has the block of the rank that many places before it: pairs of its
-    chunks and of that one's, the later of which sees the earlier. length: L."""
+    """Return the blocks that a rank attends to in this turn, when it has the keys of the rank that many places before
+    it: pairs of its chunks and of that rank's, where the query chunk is not the earlier one. length: L."""
     source = ContextParallel((parallel.rank - turn) % parallel.size, parallel.size, is_ring=True)
     width = length // len(parallel.chunks)
     return [
@@ -126,7 +127,7 @@ def _run(number: int, width: int) -> slice:
 def _attend_all(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parallel: ContextParallel, options: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, H, L, E], in the training dtype, and log-sum-exp [B, H, L]."""
+    """Return outputs [B, H, L, E], in the training dtype, and log-sum-exp [B, H, L]."""
     attention = BlockAttention(query, key.shape[1], *options)
     output, log_sums = attention.start_forward()
     block = torch.stack([key, value])
@@ -139,11 +140,11 @@ def _attend_all(
 
 
 class Transfer:
-    """A tensor on its way to the next rank of the ring, and that of the rank before on its way here. All ranks send
-    tensors of one shape, in one order."""
+    """Sends a tensor to the next rank of the ring, and receives the previous rank's. All ranks send tensors of one
+    shape, in one order."""
 
     def __init__(self, sent: torch.Tensor, parallel: ContextParallel, tag: int) -> None:
-        self._sent, self._received = sent, torch.empty_like(sent)  # the sent one must not be freed before it is gone
+        self._sent, self._received = sent, torch.empty_like(sent)  # keeps the sent tensor alive until it is received
         rank, size, group = parallel.rank, parallel.size, parallel.group
         self._works = dist.batch_isend_irecv(
             [

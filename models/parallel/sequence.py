@@ -1,11 +1,12 @@
-"""Sequence parallelism (2205.05198): between their blocks the ranks that share layers have a part of each sequence.
+"""Sequence parallelism (2205.05198): between the blocks of a layer, the tensor-parallel ranks have a part of each
+sequence.
 
-Norms, residuals and dropout work on a token alone, so tensor parallelism need not repeat them on every rank. A block
-that is cut wants all tokens: in front of it the parts are gathered, and its results, each rank's a share of the sum,
-are summed and cut into parts again. A sum over ranks is these two one after the other, so the bytes are the same.
+Norms, residuals and dropout work on single tokens, so tensor parallelism need not repeat them on every rank. A sharded
+block needs all tokens: before it the parts are gathered, and its results, each rank's a share of the sum, are summed
+and cut into parts again. A sum over ranks is these two one after the other, so the bytes are the same.
 
-A projection at the front of a block keeps its rank's part for the backward pass, not what was gathered: there the parts
-are gathered once more, which is the one exchange beyond tensor parallelism's.
+A projection at the start of a block keeps its rank's part for the backward pass, not the gathered tensor: there the
+parts are gathered once more, which is the one exchange beyond tensor parallelism's.
 
 B micro-batch, T sequence, S ranks, D hidden.
 """
@@ -25,14 +26,14 @@ from models.parallel.shard import TensorParallel
 
 
 class Gathered:
-    """What the ranks' parts were in front of a block, and are again in its backward pass."""
+    """The gathered inputs of a block, gathered again in its backward pass."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
         self._whole: torch.Tensor | None = None
 
     def regather(self, part: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] once more, until `forget`. All ranks call it."""
+        """Gather [B, T, D] again, once until `forget`. All ranks call it."""
         if self._whole is None:
             self._whole = all_gather(part, self._parallel)
         return self._whole
@@ -42,7 +43,7 @@ class Gathered:
 
 
 class BlockInput:
-    """In front of one block. Its projections ask it what their inputs were gathered from."""
+    """Gathers the inputs of one block. Its projections look up the part that their inputs were gathered from."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
@@ -50,14 +51,14 @@ class BlockInput:
         self._last: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], Gathered] | None = None
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] of the parts [B, T / S, D], whose gradients will be summed over the ranks."""
+        """Return [B, T, D] of the parts [B, T / S, D], whose gradients will be summed over the ranks."""
         gathered = Gathered(self._parallel)
         whole = _Gather.apply(part, self._parallel, gathered)
         self.shape, self._last = whole.shape, (weakref.ref(whole), weakref.ref(part), gathered)
         return whole
 
     def find_source(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Gathered] | None:
-        """The rank's part of `inputs`; None where they are not the block's own."""
+        """Return the rank's part of `inputs`; None where they are not the block's own."""
         if self._last is None or self._last[0]() is not inputs:
             return None
         part = self._last[1]()
@@ -65,18 +66,19 @@ class BlockInput:
 
 
 def gather_tokens(part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """[B, T, D] of the parts [B, T / S, D], whose gradients will be summed over the ranks."""
+    """Return [B, T, D] of the parts [B, T / S, D], whose gradients will be summed over the ranks."""
     return _Gather.apply(part, parallel, Gathered(parallel))
 
 
 def sum_tokens(share: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """This rank's part [B, T / S, D] of the sum of the ranks' shares [B, T, D], each of which gets the gradient of
-    all."""
+    """Return this rank's part [B, T / S, D] of the sum of the ranks' shares [B, T, D], each of which gets the gradient
+    of the whole."""
     return _SumTokens.apply(share, parallel)
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A projection of which this rank has a shard of the outputs, that keeps its part of the sequence alone."""
+    """A projection of which this rank has a shard of the outputs; it keeps only its part of the sequence for the
+    backward pass."""
 
     entry: BlockInput | None = None
 
@@ -86,7 +88,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class ColumnParallelConv1D(Conv1D):
-    """The same for GPT-2's projections, whose weight is [inputs, outputs]."""
+    """`ColumnParallelLinear` for GPT-2's projections, whose weight is [inputs, outputs]."""
 
     entry: BlockInput | None = None
 
@@ -96,7 +98,7 @@ class ColumnParallelConv1D(Conv1D):
 
 
 def _choose_source(projection: Any, inputs: torch.Tensor) -> tuple[torch.Tensor, Gathered] | None:
-    """None where nothing has to be kept: of a weight that is frozen, or without gradients."""
+    """Return the part to keep; None where nothing has to be kept: with a frozen weight, or without gradients."""
     keeps = torch.is_grad_enabled() and projection.weight.requires_grad and projection.entry is not None
     return projection.entry.find_source(inputs) if keeps else None
 
@@ -128,14 +130,14 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         part, weight = context.saved_tensors
         x, flat = context.gathered.regather(part).flatten(0, -2), dy.flatten(0, -2)
-        of_weight = x.t() @ flat if context.is_transposed else flat.t() @ x
-        of_bias = flat.sum(dim=0) if context.needs_input_grad[2] else None
-        of_x = None
+        grad_weight = x.t() @ flat if context.is_transposed else flat.t() @ x
+        grad_bias = flat.sum(dim=0) if context.needs_input_grad[2] else None
+        grad_x = None
         if context.needs_input_grad[0]:
-            of_x = dy @ (weight.t() if context.is_transposed else weight)
-        else:  # nothing comes behind that would
+            grad_x = dy @ (weight.t() if context.is_transposed else weight)
+        else:  # no later backward would
             context.gathered.forget()
-        return of_x, of_weight, of_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -147,7 +149,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context.gathered.forget()  # the last of the block's backward pass
+        context.gathered.forget()  # the end of the block's backward pass
         return reduce_scatter(gradient, context.parallel), None, None
 
 
@@ -164,7 +166,7 @@ class _SumTokens(torch.autograd.Function):
 
 
 def all_gather(part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """[B, T, D] of the ranks' [B, T / S, D]. Without a group, as in a plan, its own part for each."""
+    """Return [B, T, D] of the ranks' [B, T / S, D]. Without a group, as in a plan, repeats its own part."""
     parts = part.new_empty(parallel.size, *part.shape)
     if parallel.group is None:
         parts.copy_(part)
@@ -174,7 +176,7 @@ def all_gather(part: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
 
 
 def reduce_scatter(share: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """This rank's part [B, T / S, D] of the sum of the ranks' [B, T, D]. Without a group, of its own."""
+    """Return this rank's part [B, T / S, D] of the sum of the ranks' [B, T, D]. Without a group, its own part."""
     parts = share.unflatten(1, (parallel.size, -1)).movedim(1, 0).contiguous()  # [S, B, T / S, D]
     if parallel.group is None:
         return parts[parallel.rank].clone()

@@ -1,5 +1,5 @@
-"""Tensors of which each rank of a group has a shard: who has what, how shards become one again, and sums over the ranks
-with gradients."""
+"""Tensors of which each rank of a group has a shard: the layout of shards, gathering them, and sums over the ranks with
+gradients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from models.parallel.exchanges import Exchanges
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank among those that share each layer of its stage. group: of these ranks; None where none is needed.
-    splits_sequence: whether between the blocks of a layer each has a part of the sequence
-    (`models/parallel/sequence.py`)."""
+    """This rank in its tensor-parallel group. group: None where no communication is needed. splits_sequence: whether
+    each rank has a part of the sequence between the blocks of a layer (`models/parallel/sequence.py`)."""
 
     rank: int = 0
     size: int = 1
@@ -32,9 +31,9 @@ NO_TP = TensorParallel()
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank among those that share each sequence. group: of these ranks; None where none is needed. is_ring:
-    whether keys and values travel, not heads (`models/parallel/ring.py`); which chunks a rank has follows from it.
-    exchanges: of these ranks, to be measured."""
+    """This rank among those that split each sequence. group: None where no communication is needed. is_ring: whether
+    keys and values are passed around, instead of heads (`models/parallel/ring.py`); it determines the chunks of a rank.
+    exchanges: measures those of this group."""
 
     rank: int = 0
     size: int = 1
@@ -44,17 +43,17 @@ class ContextParallel:
 
     @property
     def num_chunks(self) -> int:
-        """Equal ones that a sequence is cut into."""
+        """The number of equal chunks that a sequence is cut into."""
         return 2 * self.size if self.is_ring else self.size
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Those that this rank has, in its order. Around a ring an early and a late one, so that all ranks have the
-        same number of earlier tokens to attend to."""
+        """The chunks of this rank, in its order. Around a ring an early and a late one, so that all ranks have the same
+        number of earlier tokens to attend to."""
         return (self.rank, 2 * self.size - 1 - self.rank) if self.is_ring else (self.rank,)
 
     def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of something that has all tokens along `dim`: a view, unless it has several chunks."""
+        """Return this rank's part of a tensor that has all tokens along `dim`: a view, unless it has several chunks."""
         if self.size == 1:
             return tensor
         length = tensor.shape[dim] // self.num_chunks
@@ -75,24 +74,23 @@ def find_length_multiple(parts: ContextParallel, sequence_parallel_size: int) ->
 
 
 def split_evenly(length: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of each rank's run of `length` indices; the first ones have one more where it does not divide."""
+    """Return (start, stop) of each rank's run of `length` indices; the first ones have one more where it does not
+    divide."""
     sizes = [length // size + (rank < length % size) for rank in range(size)]
     return [(stop - width, stop) for stop, width in zip(accumulate(sizes), sizes, strict=True)]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where the elements of a rank's shard lie in the whole tensor, flattened: in each `stride` elements, the runs
-    (first element, length).
-    """
+    """The positions of a rank's shard in the flattened whole tensor: in each `stride` elements, the runs (first
+    element, length)."""
 
     stride: int
     runs: tuple[tuple[int, int], ...]
 
     def list_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements `start` to `stop` of the flattened shard: (first in it, first in the whole, length) of each
-        run.
-        """
+        """Yield the runs of the elements `start` to `stop` of the flattened shard: (first in it, first in the whole,
+        length)."""
         in_stride = sum(length for _, length in self.runs)
         for period in range(start // in_stride, -(-stop // in_stride)):
             first = period * in_stride
@@ -105,8 +103,8 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor is sharded: along dimension `dim`, which is several matrices of these `sizes` end to end, most
-    often one.
+    """How a tensor is sharded: along dimension `dim`, which is several matrices of these `sizes` end to end, usually
+    one.
 
     Each is sharded by itself, and a rank's runs of them are end to end too.
     """
@@ -119,31 +117,32 @@ class ShardSpec:
         return sum(self.sizes)
 
     def intervals(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """(start, stop) along `dim` of what a rank has, one run for each of the `sizes`."""
+        """Return (start, stop) along `dim` of a rank's shard, one run for each of the `sizes`."""
         firsts = (stop - length for stop, length in zip(accumulate(self.sizes), self.sizes, strict=True))
         runs = (split_evenly(length, size)[rank] for length in self.sizes)
         return [(first + start, first + stop) for first, (start, stop) in zip(firsts, runs, strict=True)]
 
     def width(self, rank: int, size: int) -> int:
+        """Return the length of a rank's shard along `dim`."""
         return sum(stop - start for start, stop in self.intervals(rank, size))
 
     def locate(self, shape: Sequence[int], parallel: TensorParallel) -> ShardLayout:
-        """Where this rank's shard lies. shape: the shard's."""
+        """Return the layout of this rank's shard. shape: the shard's."""
         inner = math.prod(shape[self.dim + 1 :])
         runs = ((start * inner, (stop - start) * inner) for start, stop in self.intervals(parallel.rank, parallel.size))
         return ShardLayout(self.length * inner, tuple(runs))
 
     def take(self, whole: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """This rank's shard: a view, unless it has several runs."""
+        """Return this rank's shard: a view, unless it has several runs."""
         runs = [
             whole.narrow(self.dim, start, stop - start) for start, stop in self.intervals(parallel.rank, parallel.size)
         ]
         return runs[0] if len(runs) == 1 else torch.cat(runs, self.dim)
 
     def gather(self, shard: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        """The whole tensor, from the shards of all ranks of the group, which all call it."""
+        """Return the whole tensor from the shards of all ranks of the group, which all call it."""
         rows = shard.movedim(self.dim, 0)
-        # Collectives want equal shapes: the shorter shards are sent with rows that are not read.
+        # Collectives need equal shapes: the shorter shards are sent with rows that are not read.
         sent = rows.new_zeros(self.width(0, parallel.size), *rows.shape[1:])
         sent[: len(rows)] = rows
         shards = [torch.empty_like(sent) for _ in range(parallel.size)]
@@ -158,18 +157,18 @@ class ShardSpec:
 
 
 def sum_backward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The tensor, whose gradient will be summed over the ranks."""
+    """Return the tensor; its gradient is summed over the ranks."""
     return _SumBackward.apply(tensor, parallel)
 
 
 def sum_forward(tensor: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """The sum of the tensors over the ranks, each of which gets its gradient."""
+    """Return the sum of the tensors over the ranks, each of which gets its gradient."""
     return _SumForward.apply(tensor, parallel)
 
 
 def sum_parts(tensor: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
-    """The sum of the tensors over the ranks, from which all of them compute the same, and each counts its share of it:
-    gradients of all are summed too. The tensor itself where a rank has whole sequences."""
+    """Return the sum of the tensors over the ranks, which all compute the same from it and each count their share: the
+    gradients are summed too. The tensor itself where a rank has whole sequences."""
     return tensor if parallel.size == 1 else _SumParts.apply(tensor, parallel)
 
 
@@ -206,7 +205,7 @@ class _SumParts(torch.autograd.Function):
 
 
 def sum_over_ranks(tensor: torch.Tensor, parallel: TensorParallel | ContextParallel) -> torch.Tensor:
-    """A new tensor, the sum. Without a group, as in a plan, a copy."""
+    """Return the sum as a new tensor; a copy without a group, as in a plan."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     if parallel.group is not None:
         dist.all_reduce(total, group=parallel.group)

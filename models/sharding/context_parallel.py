@@ -1,10 +1,10 @@
 """A sequence over several ranks, by all-to-all over heads (Ulysses, 2309.14509) or around a ring (`ring.py`).
 
-Each rank of a group has an equal part of every sequence: its hidden states, its logits, its targets. Attention alone
-looks at other tokens. So around it the ranks exchange: of queries, keys and values each rank gets all tokens of a part
-of the heads, runs the attention that one rank would run for them, whichever it is, and gives the outputs back. What
-says which tokens see each other (positions, documents) every rank has whole: integers are small. Around a ring keys and
-values travel instead, and the number of heads does not matter.
+Each rank of a group has an equal part of every sequence: its hidden states, its logits, its targets. Only attention
+looks at other tokens. So the ranks exchange around it: each rank gets all tokens of a part of the heads of queries,
+keys and values, runs the same attention implementation that one rank would run for them, and returns the outputs. Every
+rank has the integers that say which tokens see each other (positions, documents) whole: they are small. In a ring keys
+and values are passed around instead, and the number of heads does not matter.
 
 B micro-batch, T sequence, H query heads, G heads of keys and values, E head size, C ranks of the group.
 """
@@ -32,20 +32,20 @@ NAME = "context_parallel"  # of the attention function
 
 
 def choose_parts(config: PretrainedConfig, mode: str, size: int, tensor_parallel_size: int) -> ContextParallel:
-    """How a group of so many ranks shares sequences of this model; of no rank in particular.
+    """Return how a group of `size` ranks splits sequences of this model, for no rank in particular.
 
-    mode: `context_parallel_mode`. auto: by heads where they suffice, else around a ring.
+    mode: `context_parallel_mode`. auto: by heads where there are enough, else around a ring.
     """
-    suffice = _count_heads(config, tensor_parallel_size) % size == 0
-    is_ring = mode == "ring" or (mode == "auto" and not suffice and has_ring_attention(config))
+    enough_heads = _count_heads(config, tensor_parallel_size) % size == 0
+    is_ring = mode == "ring" or (mode == "auto" and not enough_heads and has_ring_attention(config))
     return ContextParallel(size=size, is_ring=is_ring and size > 1)
 
 
 def check_sequences(
     config: PretrainedConfig, mode: str, size: int, tensor_parallel_size: int, max_seq_length: int
 ) -> None:
-    """Raises UserError for sequences of this model that a group of so many ranks cannot share: of a family whose layers
-    were not tried, of fewer heads than ranks without a ring, of a length that does not divide."""
+    """Check that a group of `size` ranks can split sequences of this model. Raises UserError for a family whose layers
+    were not tried, for fewer heads than ranks without a ring, for a length that does not divide."""
     if size == 1:
         return
     if obstacle := find_sequence_obstacle(config):
@@ -68,10 +68,10 @@ def _check_heads(config: PretrainedConfig, size: int, tensor_parallel_size: int,
     heads = _count_heads(config, tensor_parallel_size)
     if heads % size:
         fitting = [str(each) for each in range(1, heads + 1) if heads % each == 0]
-        of_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
+        per_rank = f" of a rank (tensor_parallel_size={tensor_parallel_size})" if tensor_parallel_size > 1 else ""
         ring = "; or give context_parallel_mode=ring" if has_ring_attention(config) else ""
         raise UserError(
-            f"context_parallel_size={size} does not divide the {heads} attention heads{of_rank}, of which each rank "
+            f"context_parallel_size={size} does not divide the {heads} attention heads{per_rank}, of which each rank "
             f"takes a part; sizes that do: {', '.join(fitting)}{ring}"
         )
 
@@ -106,11 +106,11 @@ def _find_nearest(length: int, divisor: int) -> str:
 
 
 def share_sequence(module: nn.Module, parallel: ContextParallel) -> None:
-    """Makes a layer work on a part of the sequence: its attention, and what asks for positions."""
+    """Make a layer work on a part of the sequence: its attention, and the modules that use positions."""
     for part in module.modules():
-        for asks in (part, getattr(part, "context", None)):
-            if hasattr(asks, "sequence_part"):
-                asks.sequence_part = parallel  # type: ignore[union-attr]
+        for user in (part, getattr(part, "context", None)):
+            if hasattr(user, "sequence_part"):
+                user.sequence_part = parallel  # type: ignore[union-attr]
         if "Attention" in type(part).__name__ and hasattr(part, "config"):
             part.exchange = _build_exchange(part, parallel)  # type: ignore[assignment]
             exchanging: Any = copy.copy(part.config)
@@ -126,12 +126,12 @@ def _build_exchange(module: nn.Module, parallel: ContextParallel) -> HeadExchang
 
 
 class HeadExchange:
-    """What stands around the attention of one layer."""
+    """Wraps the attention function of one layer."""
 
     def __init__(self, module: nn.Module, parallel: ContextParallel) -> None:
         config: Any = module.config
         self._config, name = config, config._attn_implementation
-        # The one that is written out is not in transformers' table; its modules bring it
+        # Eager attention is not in transformers' table; each family's module has its own
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         self._attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         self._parallel = parallel
@@ -145,8 +145,8 @@ class HeadExchange:
         attention_mask: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, H, T / C, E], key and value [B, G, T / C, E], the values perhaps of another size; returns
-        [B, T / C, H, E']. attention_mask: of all tokens, and of any head."""
+        """Compute query [B, H, T / C, E], key and value [B, G, T / C, E], where values may have another size, to [B, T
+        / C, H, E']. attention_mask: of all tokens, and of any head."""
         size = self._parallel.size
         repeats = size // math.gcd(key.shape[1], size)  # fewer heads than ranks: several have the same
         if repeats > 1:
@@ -158,12 +158,12 @@ class HeadExchange:
         output, _ = self._attend(heads, query, key, value, attention_mask, **options)  # [B, T, H / C, E']
         return self._gather_heads(output), None
 
-    def _take_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """This rank's of something that has one number a head [H]."""
-        return self._parallel.take(of_heads, dim=0)
+    def _take_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's heads of a tensor with one number per head, [H]."""
+        return self._parallel.take(values, dim=0)
 
     def _gather_tokens(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Of each [B, H, T / C, E] all tokens of H / C heads, [B, H / C, T, E]."""
+        """Exchange each [B, H, T / C, E] for all tokens of H / C heads, [B, H / C, T, E]."""
         size = self._parallel.size
         by_rank = [tensor.unflatten(1, (size, -1)).transpose(0, 1) for tensor in tensors]  # [C, B, H / C, T / C, E]
         flat = torch.cat([part.flatten(1) for part in by_rank], dim=1)
@@ -175,14 +175,14 @@ class HeadExchange:
         ]
 
     def _gather_heads(self, output: torch.Tensor) -> torch.Tensor:
-        """Of [B, T, H / C, E] all heads of T / C tokens, [B, T / C, H, E]."""
+        """Exchange [B, T, H / C, E] for all heads of T / C tokens, [B, T / C, H, E]."""
         by_rank = output.unflatten(1, (self._parallel.size, -1)).transpose(0, 1)  # [C, B, T / C, H / C, E]
         received = _Exchange.apply(by_rank, self._parallel)
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 class _Heads:
-    """An attention module as the function that it calls sees it, with this rank's heads."""
+    """An attention module with this rank's heads, as its attention function sees it."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Heads:
 
 
 class _Exchange(torch.autograd.Function):
-    """[C, ...]: the rank's i-th part goes to rank i, and comes from there."""
+    """All-to-all of [C, ...]: part i of a rank goes to rank i, and is replaced by rank i's part."""
 
     @staticmethod
     def forward(context: Any, parts: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _exchange(parts: torch.Tensor, parallel: ContextParallel) -> torch.Tensor:
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of `transformers`."""
+    """Call the module's exchange as an attention function of `transformers`."""
     return module.exchange(module, query, key, value, attention_mask, **options)  # type: ignore[operator]
 
 

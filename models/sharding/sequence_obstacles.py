@@ -1,4 +1,4 @@
-"""What cannot keep parts of sequences between the blocks that tensor parallelism cuts."""
+"""Finds parts of a model that prevent splitting sequences between the blocks that tensor parallelism shards."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from models.layers.sharding_styles import list_blocks
 
 
 def check_sequence_parts(config: PretrainedConfig, layers: Sequence[Layer], multiple: int, max_seq_length: int) -> None:
-    """Raises UserError for layers that want all tokens outside of a block that is cut, and for a length that is no
-    `multiple` of the parts. layers: with styles."""
+    """Check that sequences can be split between blocks. Raises UserError for layers that need all tokens outside of a
+    sharded block, and for a length that is not a `multiple`. layers: with styles."""
     for layer in layers:
-        if (wants_all := _find_whole(layer)) is not None:
-            name = (layer.hf_prefix + wants_all).rstrip(".")
+        if (part := _find_whole(layer)) is not None:
+            name = (layer.hf_prefix + part).rstrip(".")
             raise UserError(
                 f"sequence_parallel: a '{config.model_type}' cannot keep parts of sequences between its blocks: "
-                f"'{name}' wants all tokens, and tensor parallelism does not cut it; give sequence_parallel=false"
+                f"'{name}' needs all tokens, and tensor parallelism does not shard it; give sequence_parallel=false"
             )
     if max_seq_length % multiple:
         below = max_seq_length // multiple * multiple
         nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
         raise UserError(
             f"sequence_parallel: each rank has an equal part of every sequence, and max_seq_length={max_seq_length} is "
-            f"no multiple of {multiple}; the nearest is {nearest}"
+            f"not a multiple of {multiple}; the nearest is {nearest}"
         )
 
 
 def _find_whole(layer: Layer) -> str | None:
-    """The name of a part of the layer that looks at several tokens, or counts them, and is in no block."""
+    """Return the name of a part of the layer that looks at several tokens, or counts them, outside of all blocks."""
     if getattr(layer.module_class, "sees_positions", False):
         return ""
     if not issubclass(layer.module_class, PipelineDecoderLayer):

@@ -2,16 +2,16 @@
 together.
 
 The modules of `transformers` stay and are sharded in place. A projection that is sharded by its outputs (COLUMN) is
-followed, after whatever works head by head or neuron by neuron, by one that is sharded by its inputs (ROW), and two
-functions around such a block make it one again:
+followed, after operations on single heads or neurons, by one that is sharded by its inputs (ROW), and two functions
+around such a block make it whole again:
 
     before the block         forward: nothing              backward: the sum of the gradients over the ranks
     after its last product   forward: the sum of outputs   backward: nothing
 
 Embedding and head are sharded by the vocabulary; the loss sums its softmax over the ranks
 (`models/losses/cross_entropy.py`), so nothing ever holds all logits. Sizes that do not divide are sharded unevenly:
-the first ranks have one more, and nothing is padded. Heads must divide: the views of `transformers` work in whole
-ones, with as many of keys and values. What is sharded of a module is described once, by a `ShardSpec`
+the first ranks have one more, and nothing is padded. Heads must divide: the views of `transformers` need whole
+heads, with the same number of key and value heads on each rank. A module's shards are described once, by a `ShardSpec`
 (`models/parallel/shard.py`), which the readers of weights, checkpoints and the optimizer's state follow.
 
 Why not the layers of DeepSpeed (`module_inject/layers.py`, 0.19.8) or torch's DTensor: the former reduce the gradient
@@ -52,7 +52,7 @@ from models.parallel.shard import ContextParallel, ShardSpec, TensorParallel, su
 
 
 def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -> list[Layer]:
-    """The layers, each with the styles by which `tensor_parallel_size=size` shards it.
+    """Return the layers, each with the styles by which `tensor_parallel_size=size` shards it.
 
     Raises UserError for a family that cannot be sharded, or heads that do not divide.
     """
@@ -64,19 +64,19 @@ def shard_layers(config: PretrainedConfig, layers: Sequence[Layer], size: int) -
 
 
 def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styles:
-    """What the plan says of this layer's parts; they may differ from layer to layer."""
+    """Return the plan's styles for this layer's parts; they may differ from layer to layer."""
     if issubclass(layer.module_class, (Embedding, LMHead)):
         return {"": Style.VOCABULARY}
     if not issubclass(layer.module_class, PipelineDecoderLayer):
         return {}
     module = layer.build_on_meta()
     styles = fit_plan(plan, module)
-    # In a block each rank sees a share of what follows, so the gradient of anything else would be a share too.
+    # In a block each rank sees a share of what follows, so any other gradient would be a share too.
     for name, _ in module.named_parameters():
         if any(name.startswith(f"{block}.") for block in list_blocks(styles)) and not any(
             name == part or name.startswith(f"{part}.") for part in styles
         ):
-            raise refuse_sharding(config, f"its plan does not say what becomes of '{layer.hf_prefix}{name}'")
+            raise refuse_sharding(config, f"its plan has no style for '{layer.hf_prefix}{name}'")
     for name, style in styles.items():
         if style is Style.EXPERTS and (reason := _find_obstacle(module.get_submodule(name))):
             raise refuse_sharding(config, f"'{layer.hf_prefix}{name}' {reason}")
@@ -84,7 +84,7 @@ def _choose_styles(config: PretrainedConfig, layer: Layer, plan: Styles) -> Styl
 
 
 def _find_obstacle(experts: Any) -> str | None:
-    """What `_shard_experts` cannot cut, or whose result is not the sum of the shards' results."""
+    """Return why `_shard_experts` cannot shard these experts, or why the sum of the shards' results would be wrong."""
     if not experts.has_gate:
         return "are experts without a gate"
     if experts.has_post_expert_norm:
@@ -106,7 +106,7 @@ def _check_heads(config: PretrainedConfig, size: int) -> None:
 
 
 def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) -> None:
-    """Shards a layer's module, built on the meta device, in place, and puts the communication around its blocks."""
+    """Shard a layer's module, built on the meta device, in place, and put the communication around its blocks."""
     for name, style in styles.items():
         if style is Style.HEADS:
             _shard_heads(module, name, parallel)
@@ -115,7 +115,7 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
         if style is Style.VOCABULARY:
             _shard_vocabulary(part, parallel)
         elif style is Style.SUMMED:
-            part.sums_gradients = True  # type: ignore[assignment]  # an attribute beside tensors and modules
+            part.sums_gradients = True  # type: ignore[assignment]  # a plain attribute
         elif style is Style.EXPERTS:
             _shard_experts(part, parallel)
         elif style is Style.NORM:
@@ -127,14 +127,14 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
         randomness = PerRankRNG(parallel.rank) if _drops_attention(block) else None
         entry = InputGradAllReduce(parallel, randomness)
         block.register_forward_pre_hook(entry, with_kwargs=True)
-        sums_behind = entry.gathers is not None and any(is_stack(part) for part in block.modules())
+        sums_after = entry.gathers is not None and any(is_stack(part) for part in block.modules())
         for part in block.modules():
             if isinstance(part, (RowParallelLinear, RowParallelConv1D)):
                 part.randomness = randomness
-                part.gives_share = sums_behind
+                part.gives_share = sums_after
             elif isinstance(part, (ColumnParallelLinear, ColumnParallelConv1D)):
                 part.entry = entry.gathers
-        if sums_behind:
+        if sums_after:
             assert entry.gathers is not None
             block.register_forward_hook(OutputSum(parallel, entry.gathers))
     if parallel.splits_sequence:
@@ -144,7 +144,7 @@ def shard_module(module: nn.Module, styles: Styles, parallel: TensorParallel) ->
 
 
 def _keep_parts(module: nn.Module, parallel: TensorParallel) -> None:
-    """Says to a layer that its hidden states are of a part of the sequence."""
+    """Mark a layer so that it knows that its hidden states are of a part of the sequence."""
     module.splits_sequence = True  # type: ignore[assignment]
     for part in module.modules():
         if hasattr(part, "hidden_part"):
@@ -193,11 +193,12 @@ def _shard_heads(module: nn.Module, name: str, parallel: TensorParallel) -> None
 
 
 def _shard_experts(part: Any, parallel: TensorParallel) -> None:
-    """gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate], or transposed, and biases."""
+    """Shard gate_up_proj [experts, 2 x intermediate, D], down_proj [experts, D, intermediate], or transposed, and
+    biases."""
     inputs, outputs = (1, 2) if part.is_transposed else (2, 1)
     length = part.down_proj.shape[inputs]
     halves: tuple[int, ...] = (length, length)
-    if not part.is_concatenated:  # a gate's neuron beside its up's: pairs are kept together
+    if not part.is_concatenated:  # a gate's neuron next to its up's: pairs are kept together
         if length % parallel.size:
             raise UserError(
                 f"tensor_parallel_size={parallel.size} does not divide the {length} neurons of an expert; "
@@ -217,7 +218,7 @@ def _shard_experts(part: Any, parallel: TensorParallel) -> None:
 
 
 def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
-    """Shards an embedding or a head, which may be the same module."""
+    """Shard an embedding or a head, which may be the same module."""
     weight = part.weight
     assert isinstance(weight, torch.Tensor)
     spec = ShardSpec(0, (weight.shape[0],))
@@ -238,11 +239,11 @@ def _shard_vocabulary(part: nn.Module, parallel: TensorParallel) -> None:
 
 
 def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
-    """Puts the communication around what peft has added to a sharded weight: A and B of LoRA (2106.09685), B A beside
-    it.
+    """Put the communication around the adapter that peft has added to a sharded weight: A and B of LoRA (2106.09685).
 
-    Where inputs are sharded, so is A, and its outputs are summed; those of experts behind B, with the experts' own, so
-    B sees a share of them. Where outputs are sharded, so is B, and A sees the gradients of this rank's outputs alone.
+    Where inputs are sharded, so is A, and its outputs are summed; those of experts after B, with the experts' own
+    outputs, so B sees a share of them. Where outputs are sharded, so is B, and A sees the gradients of this rank's
+    outputs alone.
     """
     base, name = adapted.get_base_layer(), getattr(adapted, "parameter_name", "weight")
     shard_spec = getattr(base, "shard_specs", {}).get(name)
@@ -262,30 +263,29 @@ def shard_adapter(adapted: Any, parallel: TensorParallel) -> None:
 
 
 def _cuts_first(base: Any, shard_spec: ShardSpec) -> bool:
-    """Whether A is cut, and not B. base: a projection, or experts, [experts, out, in] or [experts, in, out] where
-    transposed."""
+    """Return whether A is sharded, and not B. base: a projection, or experts, [experts, out, in] or [experts, in, out]
+    where transposed."""
     if is_stack(base):
         return shard_spec.dim == (1 if is_transposed_to_peft(base) else 2)
     return isinstance(base, (RowParallelLinear, RowParallelConv1D))
 
 
 def list_shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
-    """The tensors of a layer's module that are sharded, by name."""
+    """Return the shard specs of a layer's sharded tensors, by name."""
     parts = (
         (f"{name}." if name else "", part) for name, part in module.named_modules() if hasattr(part, "shard_specs")
     )
     return {
-        prefix + of: spec
+        prefix + name: spec
         for prefix, part in parts
-        for of, spec in part.shard_specs.items()
-        if getattr(part, of) is not None
+        for name, spec in part.shard_specs.items()
+        if getattr(part, name) is not None
     }  # type: ignore[operator, union-attr]
 
 
 def list_partial_gradients(module: nn.Module) -> set[str]:
-    """The parameters of a layer's module that each rank has whole, but of whose gradient it computes a share: that of
-    its heads, or of its part of the sequence.
-    """
+    """Return the parameters of a layer's module that each rank has whole, but whose gradient it computes only a share
+    of: that of its heads, or of its part of the sequence."""
     if hasattr(module, "splits_sequence"):
         return {name for name, _ in module.named_parameters()} - list_shard_specs(module).keys()
     parts = (

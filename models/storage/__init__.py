@@ -1,1 +1,1 @@
-"""Files of tensors and the folders that they lie in: read, written, replaced as a whole."""
+"""Files of tensors and the folders that hold them: read, written, replaced as a whole."""

@@ -1,8 +1,8 @@
-"""A model folder that is there whole or not at all, and the files in it that are no weights.
+"""A model folder that appears complete or not at all, and the files in it other than weights.
 
-`staged_folder` hands out a temporary sibling `NAME.tmp-XXXXXXXX`; when its block ends well, every file is flushed to
-disk and the folder gets its name in one rename. An error removes it. A killed process leaves it behind, unlocked, and
-the next run to the same name removes it.
+`staged_folder` yields a temporary sibling `NAME.tmp-XXXXXXXX`; when its block ends without an error, every file is
+flushed to disk and the folder gets its name in one rename. An error removes it. A killed process leaves it, unlocked,
+and the next run to the same name removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from errors import UserError
 from filesystem import exchange, lock_file, sync_to_disk
 from models.storage.tensor_files import load_json
 
-# What a tokenizer may consist of, by the names that transformers and sentencepiece give.
+# The files of a tokenizer, by the names of transformers and sentencepiece.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What a model that takes images or sound has beside them.
+# The further files of a model that takes images or sound.
 PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -67,11 +67,11 @@ class StagedFolder:
         self._pending: list[Future[None]] = []
 
     def flush(self, file: Path) -> None:
-        """Starts to write `file`, complete now, to the disk."""
+        """Start to write `file`, which is complete, to the disk."""
         self._pending.append(self._flusher.submit(sync_to_disk, file))
 
     def flush_all(self) -> None:
-        """Waits until everything in the folder is on the disk."""
+        """Wait until everything in the folder is on the disk."""
         for future in self._pending:
             future.result()
         for directory, _, names in os.walk(self.path):
@@ -82,10 +82,9 @@ class StagedFolder:
 
 @contextmanager
 def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedFolder]:
-    """Yields the folder to write into; it becomes `output_dir` when the block ends without an exception.
+    """Yield the folder to write into; it becomes `output_dir` when the block ends without an exception.
 
-    Raises UserError for what the disk or its owner refuse (no space, no permission), and for an `output_dir` that is in
-    the way.
+    Raises UserError where the disk or its permissions refuse, and for an `output_dir` that is in the way.
     """
     output_dir = output_dir.resolve()
     path, lock = None, None
@@ -110,12 +109,15 @@ def staged_folder(output_dir: Path, overwrite: bool = False) -> Iterator[StagedF
 
 
 def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None = None) -> None:
-    """Raises UserError when `output_dir` is in the way: it exists, or is not a model folder, or overlaps the source."""
+    """Check that `output_dir` can be written. Raises UserError when it exists, or is not a model folder, or overlaps
+    the source."""
     output = output_dir.resolve()
     if source_dir is not None:
         source = source_dir.resolve()
         if output == source or source in output.parents or output in source.parents:
-            raise UserError(f"output_dir {output_dir} overlaps with the source {source_dir}; choose a folder beside it")
+            raise UserError(
+                f"output_dir {output_dir} overlaps with the source {source_dir}; choose a folder next to it"
+            )
     if not output.exists():
         return
     if not output.is_dir():
@@ -124,12 +126,13 @@ def check_output_dir(output_dir: Path, overwrite: bool, source_dir: Path | None 
         raise UserError(f"output_dir {output_dir} exists; pass --overwrite to replace it, or choose another name")
     if any(output.iterdir()) and not (output / "config.json").is_file():
         raise UserError(
-            f"output_dir {output_dir} holds files but no config.json: no model folder, so it is not overwritten"
+            f"output_dir {output_dir} holds files but no config.json: it is not a model folder, so it is not "
+            "overwritten"
         )
 
 
 def check_disk_space(output_dir: Path, needed: int) -> None:
-    """Raises UserError when the disk of `output_dir` has less than `needed` bytes free."""
+    """Check that the disk of `output_dir` has `needed` bytes free. Raises UserError otherwise."""
     existing = next(parent for parent in (output_dir.resolve(), *output_dir.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -140,11 +143,12 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
 
 
 def has_tokenizer(path: Path) -> bool:
+    """Return whether the folder has a tokenizer's vocabulary."""
     return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
 def copy_tokenizer_files(source_dir: Path, target_dir: Path) -> None:
-    """Copies the files of the tokenizer, byte by byte; nothing happens where there is none."""
+    """Copy the files of the tokenizer, byte by byte; does nothing where there is none."""
     for name in TOKENIZER_FILES:
         if (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, target_dir / name)
@@ -155,14 +159,14 @@ def copy_tokenizer_files(source_dir: Path, target_dir: Path) -> None:
 
 
 def copy_processor_files(source_dir: Path, target_dir: Path) -> None:
-    """Copies the files of the processor, byte by byte, that are not there yet; nothing happens where there is none."""
+    """Copy the files of the processor that the target lacks, byte by byte; does nothing where there is none."""
     for name in PROCESSOR_FILES:
         if (source_dir / name).is_file() and not (target_dir / name).exists():
             shutil.copyfile(source_dir / name, target_dir / name)
 
 
 def find_custom_tokenizer(path: Path) -> list[str]:
-    """The classes outside of transformers ("module.Class") that the folder's tokenizer is made of."""
+    """Return the classes outside of transformers ("module.Class") that the folder's tokenizer uses."""
     file = path / "tokenizer_config.json"
     auto_map = load_json(file).get("auto_map") if file.is_file() else None
     if auto_map is None:
@@ -173,7 +177,7 @@ def find_custom_tokenizer(path: Path) -> list[str]:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Removes what killed conversions to `output_dir` left: temporary folders that no living process has locked."""
+    """Remove the temporary folders of killed conversions to `output_dir`: those that no living process has locked."""
     pattern = re.compile(re.escape(output_dir.name) + r"\.tmp-[0-9a-f]{8}")
     for path in [path for path in output_dir.parent.iterdir() if pattern.fullmatch(path.name)]:
         try:
@@ -185,7 +189,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def _make_locked_folder(output_dir: Path) -> tuple[Path, BaseFileLock | None]:
-    """A new temporary sibling, and the lock that this process holds on it while it lives (None: a disk without)."""
+    """Create a temporary sibling, and lock it for the life of this process (None: a disk without locks)."""
     while True:
         path = output_dir.with_name(f"{output_dir.name}.tmp-{secrets.token_hex(4)}")
         path.mkdir()
@@ -200,31 +204,31 @@ def _make_locked_folder(output_dir: Path) -> tuple[Path, BaseFileLock | None]:
 
 
 def _lock(path: Path) -> BaseFileLock:
-    """Holds the folder's lock. Raises BlockingIOError when another process does.
+    """Lock the folder. Raises BlockingIOError when another process holds the lock.
 
-    The lock is a file in the folder and not the folder itself: NFS locks only what is open for writing.
+    The lock is a file in the folder and not the folder itself: NFS locks only files that are open for writing.
     """
     return lock_file(path / LOCK_NAME)
 
 
 def _publish(path: Path, output_dir: Path, overwrite: bool) -> None:
-    """Gives the whole folder its name. The lock file goes last: without it another run could take the folder for a
-    leftover.
-    """
+    """Give the complete folder its name. The lock file is removed last: without it another run could take the folder
+    for a leftover."""
     if not output_dir.exists():
         os.rename(path, output_dir)
     elif overwrite:
         exchange(path, output_dir)
     else:
-        raise UserError(f"output_dir {output_dir} appeared while it was being written; another conversion was faster")
+        raise UserError(
+            f"output_dir {output_dir} appeared while it was being written; another conversion wrote it first"
+        )
     (output_dir / LOCK_NAME).unlink(missing_ok=True)
     sync_to_disk(output_dir)
     sync_to_disk(output_dir.parent)
 
 
 def drop_from_memory(file: Path) -> None:
-    """Forgets the pages of a file, flushed before, so that it is read from the disk. Where that cannot be, nothing
-    happens.
-    """
+    """Drop the pages of a flushed file from the page cache, so that it is read from the disk. Does nothing where that
+    is not possible."""
     with open(file, "rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""Writing safetensors one tensor at a time. `safetensors.torch.save_file` wants a whole shard in memory.
+"""Writes safetensors one tensor at a time; `safetensors.torch.save_file` needs a whole shard in memory.
 
 The format: eight bytes with the header's length (little-endian), a JSON header with each tensor's dtype, shape and
-place, then the bytes. https://github.com/huggingface/safetensors#format. Only for little-endian machines, as torch's
+offsets, then the bytes. https://github.com/huggingface/safetensors#format. Only for little-endian machines, as torch's
 are in practice.
 """
 
@@ -38,7 +38,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor without its values."""
+    """A tensor's name, shape and dtype, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorInfo:
 
 
 def plan_shards(infos: Iterable[TensorInfo], max_shard_size: int) -> list[list[TensorInfo]]:
-    """Cuts the tensors, in their order, into shards of at most `max_shard_size` bytes; a tensor is never cut."""
+    """Split the tensors, in their order, into shards of at most `max_shard_size` bytes; a tensor is never split."""
     shards: list[list[TensorInfo]] = [[]]
     size = 0
     for info in infos:
@@ -63,14 +63,14 @@ def plan_shards(infos: Iterable[TensorInfo], max_shard_size: int) -> list[list[T
 
 
 def name_shards(count: int) -> list[str]:
-    """The names that transformers looks for."""
+    """Return the file names that transformers looks for."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def build_index(shards: Sequence[Sequence[TensorInfo]]) -> dict[str, object]:
-    """The content of `model.safetensors.index.json`."""
+    """Return the content of `model.safetensors.index.json`."""
     names = name_shards(len(shards))
     return {
         "metadata": {"total_size": sum(info.nbytes for shard in shards for info in shard)},
@@ -84,9 +84,9 @@ def write_safetensors(
     read: Callable[[TensorInfo], torch.Tensor],
     written: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes `read(info)` for each tensor in turn and lets go of it; `written` is called with the bytes of each.
+    """Write `read(info)` for each tensor in turn, keeping one in memory; `written` is called with the bytes of each.
 
-    Raises UserError for a dtype that the format does not know.
+    Raises UserError for a dtype that the format does not have.
     """
     with file.open("wb") as stream:
         write_safetensors_to(stream, str(file), infos, read=read, written=written)
@@ -104,18 +104,18 @@ def write_safetensors_to(
     read: Callable[[TensorInfo], torch.Tensor],
     written: Callable[[int], None] | None = None,
 ) -> None:
-    """`write_safetensors` into anything with `write`; `name` is the file's, for errors."""
+    """Write as `write_safetensors` to anything with `write`; `name` is the file's, for errors."""
     stream.write(_build_header(name, infos))
     for info in infos:
         tensor = read(info)
-        assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, f"{info} changed under way"
+        assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, f"{info} changed while it was written"
         stream.write(get_bytes(tensor))
         if written is not None:
             written(info.nbytes)
 
 
 def get_bytes(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a CPU tensor, without a copy where it is contiguous."""
+    """Return the raw bytes of a CPU tensor, without a copy where it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

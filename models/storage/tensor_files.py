@@ -1,6 +1,5 @@
-"""Opening files of weights and JSON: memory-mapped, never unpickling anything but tensors, with errors that name the
-file.
-"""
+"""Opens files of weights and JSON: memory-mapped, never unpickling anything but tensors, with errors that name the
+file."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from errors import UserError
 
 
 def _read_object(fields: dict[str, Any]) -> Any:
-    """`transformers` writes numbers that JSON lacks as objects: {"__float__": "Infinity"} (5.23)."""
+    """Decode numbers that JSON lacks: `transformers` writes {"__float__": "Infinity"} (5.23)."""
     return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
 
 
 def load_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError when the file is something else or half-written."""
+    """Return the JSON object in a file. Raises UserError when the file is something else or half-written."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"), object_hook=_read_object)
     except json.JSONDecodeError as error:
@@ -31,26 +30,27 @@ def load_json(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error})") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{file} holds a JSON {type(fields).__name__} where an object belongs")
+        raise UserError(f"{file} holds a JSON {type(fields).__name__} instead of an object")
     return fields
 
 
 def open_tensors(file: Path) -> safe_open | dict[str, torch.Tensor]:
-    """A mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
+    """Return a mapping of tensors: `safe_open` for safetensors, a dict for .bin."""
     return open_safetensors(file) if file.suffix == ".safetensors" else load_torch_file(file)
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """The file, mapped. Raises UserError when it is damaged."""
+    """Return the file, memory-mapped. Raises UserError when it is damaged."""
     _check_permission(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
+        raise UserError(f"{file} cannot be read ({error}); it is truncated or not a safetensors file") from None
 
 
 def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
-    """A .pt or .bin file, memory-mapped where its format allows, never unpickling anything but tensors."""
+    """Return the tensors of a .pt or .bin file, memory-mapped where its format allows, never unpickling anything but
+    tensors. Raises UserError when it is missing or damaged."""
     if not file.is_file():
         raise UserError(f"{file} is missing; the checkpoint is incomplete")
     _check_permission(file)
@@ -58,18 +58,18 @@ def load_torch_file(file: Path) -> dict[str, torch.Tensor]:
         try:
             tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:
-            if "mmap can only be used" not in str(error):  # files older than torch 1.6 are no zip archives
+            if "mmap can only be used" not in str(error):  # files older than torch 1.6 are not zip archives
                 raise
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file} cannot be read ({reason}); it is half-written or no checkpoint") from None
+        raise UserError(f"{file} cannot be read ({reason}); it is half-written or not a checkpoint") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise UserError(f"{file} holds something else than tensors by name; it is not a file of weights")
+        raise UserError(f"{file} holds something other than named tensors; it is not a file of weights")
     return tensors
 
 
 def _check_permission(file: Path) -> None:
-    """Raises PermissionError, which the libraries report as another thing (safetensors 0.8.0: no such file)."""
+    """Raise PermissionError, which the libraries report as another error (safetensors 0.8.0: no such file)."""
     with suppress(FileNotFoundError), open(file, "rb"):
         pass

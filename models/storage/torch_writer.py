@@ -1,4 +1,4 @@
-"""Writing files that `torch.load` reads, at the speed of the disk."""
+"""Writes files that `torch.load` reads, at the speed of the disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from models.storage.safetensors_writer import get_bytes
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` alone in its storage: torch.save writes whole storages, so a view on a mapped file would drag the file
-    along.
-    """
+    """Return `tensor` in a storage of its own: torch.save writes whole storages, so a view of a mapped file would write
+    the whole file."""
     tensor = tensor.detach().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes or tensor.numel() == 0:
         return tensor
@@ -23,10 +22,11 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_torch(content: dict[str, Any], file: Any) -> None:
-    """`file`: a path, or anything with `write`.
+    """Write `content` to `file`: a path, or anything with `write`.
 
-    Writes without torch's CRC-32, which costs several times the copy and is not looked at where files are mapped. Zip
-    tools complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it.
+    Writes without torch's CRC-32, which costs several times the copy and is not checked where files are mapped. Zip
+    tools complain about such a file; `torch.load`, mapped or not, and DeepSpeed read it. Raises UserError when it
+    cannot be written.
     """
     with without_crc32():
         try:
@@ -37,7 +37,8 @@ def save_torch(content: dict[str, Any], file: Any) -> None:
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """torch's setting is the whole process's: around threads that save, one block for all of them."""
+    """Turn off torch's CRC-32 within the block. The setting is global to the process: use one block around all threads
+    that save."""
     with_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

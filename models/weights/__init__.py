@@ -1,1 +1,1 @@
-"""Weights on disk: reading and writing every form of them, one layer at a time, and converting between them."""
+"""Weights on disk: reading and writing them in every form, one layer at a time."""

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 
 class AdaptedWeights:
-    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: of a peft
-    folder's tensors.
-    """
+    """The weights of a base model with an adapter merged in, one layer at a time: `StoredWeights`. names: the tensors
+    of a peft folder."""
 
     def __init__(
         self,
@@ -55,11 +54,11 @@ class AdaptedWeights:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return self.base.describe_layer(index, layer)
 
-    def list_carried(self) -> list[TensorInfo]:
-        return self.base.list_carried()
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self.base.list_passthrough()
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return self.base.read_carried(name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self.base.read_passthrough(name)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, layer)

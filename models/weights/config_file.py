@@ -1,4 +1,4 @@
-"""config.json: the text model that it describes, and the model around it, if there is one."""
+"""Reads config.json: the text model that it describes, and the model around it, if there is one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from models.weights.quantized import QUANTIZATION_CONFIG, parse_quantization
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Wrapper | None]:
-    """The text model's config as `transformers` reads it from config.json, and the model around it, if there is one.
-    Custom code is never run: the layers come from `models/`.
+    """Return the text model's config as `transformers` reads it from config.json, and the model around it, if there is
+    one. Custom code is never run: the layers come from `models/`.
 
-    Raises UserError when it is missing, unreadable, or points to custom code without `trust_remote_code`.
+    Raises UserError when the file is missing, unreadable, or points to custom code without `trust_remote_code`.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -38,8 +38,8 @@ def load_config(path: Path, trust_remote_code: bool = False) -> tuple[Pretrained
 
 
 def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
-    """The model that `fields`, the content of `file`, describe. Raises UserError as `parse_model` does, and for a model
-    around a text model."""
+    """Return the config that `fields`, the content of `file`, describe. Raises UserError as `parse_model` does, and for
+    a model around a text model."""
     text, wrapper = parse_model(fields, file)
     if wrapper is not None:
         raise UserError(
@@ -50,13 +50,12 @@ def parse_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
 
 
 def parse_model(fields: dict[str, Any], file: Path) -> tuple[PretrainedConfig, Wrapper | None]:
-    """The text model that `fields`, the content of `file`, describe, and the model around it, if there is one. Raises
-    UserError for an unknown `model_type` or a bad value.
-    """
+    """Return the config of the text model that `fields`, the content of `file`, describe, and the model around it, if
+    there is one. Raises UserError for an unknown `model_type` or a bad value."""
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{file}: {unsupported(model_type)}")
-    parse_quantization(fields, file)  # the layers carry dequantized weights: their config does not name it
+    parse_quantization(fields, file)  # the layers have dequantized weights: their config does not name it
     known = {key: value for key, value in fields.items() if key not in ("auto_map", QUANTIZATION_CONFIG)}
     try:
         config = AutoConfig.for_model(**known)

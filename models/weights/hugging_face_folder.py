@@ -1,6 +1,5 @@
-"""A Hugging Face folder: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, whole names
-("model.layers.3.mlp..."), with or without an index.
-"""
+"""A Hugging Face folder: `config.json` with `*.safetensors` or the older `pytorch_model*.bin`, full names
+("model.layers.3.mlp..."), with or without an index."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class HuggingFaceFolder:
         self.config, self.wrapper = load_config(path, trust_remote_code)
         self._quantization = parse_quantization(load_json(path / "config.json"), path / "config.json")
         self._files = _find_tensors(path)
-        self._stored: dict[str, str] = {}  # the names in the files, where they are others
-        self._of_thread = threading.local()  # the file that a thread has open
+        self._stored: dict[str, str] = {}  # the names in the files, where they differ
+        self._open_file = threading.local()  # the file that a thread has open
         if self.wrapper is not None:  # its folders have had other names over the years
             self._rename({name: self.wrapper.name_in_memory(name) for name in self._files})
 
@@ -45,7 +44,7 @@ class HuggingFaceFolder:
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(set(self._files.values()))]
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         if self.wrapper is None:
             return []
         names = [name for name in self._files if not self.wrapper.is_text(name)]
@@ -55,12 +54,12 @@ class HuggingFaceFolder:
         for name, info in infos.items():
             if name not in whole or (info.dtype.is_floating_point and info.dtype.itemsize == 1):
                 raise UserError(
-                    f"{self.path}: '{info.name}' belongs to a quantized tensor beside the text model; those are "
-                    "carried along as they are, and only unquantized; give a folder of unquantized weights"
+                    f"{self.path}: '{info.name}' belongs to a quantized tensor outside the text model; those are "
+                    "passed through unchanged, and must be unquantized; give a folder of unquantized weights"
                 )
         return list(infos.values())
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         assert self.wrapper is not None
         return self._read_stored(self.wrapper.name_in_memory(name))
 
@@ -74,16 +73,16 @@ class HuggingFaceFolder:
             for piece in self._get_pieces(layer, name)
         }
         present = self._quantization.list_tensors(self._files)
-        beside: set[str] = set()
+        outside: set[str] = set()
         if self.wrapper is not None:
-            self.list_carried()  # they are not quantized
-            beside = {name for name in present if not self.wrapper.is_text(name)}
-            expected |= set(self.wrapper.list_missing(beside))
+            self.list_passthrough()  # they are not quantized
+            outside = {name for name in present if not self.wrapper.is_text(name)}
+            expected |= set(self.wrapper.list_missing(outside))
         if missing := sorted(expected - present):
             raise UserError(
                 f"{self.path}: missing tensors: {len(missing)}, first '{missing[0]}'; is the download complete?"
             )
-        extra = {name for name in present - expected - beside if not is_ignored(self.config, name)}
+        extra = {name for name in present - expected - outside if not is_ignored(self.config, name)}
         head = f"{self.wrapper.head if self.wrapper is not None else 'lm_head.'}weight"
         if self.config.tie_word_embeddings and head in extra:
             self._check_tied(layers[0], head)
@@ -95,22 +94,20 @@ class HuggingFaceFolder:
             )
 
     def _add_prefix(self, first: str) -> None:
-        """Files saved from a model without its head (gpt2's on the hub) lack the prefix that all of its names begin
-        with.
-        """
+        """Add the prefix that all names of the model begin with, where it is missing: files saved from a model without
+        its head (gpt2's on the hub) lack it."""
         prefix = first.split(".")[0] + "."
         if self.wrapper is None and not any(name.startswith(prefix) for name in self._files):
             self._rename({name: prefix + name for name in self._files})
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        """Names in the files -> those that the layers' tensors have."""
+        """Rename the tensors. names: in the files -> as the layers' tensors are named."""
         self._stored = {name: stored for stored, name in names.items()}
         self._files = {name: self._files[stored] for stored, name in names.items()}
 
     def _check_tied(self, embedding: Layer, head: str) -> None:
-        """A tied model may hold its embedding under the head's name too (.bin files do); `transformers` unties what
-        differs.
-        """
+        """Check that the head equals the embedding: a tied model may hold its embedding under the head's name too (.bin
+        files do), and `transformers` unties them where they differ."""
         name = embedding.hf_prefix + "weight"
         if not torch.equal(self._read(name), self._read(head)):
             raise UserError(
@@ -119,7 +116,8 @@ class HuggingFaceFolder:
             )
 
     def _get_pieces(self, layer: Layer, name: str) -> list[Piece]:
-        """As most checkpoints have them; or whole, as `transformers` saves with `save_original_format=False`."""
+        """Return the pieces of a tensor as most checkpoints have them; or the whole, as `transformers` saves with
+        `save_original_format=False`."""
         pieces, whole = layer.get_pieces(name), Piece(layer.hf_prefix + name)
         if self.wrapper is not None:
             pieces = [replace(piece, hf_name=self.wrapper.name_in_memory(piece.hf_name)) for piece in pieces]
@@ -133,7 +131,7 @@ class HuggingFaceFolder:
         return tensors
 
     def _read_tensor(self, layer: Layer, name: str, shape: torch.Size, read: Read) -> torch.Tensor:
-        """A tensor of the layer's module, mapped from its file, or put together from several."""
+        """Return a tensor of the layer's module, mapped from its file, or assembled from several."""
         pieces = self._get_pieces(layer, name)
         if not pieces[0].index:
             tensor = read(pieces[0].hf_name)
@@ -154,7 +152,7 @@ class HuggingFaceFolder:
         return self._quantization.read(name, self._files, self._read_stored)
 
     def _describe(self, name: str) -> torch.Tensor:
-        """The tensor on the meta device: what is mapped is not read."""
+        """Return the tensor on the meta device: a mapped tensor is not read."""
         return self._quantization.read(name, self._files, lambda stored: self._read_stored(stored).to("meta"))
 
     def _read_stored(self, name: str) -> torch.Tensor:
@@ -163,7 +161,7 @@ class HuggingFaceFolder:
                 f"{self.path}: tensor '{name}' is missing; is the download complete, and config.json the right one?"
             )
         file = self._files[name]
-        current, key = self._of_thread.__dict__, str(file)
+        current, key = self._open_file.__dict__, str(file)
         if key not in current:
             current.clear()  # one shard mapped at a time
             current[key] = open_tensors(file)
@@ -177,7 +175,7 @@ class HuggingFaceFolder:
 
 
 def _find_tensors(path: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index where there is one."""
+    """Return tensor name -> file, from the index where there is one."""
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index_name).is_file():
             weight_map = load_json(path / index_name).get("weight_map")
@@ -188,7 +186,7 @@ def _find_tensors(path: Path) -> dict[str, Path]:
                     f"{path}/{index_name} names {missing[0]}, which is not there ({len(missing)} shards missing)"
                 )
             return {name: path / file for name, file in weight_map.items()}
-    whole = path / "model.safetensors"  # beside it lie adapters or a second copy in another format
+    whole = path / "model.safetensors"  # other files are adapters or a second copy in another format
     files = (
         [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     )

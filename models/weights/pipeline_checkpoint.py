@@ -14,17 +14,17 @@ from models.layers.layer import Layer
 from models.storage.safetensors_writer import TensorInfo
 from models.storage.tensor_files import load_torch_file
 from models.weights.config_file import load_config
-from models.weights.passthrough import list_carried, read_carried
+from models.weights.passthrough import list_passthrough, read_passthrough
 from models.weights.shapes import check_tensors
 
 
 def layer_file(step_dir: Path, index: int) -> Path:
-    """DeepSpeed's name for a layer's weights."""
+    """Return DeepSpeed's path for a layer's weights."""
     return step_dir / f"layer_{index:02d}-model_states.pt"
 
 
 class PipelineCheckpoint:
-    """Layer files, from the converter or from training."""
+    """A pipeline checkpoint's layer files, from the converter or from training."""
 
     def __init__(self, path: Path, tag: str) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class PipelineCheckpoint:
         return (self.path / ADAPTER_CONFIG).is_file()
 
     def read_parameters(self, index: int) -> dict[str, torch.Tensor]:
-        """What the file of layer `index` holds, unchecked."""
+        """Return the tensors in the file of layer `index`, unchecked."""
         return load_torch_file(layer_file(self.step_dir, index))
 
     def read_adapter(self, index: int, layer: Layer, names: list[str]) -> dict[str, torch.Tensor]:
@@ -57,11 +57,11 @@ class PipelineCheckpoint:
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         return {name: tensor.to("meta") for name, tensor in self.read_layer(index, layer).items()}
 
-    def list_carried(self) -> list[TensorInfo]:
-        return list_carried(self.path) if self.wrapper is not None else []
+    def list_passthrough(self) -> list[TensorInfo]:
+        return list_passthrough(self.path) if self.wrapper is not None else []
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return read_carried(self.path, name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return read_passthrough(self.path, name)
 
     def files(self) -> list[Path]:
         return [self.path / "config.json", *sorted(self.step_dir.glob("layer_*-model_states.pt"))]
@@ -77,7 +77,7 @@ class PipelineCheckpoint:
         if extra := sorted(present - expected):
             raise UserError(
                 f"{self.step_dir} holds {len(present)} layer files where config.json describes {len(expected)}; "
-                f"first extra one {extra[0]}; is the config.json beside it another model's?"
+                f"first extra one {extra[0]}; does the config.json next to it belong to another model?"
             )
         if self.wrapper is not None:
-            list_carried(self.path)  # they are there
+            list_passthrough(self.path)  # raises where they are missing

@@ -1,15 +1,15 @@
-"""Weights as they are published quantized: dequantized a tensor at a time while they are read, to config.json's dtype.
+"""Published quantized weights: dequantized one tensor at a time while they are read, to config.json's dtype.
 
-Two methods, named by `quantization_config` in config.json; what they give has the bits that transformers gives with
+Two methods, named by `quantization_config` in config.json; the results have the same bits as transformers' with
 `dequantize=True` (integrations/finegrained_fp8.py and mxfp4.py of 5.23):
 
-    fp8    (DeepSeek-V3, 2412.19437) `X` in float8_e4m3fn beside `X_scale_inv`, one scale per `weight_block_size`. The
+    fp8    (DeepSeek-V3, 2412.19437) `X` in float8_e4m3fn with `X_scale_inv`, one scale per `weight_block_size`. The
            last blocks are cut at the edge, as in DeepSeek's own conversion. Scales are numbers, or powers of two
            (ue8m0): float8_e8m0fnu or bytes.
-    mxfp4  (gpt-oss; OCP Microscaling 1.0) `X_blocks` uint8 [E, rows, groups, 16] beside `X_scales` uint8
+    mxfp4  (gpt-oss; OCP Microscaling 1.0) `X_blocks` uint8 [E, rows, groups, 16] with `X_scales` uint8
            [E, rows, groups], 32 numbers of 4 bits per group. `X` itself is transposed: [E, 32 x groups, rows].
 
-Tensors that a folder holds unquantized are handed on as they are.
+Tensors that a folder holds unquantized are returned unchanged.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ BLOCKS, SCALES = "_blocks", "_scales"
 # Twice the numbers of 4 bits (e2m1) by their code, and the two of a byte, its low half first: [256, 2].
 _FP4_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 _FP4_PAIRS = torch.stack((_FP4_DOUBLED.repeat(16), _FP4_DOUBLED.repeat_interleave(16)), dim=1)
-_FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's word, MiniMax's
+_FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's name, MiniMax's
 _STRIP = 2**18  # numbers that are widened at once: they stay in a core's cache
 
 Read = Callable[[str], torch.Tensor]
 
 
 class Quantization(Protocol):
-    """How the tensors of a folder are stored."""
+    """How a folder stores its tensors."""
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
-        """The tensors that the stored ones make up, by name. Raises UserError for scales under names that are not
-        known.
-        """
+        """Return the names of the tensors that the stored ones make up. Raises UserError for scales under unknown
+        names."""
 
     def read(self, name: str, stored: Collection[str], read_stored: Read) -> torch.Tensor:
-        """The tensor `name`, dequantized; `read_stored` reads what a file holds under a name.
+        """Return the tensor `name`, dequantized; `read_stored` reads a tensor of the files by its name.
 
         Raises UserError, naming the tensor, for scales that are missing or do not fit.
         """
 
 
 class Unquantized:
-    """Tensors are stored as they are."""
+    """Tensors are stored unquantized."""
 
     def list_tensors(self, stored: Collection[str]) -> set[str]:
         return set(stored)
@@ -62,7 +61,8 @@ class Unquantized:
 
 @dataclass(frozen=True)
 class Fp8:
-    """block: rows and columns per scale; None: one scale per matrix. path: the folder, for messages."""
+    """fp8 matrices with scales. block: rows and columns per scale; None: one scale per matrix. path: the folder, for
+    messages."""
 
     path: Path
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Fp8:
         names = set(stored)
         if others := [name for name in names if name.endswith(".weight_scale")]:
             raise UserError(
-                f"{self.path}: '{min(others)}' is a scale in the form of AutoFP8; only '{SCALE}' is known here. "
+                f"{self.path}: '{min(others)}' is a scale in the form of AutoFP8; only '{SCALE}' is supported here. "
                 "Give a folder of unquantized weights"
             )
         scales = {name for name in names if name.endswith(SCALE) and name.removesuffix(SCALE) in names}
@@ -108,7 +108,7 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """path: the folder, for messages."""
+    """mxfp4 blocks with scales. path: the folder, for messages."""
 
     path: Path
     dtype: torch.dtype
@@ -136,9 +136,9 @@ class Mxfp4:
 
 
 def parse_quantization(fields: dict[str, Any], file: Path) -> Quantization:
-    """What `fields`, the content of `file` (config.json), say about how the weights beside it are stored.
+    """Return how the weights next to `file` (config.json) are stored, from its content `fields`.
 
-    Raises UserError for a method that cannot be dequantized here, by name.
+    Raises UserError, naming the method, for one that cannot be dequantized here.
     """
     quantization = fields.get(QUANTIZATION_CONFIG)
     if quantization is None:
@@ -174,7 +174,7 @@ def _get_block(quantization: dict[str, Any], file: Path) -> tuple[int, int] | No
 
 
 def _get_dtype(fields: dict[str, Any], file: Path) -> torch.dtype:
-    """That of config.json, as in transformers."""
+    """Return the dtype of config.json, as in transformers."""
     name = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
     if name not in ("bfloat16", "float16", "float32"):
         raise UserError(f"{file}: quantized weights are dequantized to its dtype, which is {name!r}; write 'bfloat16'")
@@ -184,8 +184,8 @@ def _get_dtype(fields: dict[str, Any], file: Path) -> torch.dtype:
 def dequantize_fp8(
     weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """weight [..., R, C] float8_e4m3fn; scales [..., ceil(R / rows), ceil(C / columns)]. Computed in fp32, rounded once
-    to `dtype`; no more than `_STRIP` numbers, or one row, are in fp32 at once.
+    """Return weight [..., R, C] float8_e4m3fn times scales [..., ceil(R / rows), ceil(C / columns)]. Computed in fp32,
+    rounded once to `dtype`; no more than `_STRIP` numbers, or one row, are in fp32 at once.
 
     transformers derives the block from the grid of scales, so it refuses DeepSeek-V3's [576, 7168] and takes blocks of
     96 rows for [192, ...]; DeepSeek's blocks are cut at the edge.
@@ -209,9 +209,8 @@ def _widen_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _widen_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn to fp32, exactly: sign, exponent and mantissa are moved to where fp16 has them, whose exponents
-    begin 8 lower. Five times as fast as torch's own conversion (2.13, CPU), which NaN is left to.
-    """
+    """Convert float8_e4m3fn to fp32, exactly: sign, exponent and mantissa are moved to their places in fp16, whose
+    exponents begin 8 lower. Five times as fast as torch's own conversion (2.13, CPU), which handles NaN."""
     bits = weight.view(torch.int8)
     if (bits & 0x7F).max() == 0x7F:
         return weight.float()
@@ -220,8 +219,8 @@ def _widen_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """blocks [E, rows, groups, 16] and scales [E, rows, groups], both uint8, to [E, 32 x groups, rows]. Each number
-    is exact in fp32 and rounded once to `dtype`; no more than `_STRIP` numbers, or one row, are in fp32 at once.
+    """Convert blocks [E, rows, groups, 16] and scales [E, rows, groups], both uint8, to [E, 32 x groups, rows]. Each
+    number is exact in fp32 and rounded once to `dtype`; no more than `_STRIP` numbers, or one row, are in fp32 at once.
     """
     experts, rows, groups, _ = blocks.shape
     dequantized = torch.empty(experts, 32 * groups, rows, dtype=dtype, device=blocks.device)
@@ -237,9 +236,8 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
 
 
 def _widen_fp4(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 16] to twice its numbers in fp32 [..., 32]. Both numbers of a byte are looked up as one of 8 bytes,
-    which is three times as fast (torch 2.13, CPU).
-    """
+    """Convert uint8 [..., 16] to twice its numbers in fp32 [..., 32]. Both numbers of a byte are looked up as one of 8
+    bytes, which is three times as fast (torch 2.13, CPU)."""
     pairs = _FP4_PAIRS.view(torch.int64).flatten()
     looked_up = pairs.index_select(0, blocks.flatten().int())
     return looked_up.view(torch.float32).view(*blocks.shape[:-1], -1)

@@ -1,6 +1,6 @@
 """The weights of a model that is trained from scratch, drawn layer by layer as `transformers` draws them.
 
-Each layer has random numbers of its own, by the seed and its place in the model: so a model is the same at every
+Each layer has random numbers of its own, from the seed and its index in the model: so a model is the same at every
 layout, and a rank draws its own layers only.
 """
 
@@ -36,17 +36,19 @@ class RandomWeights:
                 model._init_weights(part)
         tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         if unknown := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
-            raise UserError(f"init=random: transformers does not say how '{layer.hf_prefix}{unknown[0]}' starts")
+            raise UserError(
+                f"init=random: transformers does not define how '{layer.hf_prefix}{unknown[0]}' is initialized"
+            )
         return tensors
 
     def check_complete(self, layers: list[Layer]) -> None:
-        """All of them can be drawn."""
+        """Do nothing: every layer can be drawn."""
 
     def files(self) -> list[Path]:
         return []
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         return []
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         raise KeyError(name)

@@ -1,4 +1,4 @@
-"""The weights of a model whose vocabulary grows while they are read: for tokens that a run adds."""
+"""The weights of a model whose vocabulary grows while they are read, for tokens that a run adds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ResizedVocabWeights:
         described = self.base.describe_layer(index, self._layers[index])
         return {name: tensor.new_empty(shapes[name]) for name, tensor in described.items()}
 
-    def list_carried(self) -> list[TensorInfo]:
-        return self.base.list_carried()
+    def list_passthrough(self) -> list[TensorInfo]:
+        return self.base.list_passthrough()
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        return self.base.read_carried(name)
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        return self.base.read_passthrough(name)
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
         tensors = self.base.read_layer(index, self._layers[index])
@@ -54,7 +54,7 @@ class ResizedVocabWeights:
 
 
 def grow_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """`weight` [V, ...] with as many new rows as make it `rows`; each is the mean of the old ones, computed in fp32.
+    """Return `weight` [V, ...] with `rows` rows; each new row is the mean of the old ones, computed in fp32.
 
     The mean keeps a new token's first logit in the range of the others, where zeros or noise would not.
     """

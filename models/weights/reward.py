@@ -1,4 +1,4 @@
-"""Where the weights of a new reward model come from: a causal language model, and a head that is drawn."""
+"""The weights of a new reward model: those of a causal language model, and a randomly drawn score head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from models.weights.source import WeightSource
 
 
 class WithScoreHead:
-    """A `WeightSource`: the weights of `base` but for its head. The new one is drawn by the seed and its place in the
-    model, as a model that is trained from scratch is, so it is the same at every layout."""
+    """A `WeightSource`: the weights of `base` except its head. The new head is drawn from the seed and its index in the
+    model, as in a model that is trained from scratch, so it is the same at every layout."""
 
     def __init__(self, base: WeightSource, seed: int) -> None:
         self._base, self.path = base, base.path
@@ -30,16 +30,16 @@ class WithScoreHead:
         return source.read_layer(index, layer)
 
     def check_complete(self, layers: list[Layer]) -> None:
-        """With its own head."""
+        """Check the base model, including its own head."""
         self._base.check_complete(build_layers(self._base.config))
 
     def files(self) -> list[Path]:
         return self._base.files()
 
-    def list_carried(self) -> list[TensorInfo]:
+    def list_passthrough(self) -> list[TensorInfo]:
         return []
 
-    def read_carried(self, name: str) -> torch.Tensor:
+    def read_passthrough(self, name: str) -> torch.Tensor:
         raise KeyError(name)
 
 

@@ -1,4 +1,4 @@
-"""Whether tensors are those of a layer: their names and shapes."""
+"""Checks that tensors are those of a layer: their names and shapes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from models.layers.layer import Layer
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) -> None:
-    """Raises UserError, which names the first tensor that is missing, unknown or of another shape. where: the file or
-    folder they are from.
-    """
+    """Check tensors against the layer's names and shapes. Raises UserError, which names the first tensor that is
+    missing, unknown or of another shape. where: the file or folder they come from."""
     shapes = layer.shapes()
     if tensors.keys() != shapes.keys():
         wrong = sorted(tensors.keys() ^ shapes.keys())[0]
@@ -25,6 +24,6 @@ def check_tensors(tensors: dict[str, torch.Tensor], layer: Layer, where: str) ->
 
 
 def check_shape(tensor: torch.Tensor, shape: torch.Size, name: str, where: str) -> None:
-    """Raises UserError."""
+    """Check one tensor's shape. Raises UserError, which names it and `where` it comes from."""
     if tensor.shape != shape:
         raise UserError(f"{where}: '{name}' has shape {list(tensor.shape)}, config.json makes it {list(shape)}")

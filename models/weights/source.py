@@ -1,4 +1,4 @@
-"""Where weights come from: what every form of them offers. `models/weights/sources.py` opens them."""
+"""The interface to weights of every form. `models/weights/sources.py` opens them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ class WeightSource(DescribedModel, Protocol):
     """Where the weights of a model come from."""
 
     def read_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """The tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns none."""
+        """Return the tensors of `layer`, named as in its module, checked against its shapes. Empty if the layer owns
+        none."""
 
     def check_complete(self, layers: list[Layer]) -> None:
-        """Raises UserError when something is missing, or is there and belongs to no layer."""
+        """Check that all tensors of the layers are there and no others. Raises UserError otherwise."""
 
     def files(self) -> list[Path]:
-        """All that decides what the model computes."""
+        """Return the files that determine the model's outputs."""
 
-    def list_carried(self) -> list[TensorInfo]:
-        """The tensors beside the text model, by their names on disk; they are carried along as they are. Raises
+    def list_passthrough(self) -> list[TensorInfo]:
+        """Return the tensors outside the text model, by their names on disk; they are copied unchanged. Raises
         UserError for quantized ones."""
 
-    def read_carried(self, name: str) -> torch.Tensor:
-        """One of them, mapped from its file."""
+    def read_passthrough(self, name: str) -> torch.Tensor:
+        """Return one tensor of `list_passthrough` by its name on disk, memory-mapped."""
 
 
 class StoredWeights(WeightSource, Protocol):
-    """Those that lie in files: a conversion plans what it writes before it reads them."""
+    """A source of weights in files: a conversion plans its output before it reads them."""
 
     def describe_layer(self, index: int, layer: Layer) -> dict[str, torch.Tensor]:
-        """What `read_layer` gives, on the meta device: names, shapes and dtypes, without reading numbers."""
+        """Return the tensors of `read_layer` on the meta device: names, shapes and dtypes, without reading values."""
 
 
 def get_whole_config(source: DescribedModel) -> PretrainedConfig:
-    """That of the whole model, the one that others load."""
+    """Return the config of the whole model, the one that transformers loads."""
     return source.config if source.wrapper is None else source.wrapper.config

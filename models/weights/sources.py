@@ -1,4 +1,4 @@
-"""Opening weights, which are then read one layer at a time, in either form they come in: a Hugging Face folder
+"""Opens weights, which are then read one layer at a time, in either form: a Hugging Face folder
 (`hugging_face_folder.py`) or a pipeline checkpoint (`pipeline_checkpoint.py`), with or without an adapter.
 
 Both are opened memory-mapped: a tensor's bytes are read when they are used, and nothing ever holds the whole model.
@@ -21,10 +21,10 @@ from models.weights.source import StoredWeights
 
 
 def open_weights(name_or_path: str, trust_remote_code: bool = False) -> StoredWeights:
-    """Opens a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. Of an adapter (a peft
-    folder, or the checkpoint of a LoRA run) it gives the base model's weights with the adapter merged in.
+    """Open a Hugging Face folder, a hub id, a folder that holds `latest`, or one `global_stepN`. For an adapter (a peft
+    folder, or the checkpoint of a LoRA run) return the base model's weights with the adapter merged in.
 
-    Raises UserError for what is none of these.
+    Raises UserError for anything else.
     """
     path = Path(name_or_path).expanduser()
     if not path.exists():
@@ -46,11 +46,12 @@ def _open_checkpoint(path: Path, tag: str, trust_remote_code: bool) -> StoredWei
 
 
 def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remote_code: bool) -> AdaptedWeights:
-    """checkpoint: whose layer files hold the adapter; None for a peft folder."""
+    """Return the base model with the adapter merged in. checkpoint: whose layer files hold the adapter; None for a peft
+    folder."""
     lora = load_lora_config(path)
     if not lora.base_model_name_or_path:
         raise UserError(
-            f"{path / ADAPTER_CONFIG} names no base_model_name_or_path; write there which model the adapter belongs to"
+            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path; set it to the model that the adapter belongs to"
         )
     tensors = {} if checkpoint else load_adapter_tensors(path)
     files = checkpoint.files() if checkpoint else [path / ADAPTER_WEIGHTS]
@@ -61,19 +62,18 @@ def _open_adapted(path: Path, checkpoint: PipelineCheckpoint | None, trust_remot
             f"{path} holds an adapter, and its base model (base_model_name_or_path) cannot be opened: {error}"
         ) from None
     if (path / "config.json").is_file():  # of a run that may have added tokens, or stretched positions
-        config_beside, _ = load_config(path, trust_remote_code)
-        copy_positions(config_beside, base.config)
-        if config_beside.vocab_size > base.config.vocab_size:
-            base = ResizedVocabWeights(base, config_beside)
+        own_config, _ = load_config(path, trust_remote_code)
+        copy_positions(own_config, base.config)
+        if own_config.vocab_size > base.config.vocab_size:
+            base = ResizedVocabWeights(base, own_config)
     read_adapter = checkpoint.read_adapter if checkpoint else read_tensors(tensors)
     files = [path / ADAPTER_CONFIG, *files]
     return AdaptedWeights(base, path, lora, read_adapter=read_adapter, adapter_files=files, names=tensors.keys())
 
 
 def _download(hub_id: str) -> Path:
-    """The hub's snapshot of `hub_id` in the local cache: weights and tokenizer, not what lies in folders of it, such
-    as gpt-oss once more in other formats.
-    """
+    """Return the hub's snapshot of `hub_id` in the local cache: weights and tokenizer, without subfolders, where
+    gpt-oss, for example, has its weights again in other formats."""
     from huggingface_hub import snapshot_download
 
     if hub_id.startswith(("/", "./", "../", "~")) or hub_id.count("/") > 1:

@@ -1,6 +1,5 @@
-"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and where the
-model ends.
-"""
+"""The vocabulary of a model: special tokens that a conversion adds, rows of the embedding and the head, and the ids at
+which the model stops."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ UNPADDED = "unpadded_vocab_size"  # in config.json: how many rows a padded vocab
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens to add where the tokenizer does not know them. bos, eos and pad also become the model's."""
+    """Tokens to add where the tokenizer does not have them. bos, eos and pad also become the model's."""
 
     bos_token: str | None = None
     eos_token: str | None = None
@@ -42,7 +41,8 @@ class SpecialTokens:
 def load_extended_tokenizer(
     path: Path, tokens: SpecialTokens, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be read."""
+    """Return the tokenizer of the folder `path`, with `tokens`. Raises UserError when there is none or it cannot be
+    read."""
     if not has_tokenizer(path):
         raise UserError(f"{path} holds no tokenizer to add special tokens to; put one there, or omit the token options")
     if "" in (*tokens.named.values(), *tokens.extra):
@@ -58,26 +58,25 @@ def load_extended_tokenizer(
 
 
 def count_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The rows an embedding needs. Not `len(tokenizer)`: ids may have gaps."""
+    """Return the number of rows that an embedding needs. Not `len(tokenizer)`: ids may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def update_token_ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
-    """Makes config.json's or generation_config.json's ids those of the tokens that were named."""
+    """Set config.json's or generation_config.json's ids to those of the tokens that were named."""
     for name, token in tokens.named.items():
         fields[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
 
 
 def add_end(ids: int | list[int] | None, token_id: int | None) -> int | list[int] | None:
-    """The ids at which a model stops, with `token_id` among them."""
+    """Return the ids at which a model stops, including `token_id`."""
     known = [] if ids is None else [ids] if isinstance(ids, int) else ids
     return ids if token_id is None or token_id in known else [*known, token_id] if known else token_id
 
 
 def add_eos_token_id(file: Path, token_id: int | None) -> None:
-    """Adds the end token that a model was trained with to config.json or generation_config.json, where there is one
-    that does not know it: a base model trained with a chat model's tokenizer would go on forever.
-    """
+    """Add the end token that a model was trained with to config.json or generation_config.json, where the file exists
+    and lacks it: a base model trained with a chat model's tokenizer would never stop."""
     if not file.is_file():
         return
     fields = load_json(file)
@@ -91,23 +90,22 @@ def add_eos_token_id(file: Path, token_id: int | None) -> None:
 
 
 def set_pad_token_id(file: Path, token_id: int) -> None:
-    """Makes it the one that config.json names."""
+    """Set config.json's pad_token_id."""
     fields = load_json(file)
     if fields.get("pad_token_id") != token_id:
         file.write_text(json.dumps({**fields, "pad_token_id": token_id}, indent=2) + "\n")
 
 
 def grow_vocabulary(source: WeightSource, tokenizer: PreTrainedTokenizerBase | None, multiple: int) -> PretrainedConfig:
-    """The config with a row for every id of the tokenizer, and a multiple of rows. Many models have rows to spare; then
-    nothing changes.
-    """
+    """Return the config with a row for every id of the tokenizer, and a multiple of `multiple` rows. Many models have
+    spare rows; then nothing changes. Raises UserError for a multiple below 1."""
     if multiple < 1:
         raise UserError(f"pad_vocab_to_multiple_of={multiple}: at least 1")
     return resize_config(source, count_rows(tokenizer) if tokenizer else 0, multiple)
 
 
 def resize_config(source: WeightSource, needed: int, multiple: int = 1) -> PretrainedConfig:
-    """The source's config with at least `needed` rows, and a multiple of rows."""
+    """Return the source's config with at least `needed` rows, and a multiple of `multiple` rows."""
     used = max(source.config.vocab_size, needed)
     rows, known = -(-used // multiple) * multiple, getattr(source.config, UNPADDED, used)
     unpadded = max(known, needed)  # a token that takes a row of earlier padding
@@ -118,18 +116,18 @@ def resize_config(source: WeightSource, needed: int, multiple: int = 1) -> Pretr
 
 
 def trim_vocabulary(source: WeightSource) -> PretrainedConfig:
-    """The config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
+    """Return the config without the rows that padded the vocabulary. Raises UserError when it was not padded."""
     unpadded = getattr(source.config, UNPADDED, None)
     if unpadded is None:
         raise UserError(
             f"{source.path / 'config.json'} names no {UNPADDED}: the vocabulary was not padded here, so there is "
-            "nothing to take away"
+            "nothing to remove"
         )
     return _replace_fields(source, {"vocab_size": unpadded, UNPADDED: unpadded})
 
 
 def _replace_fields(source: WeightSource, changed: dict[str, int | None]) -> PretrainedConfig:
-    """The source's config with other values; None for a field that it has no more."""
+    """Return the source's config with other values; None removes a field."""
     file = source.path / "config.json"
     fields = load_json(file)
     text_fields = fields.get(TEXT_CONFIG, fields) if source.wrapper is not None else fields

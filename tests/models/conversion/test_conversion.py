@@ -43,7 +43,7 @@ def test_a_round_trip_keeps_every_bit(kind: str, dtype: torch.dtype, tied: bool,
 
 
 @pytest.mark.parametrize(("layers", "tied"), [(2, False), (12, False), (12, True)])
-def test_the_folder_is_as_deepspeed_wants_it(layers: int, tied: bool, tmp_path: Path) -> None:
+def test_the_folder_has_the_files_deepspeed_reads(layers: int, tied: bool, tmp_path: Path) -> None:
     save_llama(tmp_path / "hf", num_hidden_layers=layers, tied=tied)
     step = convert(tmp_path / "hf", tmp_path / "pipeline") / "global_step0"
     count = layers + 2 if tied else layers + 3
@@ -70,7 +70,7 @@ def test_a_layer_file_holds_its_layer_and_no_more(tmp_path: Path) -> None:
     assert_same_bits(load_transformers(export(tmp_path / "pipeline", tmp_path / "back")), expected)
 
 
-def test_shards_are_as_large_as_told(tmp_path: Path) -> None:
+def test_shards_have_at_most_the_given_size(tmp_path: Path) -> None:
     expected = save_source(tmp_path / "hf", "safetensors", torch.float32)
     convert(tmp_path / "hf", tmp_path / "pipeline")
     back = export(tmp_path / "pipeline", tmp_path / "back", max_shard_size=70_000)
@@ -208,7 +208,7 @@ def test_a_custom_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_training_checkpoint_is_exported(tmp_path: Path) -> None:
-    """Two steps, the files of several stages and of the optimizer; `latest` or the step that is named."""
+    """Two steps, the files of several stages and of the optimizer; `latest` or the given step."""
     expected = {}
     for step, seed in ((7, 1), (8, 2)):
         expected[step] = save_llama(tmp_path / f"hf{step}", seed=seed).state_dict()

@@ -84,7 +84,7 @@ def test_quantized_weights_take_a_layer_and_little_more(method: str, tmp_path: P
 
 
 def measure(folder: Path, *steps: str, **environment: str) -> list[int]:
-    """The peak of each step "source output [dtype]", in bytes."""
+    """Return the peak of each step "source output [dtype]", in bytes."""
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(folder), *steps]
     env = os.environ | environment
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

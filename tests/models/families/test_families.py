@@ -1,6 +1,4 @@
-"""Every family as its list of layers, in one process and without DeepSpeed, against the Hugging Face model it is made
-of.
-"""
+"""Every family as its list of layers, in one process and without DeepSpeed, against the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -104,9 +102,8 @@ def test_a_converted_folder_and_its_source_give_the_same_layers(model_type: str,
 
 
 def test_names_without_the_models_prefix_are_understood(tmp_path: Path) -> None:
-    """gpt2 on the hub was saved without its head: `wte.weight`, not `transformer.wte.weight`. And it holds causal
-    masks.
-    """
+    """gpt2 on the hub was saved without its head: `wte.weight`, not `transformer.wte.weight`. It also holds causal
+    masks."""
     save_family(tmp_path, "gpt2", tied=True)
     saved = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}
@@ -147,7 +144,7 @@ def test_samples_longer_than_a_table_of_positions_are_refused() -> None:
         check_length(config, 300)
 
 
-def test_and_those_longer_than_rotary_angles_were_made_for_are_told() -> None:
+def test_samples_longer_than_rotary_angles_were_made_for_give_a_warning() -> None:
     config = build_family("llama").config
     known = config.max_position_embeddings
     check_length(config, known + 1)
@@ -170,7 +167,8 @@ def test_attention_is_the_familys_first_or_one_that_it_has() -> None:
 
 
 def test_experts_are_computed_one_by_one_where_torchs_grouped_product_cannot_take_their_rows() -> None:
-    """24 columns an expert: 12 a rank at tensor_parallel_size=2, 24 bytes in bf16. Ours takes them."""
+    """24 columns per expert: 12 per rank at tensor_parallel_size=2, 24 bytes in bf16. Our grouped
+    product takes them."""
     config = build_family_config("deepseek_v3")
     build_layers(config)
     assert choose_experts(config, 2, torch.bfloat16) == config._experts_implementation == GROUPED

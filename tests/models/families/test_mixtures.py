@@ -27,7 +27,7 @@ EVERY_MIXTURE = pytest.mark.parametrize(
 
 
 def build_chain(model: PreTrainedModel) -> Chain:
-    """The layers as a run has them, of a config without the choices that the model's own has made."""
+    """Return the layers as a run builds them, from a config without the fields that the model has set in its own."""
     attention = model.config._attn_implementation
     fields = model.config.to_dict()
     own, model.config = model.config, AutoConfig.for_model(**fields)
@@ -79,7 +79,7 @@ def test_documents_packed_into_a_row_do_not_see_each_other(model_type: str) -> N
 def test_both_forms_on_disk_become_the_same_model_and_leave_under_the_names_of_transformers(
     model_type: str, tmp_path: Path
 ) -> None:
-    """One tensor an expert, as it is published; and stacked, as it is in memory."""
+    """One tensor per expert, as published; and stacked, as in memory."""
     model = build_family(model_type).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "apart")
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -98,7 +98,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_cut_within_a_row_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a conversion would that cuts 320 rows of the vocabulary into thirds."""
+    """A conversion that cuts 320 rows of the vocabulary into thirds would do so."""
 
     def cut(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {f"{name}.{part}": third for name, t in tensors.items() for part, third in enumerate(t.chunk(3))}

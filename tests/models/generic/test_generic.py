@@ -45,7 +45,7 @@ def test_a_published_family_works_without_a_file(model_type: str, tmp_path: Path
         ("llama4_text", {"attention_chunk_size": 8}),
         ("gpt_neox", {}),  # a parallel residual
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),  # fills in its config while it is built
-        ("bloom", {"n_head": 4, "hidden_size": 64}),  # ALiBi, a norm behind the embedding
+        ("bloom", {"n_head": 4, "hidden_size": 64}),  # ALiBi, a norm after the embedding
         ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),  # learned positions, projections around the layers
     ],
 )
@@ -60,7 +60,7 @@ def test_what_a_model_does_around_its_layers_is_read_from_it(model_type: str, fi
 @pytest.mark.parametrize(
     ("family", "known"),
     [
-        ("opt", 256),  # its table begins with two rows for something else
+        ("opt", 256),  # its table begins with two extra rows
         pytest.param("gpt_neo", 256, marks=pytest.mark.full),
         pytest.param("gptj", 256, marks=pytest.mark.full),  # a table of angles in each layer
         pytest.param("bloom", None, marks=pytest.mark.full),
@@ -77,7 +77,26 @@ def test_samples_longer_than_a_table_of_positions_are_refused(family: str, known
             check_length(config, known + 1)
 
 
-def test_dropout_of_a_trunk_is_for_training_alone() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("opt", "max_position_embeddings"), ("gptj", "n_positions"), ("gpt_neo", "max_position_embeddings")],
+)
+@pytest.mark.parametrize("count", [64, 16])
+def test_a_short_table_of_positions_is_accepted(model_type: str, key: str, count: int) -> None:
+    config = AutoConfig.for_model(model_type, **{key: count})
+    build_layers(config)
+    check_length(config, count)
+    with pytest.raises(UserError, match=f"this '{model_type}' has a table of {count} positions"):
+        check_length(config, count + 1)
+
+
+def test_an_embedding_as_wide_as_the_layers_needs_no_projection() -> None:
+    config = AutoConfig.for_model("opt")
+    assert config.word_embed_proj_dim == config.hidden_size
+    build_layers(config)
+
+
+def test_dropout_of_a_backbone_is_for_training_alone() -> None:
     model = build_family("starcoder2", embedding_dropout=0.5)
     chain = Chain(model.eval()).eval()
     with torch.no_grad():
@@ -89,7 +108,7 @@ def test_dropout_of_a_trunk_is_for_training_alone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "missing"),
     [
-        ("inkling2_text", "its layer 1 is given 'block_states' beside hidden states, which depends on weights"),
+        ("inkling2_text", "its layer 1 is given 'block_states' in addition to hidden states, which depends on weights"),
         ("deepseek_v32", "has no gradient from the loss of tokens"),
         ("modernbert-decoder", "its embedding is 'model.embeddings.tok_embeddings' and its layers are in 'model'"),
     ],
@@ -101,6 +120,6 @@ def test_what_stages_cannot_do_is_refused(model_type: str, missing: str) -> None
         build_layers(AutoConfig.for_model(model_type))
 
 
-def test_what_is_no_causal_language_model_is_refused() -> None:
+def test_a_model_that_is_not_a_causal_language_model_is_refused() -> None:
     with pytest.raises(UserError, match="model_type 't5' is not supported; known: .*llama"):
         build_layers(AutoConfig.for_model("t5"))

@@ -1,6 +1,5 @@
-"""Families without a file in models/ that are no mixtures: as Hugging Face computes them, and as their checkpoints are
-named. What their config can switch on is on.
-"""
+"""Families without a file in models/ that are not mixtures: as Hugging Face computes them, and as their checkpoints are
+named. Every option that their config has is switched on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a family without a file finds mistakes: layers that are wrong in one thing are not the model."""
+"""The proof of a family without a file finds mistakes: layers that are wrong in one thing are refused."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def test_a_layer_that_is_wrong_is_caught(model_type: str, wrong: dict[str, Any])
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "bloom", "qwen3_next"])
-def test_padding_behind_a_row_does_not_change_it(model_type: str) -> None:
+def test_padding_after_a_row_does_not_change_it(model_type: str) -> None:
     assert compare_with_rows_alone(build(model_type)) < BOUND

@@ -1,4 +1,4 @@
-"""Which parts of a layer liger-kernel takes the place of, and that they compute the same."""
+"""Which parts of a layer liger-kernel replaces, and that they compute the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARTS = {
     "deepseek_v3": {"RMSNorm": 17, "SwiGLU": 4},  # its rotation can be interleaved
     "gpt2": {},
     "gpt_oss": {},  # the weight is applied before the cast back; a rotation and a gate of its own
-    "llama4_text": {},  # the weight is applied behind the cast, too, but in other words
+    "llama4_text": {},  # the weight is applied after the cast, too, but in different code
     "mpt": {},
 }
 
@@ -53,7 +53,7 @@ def fuse(chain: Chain) -> set[str]:
 
 
 def run(chain: Chain) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and gradients."""
+    """Return logits and gradients."""
     chain.zero_grad()
     logits = chain(tokens(), positions())
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
@@ -126,7 +126,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`models.layers.liger` in Triton's interpreter, which computes in fp32 (numpy has no bf16) and knows neither
+    """`models.layers.liger` in Triton's interpreter, which computes in fp32 (numpy has no bf16) and supports neither
     floats as arguments (3.7) nor CUDA's rsqrt."""
     import numpy as np
     import triton.language as tl
@@ -156,7 +156,7 @@ def test_interpreted_kernels_compute_the_same(model_type: str, kernels: ModuleTy
 
 @interpreter
 def test_no_interpreted_kernel_writes_into_what_it_is_given(kernels: ModuleType) -> None:
-    """As a recompute or a second backward pass would read it again."""
+    """A recompute or a second backward pass would read its inputs again."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_no_interpreted_kernel_writes_into_what_it_is_given(kernels: ModuleType)
 
 @interpreter
 def test_selective_checkpointing_of_interpreted_kernels_gives_the_same_gradients(kernels: ModuleType) -> None:
-    """It hands out the projections again that rotary and SwiGLU would have written over."""
+    """It reuses the projections that rotary and SwiGLU would have overwritten."""
     model = build_family("llama")
     model.config._attn_implementation = "sdpa"
     chain = Chain(model)

@@ -1,4 +1,4 @@
-"""The noise of NEFTune: how large, how even, and a function of what it should be a function of."""
+"""The noise of NEFTune: how large, how even, and which inputs it depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ D = 64
 
 
 def embed(rows: list[list[list[int]]], *, seed: int = 7, length: int = 12, trains: bool = True) -> torch.Tensor:
-    """The noise on rows of documents: what the embedding gives, which is zero without it."""
+    """Return the noise on rows of documents: the embedding's outputs, which are zero without it."""
     embedding = Embedding(LlamaConfig(vocab_size=50, hidden_size=D)).train(trains)
     torch.nn.init.zeros_(embedding.weight)
     noise = EmbeddingNoise(5.0)
@@ -62,5 +62,5 @@ def test_the_numbers_are_uniform(seed: int) -> None:
     assert -1 <= numbers.min() < -0.999 and 0.999 < numbers.max() < 1
     counts = torch.histc(numbers, bins=20, min=-1, max=1)
     assert (counts - 5000).abs().max() < 5 * 5000**0.5
-    for a, b in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):  # neighbours know nothing of another
+    for a, b in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):  # neighbors are independent
         assert (a * b).mean().abs() < 5 / 3 / a.numel() ** 0.5

@@ -1,6 +1,5 @@
 """Packed rows without a mask: each document as it is alone, under each kernel that takes cumulative lengths, and
-without a question to the device.
-"""
+without waiting for the device."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from models.layers.context import MicroBatchContext
 from models.layers.decoder import PipelineDecoderLayer
 from models.layers.documents import DocumentBounds
 
-# Of three rows of 24 tokens; the second holds one document, the third ends with padding, which continues its positions
+# Three rows of 24 tokens; the second holds one document, the third ends with padding, which continues its positions
 ROWS = ((11, 1, 7, 5), (24,), (9, 15))
 PADDING = 4
-KNOWN = DocumentBounds(most=9, longest=24)  # more than the 7 that there are
+KNOWN = DocumentBounds(most=9, longest=24)  # more than the 7 that exist
 WITHOUT_MASK = sorted(FAMILIES.keys() - {"gemma2", "gpt_oss", "mpt"})
 Play = Callable[[pytest.MonkeyPatch], list[str]]
 KERNELS: dict[str, tuple[str, Play]] = {
@@ -47,7 +46,7 @@ def expect(chain: Chain, bounds: DocumentBounds | None) -> None:
 
 
 def total(logits: torch.Tensor) -> torch.Tensor:
-    """Of all tokens but the padding, each with a weight of its own."""
+    """Return the weighted sum over all tokens but the padding, each with a weight of its own."""
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     weights[2, -PADDING:] = 0
     return (logits * weights).sum()
@@ -113,7 +112,7 @@ def test_whole_rows_go_where_they_are_fastest(implementation: str, monkeypatch: 
 @pytest.mark.parametrize("attention_type", ["full_attention", "sliding_attention"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "varlen", "flash_attention_2"])
 @pytest.mark.parametrize("most", [3, 9], ids=["whole", "packed"])
-def test_the_device_is_asked_for_nothing_that_the_host_knows(
+def test_the_host_reads_nothing_from_the_device_that_it_knows(
     implementation: str, attention_type: str, most: int
 ) -> None:
     """On the meta device there is nothing to read, and reading raises."""
@@ -161,7 +160,7 @@ def test_a_layer_that_does_not_pass_the_documents_on_fails() -> None:
 
 
 def test_without_grouped_queries_keys_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11's kernel is not known to take them."""
+    """torch 2.11's kernel may not take them."""
     play_varlen(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(12, heads, 8, generator=generator) for heads in (4, 2, 2))
@@ -187,14 +186,14 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_kernel_for_packed_rows_where_it_can(on_a_gpu: None) -> None:
-    of_size_16 = {"head_dim": 16}
+    head_size_16 = {"head_dim": 16}
     for model_type, fields, dtype, expected in (
-        ("llama", of_size_16, torch.bfloat16, "varlen"),
-        ("llama", of_size_16, torch.float16, "varlen"),
-        ("llama", of_size_16, torch.float32, "sdpa"),
-        ("llama", of_size_16, None, "sdpa"),
+        ("llama", head_size_16, torch.bfloat16, "varlen"),
+        ("llama", head_size_16, torch.float16, "varlen"),
+        ("llama", head_size_16, torch.float32, "sdpa"),
+        ("llama", head_size_16, None, "sdpa"),
         ("llama", {}, torch.bfloat16, "sdpa"),  # heads of 12
-        ("llama", {"attention_dropout": 0.1, **of_size_16}, torch.bfloat16, "sdpa"),
+        ("llama", {"attention_dropout": 0.1, **head_size_16}, torch.bfloat16, "sdpa"),
         ("gpt2", {"n_embd": 64, "attn_pdrop": 0.1}, torch.bfloat16, "sdpa"),
         ("gpt2", {"n_embd": 64}, torch.bfloat16, "varlen"),
         ("deepseek_v3", {"qk_nope_head_dim": 16}, torch.bfloat16, "varlen"),
@@ -238,5 +237,5 @@ def test_a_published_family_must_pass_the_documents_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(MicroBatchContext, "__call__", drop)
     assert not passes_documents(config)
     for name in ("varlen", "flash_attention_2"):
-        with pytest.raises(UserError, match=f"{name} cannot be used here: the layers of 'smollm3' do not tell"):
+        with pytest.raises(UserError, match=f"{name} cannot be used here: the layers of 'smollm3' do not pass"):
             choose_attention(config, name)

@@ -34,7 +34,7 @@ def packed_positions() -> torch.Tensor:
 
 
 def list_documents() -> list[tuple[int, slice]]:
-    """(row, tokens) of each document."""
+    """Return (row, tokens) of each document."""
     starts = [[sum(row[:i]) for i in range(len(row))] for row in LENGTHS]
     return [
         (index, slice(start, start + length))
@@ -48,7 +48,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def list_mixers(model: Any) -> list[tuple[str, nn.Module, nn.Module]]:
-    """(layer's type, layer, mixer) of the model of `transformers`."""
+    """Return (layer's type, layer, mixer) of the model of `transformers`."""
     layers = getattr(model.base_model, "layers", None) or model.base_model.blocks
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
     return [
@@ -57,7 +57,7 @@ def list_mixers(model: Any) -> list[tuple[str, nn.Module, nn.Module]]:
 
 
 def run(mixer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """What a mixer returns first, called as a decoder layer of `transformers` calls it."""
+    """Return a mixer's first output, called as a decoder layer of `transformers` calls it."""
     given = {
         **dict.fromkeys(("position_embeddings", "attention_mask", "conv_mask", "past_key_values")),
         "use_cache": False,
@@ -69,7 +69,8 @@ def run(mixer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tenso
 
 
 def run_backward(mixer: nn.Module, outputs: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of the mixer's parameters, by a loss that sees each number of the outputs [tokens, ...]."""
+    """Return the gradients of the mixer's parameters, for a loss that depends on each number of the outputs [tokens,
+    ...]."""
     weights = torch.linspace(-1, 1, outputs[0].numel(), dtype=outputs.dtype).view_as(outputs[0])
     mixer.zero_grad()
     (outputs * weights).sum().backward()
@@ -78,7 +79,8 @@ def run_backward(mixer: nn.Module, outputs: torch.Tensor) -> list[torch.Tensor]:
 
 @EVERY_HYBRID
 def test_a_mixer_sees_each_document_of_a_packed_row_alone(model_type: str) -> None:
-    """In fp64: in fp32 two orders of the same sums differ by up to 2e-5 in some gradients of gated delta layers."""
+    """Runs in fp64: in fp32 two orders of the same sums differ by up to 2e-5 in some gradients of
+    gated delta layers."""
     model = build_family(model_type).double()
     position_ids, context = packed_positions(), SimpleNamespace(batches=None, request_batches=lambda: None)
     mixers = list_mixers(model)
@@ -93,7 +95,10 @@ def test_a_mixer_sees_each_document_of_a_packed_row_alone(model_type: str) -> No
         context.batches = None
         leaking = run(mixer, hidden_states, position_ids).flatten(0, 1)
         alone = torch.cat(
-            [run(mixer, hidden_states[row, None, of], position_ids[row, None, of])[0] for row, of in list_documents()]
+            [
+                run(mixer, hidden_states[row, None, span], position_ids[row, None, span])[0]
+                for row, span in list_documents()
+            ]
         )
         expected = [*run_backward(mixer, alone), hidden_states.grad]
         context.batches, hidden_states.grad = batches, None
@@ -111,7 +116,7 @@ def test_each_token_has_one_place_in_the_batches_of_its_document(bounds: Documen
     laid_out = torch.cat([batch.flatten() for batch in batches])
     assert torch.equal(laid_out[places], torch.arange(B * T))
     firsts = torch.cat([batch[:, 0] for batch in batches])
-    starts = [T * row + of.start for row, of in list_documents()]
+    starts = [T * row + span.start for row, span in list_documents()]
     assert set(starts) <= set(firsts.tolist())
     for batch in batches:
         inside = batch < B * T - 1

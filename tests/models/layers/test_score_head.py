@@ -18,7 +18,7 @@ GENERIC = ("gpt_neox", "qwen3_moe")  # without a file
 
 
 def score(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """By the project's layers, with the weights of `model`."""
+    """Return the scores of the project's layers, with the weights of `model`."""
     weights = model.state_dict()
     position_ids = torch.arange(LENGTHS[0]).repeat(2, 1)
     segment_ids = (position_ids < torch.tensor(LENGTHS)[:, None]).int()

@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def save_as(folder: Path, original: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """The model of `original` with these tensors."""
+    """Save the model of `original` with these tensors."""
     folder.mkdir()
     (folder / "config.json").write_bytes((original / "config.json").read_bytes())
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -52,7 +52,8 @@ def save_as(folder: Path, original: Path, tensors: dict[str, torch.Tensor]) -> P
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Without the dtype: it is that of the text, where `transformers` names that of the first tensor."""
+    """Return config.json without the dtype: it is that of the text, where `transformers` writes that of the first
+    tensor."""
     fields = json.loads((folder / "config.json").read_text())
     for described in (fields, fields["text_config"]):
         described.pop("dtype", None)
@@ -70,13 +71,13 @@ def test_there_and_back_with_the_bits_and_names_of_the_source(models: Models, tm
     assert read_config(back) == read_config(folder)
     assert (back / "preprocessor_config.json").is_file()
 
-    carried = load_file(converted / "carried.safetensors")
-    assert {tensor.dtype for tensor in carried.values()} == {torch.bfloat16} and carried.keys() < before.keys()
+    passthrough = load_file(converted / "carried.safetensors")
+    assert {tensor.dtype for tensor in passthrough.values()} == {torch.bfloat16} and passthrough.keys() < before.keys()
     narrow = export(converted, tmp_path / "narrow", dtype=torch.float16)
     changed = load_file(narrow / "model.safetensors")
     kept = {name for name in before if changed[name].dtype == before[name].dtype}
-    assert carried.keys() == {name for name in kept if not name.endswith("e_score_correction_bias")}  # a buffer
-    assert_same_bits({name: changed[name] for name in carried}, carried)
+    assert passthrough.keys() == {name for name in kept if not name.endswith("e_score_correction_bias")}  # a buffer
+    assert_same_bits({name: changed[name] for name in passthrough}, passthrough)
 
 
 @pytest.mark.parametrize("model_type", ALL)
@@ -89,7 +90,7 @@ def test_names_of_memory_are_read_too(models: Models, tmp_path: Path, model_type
         each.check_complete(layers)
     for index, layer in enumerate(layers):
         assert_same_bits(renamed.read_layer(index, layer), source.read_layer(index, layer))
-    assert len(renamed.list_carried()) == len([n for n in model.state_dict() if not source.wrapper.is_text(n)])
+    assert len(renamed.list_passthrough()) == len([n for n in model.state_dict() if not source.wrapper.is_text(n)])
 
 
 @pytest.mark.full
@@ -140,7 +141,7 @@ def test_a_stated_model_is_a_text_model() -> None:
         parse_config(fields, Path("conf/model"))
 
 
-def test_what_is_missing_beside_the_text(models: Models, tmp_path: Path) -> None:
+def test_missing_and_quantized_passthrough_tensors_are_refused(models: Models, tmp_path: Path) -> None:
     folder, _ = models("mistral3")
     tensors = load_file(folder / "model.safetensors")
     gone = "multi_modal_projector.linear_1.weight"
@@ -148,7 +149,7 @@ def test_what_is_missing_beside_the_text(models: Models, tmp_path: Path) -> None
     with pytest.raises(UserError, match=f"missing tensors: 1, first 'model.{gone}'"):
         convert(save_as(tmp_path / "hf", folder, tensors), tmp_path / "converted")
     tensors[gone] = torch.zeros(48, 32).to(torch.float8_e4m3fn)
-    with pytest.raises(UserError, match=f"'{gone}' belongs to a quantized tensor beside the text model"):
+    with pytest.raises(UserError, match=f"'{gone}' belongs to a quantized tensor outside the text model"):
         convert(save_as(tmp_path / "fp8", folder, tensors), tmp_path / "converted")
 
 
@@ -184,7 +185,7 @@ def test_an_end_token_is_added_where_the_config_has_one(tmp_path: Path) -> None:
 
 
 def test_the_text_model_alone_gives_the_logits_of_the_whole(models: Models) -> None:
-    """What scripts/generate.py answers with."""
+    """scripts/generate.py answers with it."""
     folder, model = models("mistral3")
     alone = load_model(open_weights(str(folder))).float()
     input_ids = torch.arange(3, 23)[None]

@@ -31,7 +31,7 @@ def take(parallel: ContextParallel, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend_part(mask: SequenceMask, most_scores: int, uses_kernels: bool) -> tuple[torch.Tensor, ...]:
-    """This rank's outputs and gradients."""
+    """Return this rank's outputs and gradients."""
     parallel = ContextParallel(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, is_ring=True)
     inputs = [take(parallel, each).requires_grad_() for each in draw(0, HEADS, GROUPS, GROUPS)]
     with patch.object(blocks, "MOST_SCORES", most_scores):
@@ -41,7 +41,7 @@ def attend_part(mask: SequenceMask, most_scores: int, uses_kernels: bool) -> tup
 
 
 def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
-    """By torch, with everything it must not see masked."""
+    """Return torch's outputs and gradients, with every hidden token masked."""
     places = torch.arange(LENGTH)
     seen = places[:, None] >= places
     if mask.window is not None:
@@ -73,16 +73,16 @@ def attend_whole(mask: SequenceMask) -> tuple[torch.Tensor, ...]:
 def test_a_ring_is_attention_over_the_whole(
     workers: Callable[[int], WorkerGroup], size: int, mask: SequenceMask, most_scores: int, uses_kernels: bool
 ) -> None:
-    of_ranks = workers(size).run(attend_part, mask, most_scores, uses_kernels)
-    for found, expected in zip(zip(*of_ranks, strict=True), attend_whole(mask), strict=True):
-        for rank, of_rank in enumerate(found):
-            torch.testing.assert_close(of_rank, take(ContextParallel(rank, size, is_ring=True), expected))
+    rank_blocks = workers(size).run(attend_part, mask, most_scores, uses_kernels)
+    for found, expected in zip(zip(*rank_blocks, strict=True), attend_whole(mask), strict=True):
+        for rank, own_blocks in enumerate(found):
+            torch.testing.assert_close(own_blocks, take(ContextParallel(rank, size, is_ring=True), expected))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("row", [[1] * LENGTH, [1, 2, 3] + [4] * 29, [1] * 16 + [2] * 16, [*range(LENGTH)]])
 def test_documents_of_packed_rows_are_whole_blocks_that_kernels_take(row: list[int], size: int) -> None:
-    """Without a ring around it: every rank attends to the blocks of all others, and no scores are made."""
+    """Without communication: every rank attends to the blocks of all others, and no scores are made."""
     mask = SequenceMask(torch.stack([PACKED[0], torch.tensor(row)]), None)
     inputs, expected = draw(0, HEADS, GROUPS, GROUPS), attend_whole(mask)
     gradient = draw(1, HEADS)[0]
@@ -126,7 +126,7 @@ def test_ranks_have_even_work_and_see_every_earlier_token_once(size: int) -> Non
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_gpu_kernel_takes_what_a_block_gives_it(is_causal: bool) -> None:
-    """By torch's own description of its operators, which knows their arguments and shapes; the numbers need a GPU."""
+    """torch's own description of its operators checks arguments and shapes; the numbers need a GPU."""
     query, key = (torch.empty(2, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
     output, log_sums = block_kernels._attend_flash(query, key, key, is_causal, SCALE)
     assert (output.shape, log_sums.shape, log_sums.dtype) == (query.shape, query.shape[:3], torch.float32)

@@ -1,4 +1,4 @@
-"""Shards put together again, where their elements lie, and who cannot be sharded; without processes."""
+"""Shards gathered again, where their elements are, and which families cannot be sharded; without processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_parts_of_several_matrices_hold_a_share_of_each() -> None:
     assert ShardSpec(0, (8, 4)).take(torch.arange(12), TensorParallel(1, 2)).tolist() == [4, 5, 6, 7, 10, 11]
 
 
-def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_behind_it() -> None:
+def test_random_numbers_are_a_ranks_own_in_a_block_and_the_same_after_it() -> None:
     inside, behind = [], []
     for rank in (0, 1, 0):
         torch.manual_seed(5)
@@ -84,7 +84,7 @@ def test_a_published_plan_that_is_not_supported_is_refused_by_name() -> None:
 
 
 def list_styles(family: str) -> dict[str, Any]:
-    """Of the last decoder layer, and of the first under "0."."""
+    """Return the styles of the last decoder layer, and those of the first under "0."."""
     config = build_family_config(family)
     layers = [layer for layer in shard_layers(config, build_layers(config), 2) if "layers." in layer.hf_prefix]
     return dict(layers[-1].styles) | {f"0.{name}": style for name, style in layers[0].styles.items()}
@@ -112,7 +112,7 @@ def test_norms_of_each_head_with_weights_of_their_own_are_cut_by_heads() -> None
 def test_experts_that_are_more_than_gate_up_and_down_are_refused(
     monkeypatch: pytest.MonkeyPatch, feature: str, value: bool, reason: str
 ) -> None:
-    """As those of nemotron_h and muse_spark."""
+    """nemotron_h and muse_spark have such experts."""
     config = build_family_config("deepseek_v3")
     layers, build = build_layers(config), Layer.build_on_meta
 

@@ -1,4 +1,4 @@
-"""How ranks share a sequence: what `context_parallel_mode` chooses for a model, and what it refuses."""
+"""How ranks split a sequence: the mode that `context_parallel_mode` selects for a model, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder is whole or absent: what is in the way, what is killed, what the disk refuses."""
+"""A folder is complete or absent: outputs in the way, killed conversions, errors of the disk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_overwrite_without_an_atomic_exchange(tmp_path: Path, monkeypatch: pytes
 
 
 def run_and_die(step: int, convert_once: Callable[[Callable[[int, int], None]], None]) -> int:
-    """Runs a conversion in a child that kills itself at its report number `step`; returns the child's wait status."""
+    """Run a conversion in a child that kills itself at its report number `step`; return the child's wait status."""
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
@@ -113,7 +113,9 @@ def test_a_running_conversion_is_left_alone(tmp_path: Path) -> None:
     export(tmp_path / "pipeline", tmp_path / "back")
 
 
-def test_a_full_disk_is_told_before_and_survived_during(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_and_reported_during_a_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_llama(tmp_path / "hf")
     pipeline = convert(tmp_path / "hf", tmp_path / "pipeline")
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Published weights that are quantized. The oracle is what `transformers` dequantizes, bit by bit."""
+"""Published weights that are quantized. The oracle is `transformers`' dequantization, bit by bit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def load_dequantized(folder: Path, quantization: Any) -> Tensors:
-    """The oracle."""
+    """Return the oracle's weights."""
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization).state_dict()
 
 
 def read_layers(folder: Path) -> Tensors:
-    """What a rank loads, of all layers."""
+    """Return the tensors of all layers, as a rank loads them."""
     source = open_weights(str(folder))
     layers = build_layers(source.config)
     source.check_complete(layers)
@@ -45,7 +45,7 @@ def read_layers(folder: Path) -> Tensors:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_fp8_is_loaded_as_transformers_does(dtype: str, tmp_path: Path) -> None:
-    """Dequantized to config.json's dtype; what is stored unquantized keeps its own."""
+    """Dequantized to config.json's dtype; unquantized tensors keep their own."""
     save_fp8(tmp_path, dtype)
     assert_same_bits(
         read_layers(tmp_path),
@@ -70,7 +70,7 @@ def test_a_converted_folder_is_not_quantized(save: Callable[[Path], Tensors], tm
 
 
 def test_a_conversion_dequantizes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is planned from the headers of the files."""
+    """The output is planned from the headers of the files."""
     count = sum(name.endswith("_scale_inv") for name in save_fp8(tmp_path / "fp8"))
     read: list[torch.Size] = []
 
@@ -210,7 +210,7 @@ def test_a_broken_tensor_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
-    """Of layers that predict further tokens too, which are left out."""
+    """Also for layers that predict further tokens, which are omitted."""
     stored = save_fp8(tmp_path)
     expected = read_layers(tmp_path)
     further = "model.layers.4.eh_proj.weight"
@@ -225,7 +225,7 @@ def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
 
 
 def test_one_scale_per_matrix(tmp_path: Path) -> None:
-    """`weight_block_size` null; scales of activations beside it are not weights."""
+    """`weight_block_size` null; scales of activations in the folder are not weights."""
     stored = save_fp8(tmp_path)
     for name in [name for name in stored if name.endswith("_scale_inv")]:
         weight = name.removesuffix("_scale_inv")

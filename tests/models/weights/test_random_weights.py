@@ -1,4 +1,4 @@
-"""Weights from scratch: those of `transformers` in kind, and the same at every layout."""
+"""Weights from scratch: drawn as `transformers` draws them, and the same at every layout."""
 
 from __future__ import annotations
 

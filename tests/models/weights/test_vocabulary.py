@@ -1,4 +1,4 @@
-"""The end tokens that a model learns of."""
+"""The end tokens that are added to a model's config files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong about a source: one line that names the file or tensor, before anything is written."""
+"""Errors in a source: one line that names the file or tensor, before anything is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One whole folder of each kind; a test breaks a copy."""
+    """One complete folder of each kind; a test breaks a copy."""
     root = tmp_path_factory.mktemp("originals")
     save_llama(root / "hf")
     save_llama(root / "tied", tied=True)
@@ -166,7 +166,7 @@ def test_a_broken_folder_is_refused(name: str, originals: dict[str, Path], tmp_p
     assert all(part in message for part in expected), message
 
 
-def test_what_is_no_folder_is_refused(originals: dict[str, Path]) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(originals: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="is a file"):
         open_weights(str(originals["hf"] / MODEL))
     with pytest.raises(UserError, match="no/such: id"):
@@ -190,7 +190,7 @@ def test_a_step_can_be_named(originals: dict[str, Path]) -> None:
     read_everything(originals["pipeline"] / "global_step0")
 
 
-def test_other_safetensors_beside_the_model_are_left_alone(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_other_safetensors_next_to_the_model_are_ignored(originals: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(originals["hf"], tmp_path / "folder"))
     save_file({"base_model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
     read_everything(folder)
@@ -204,7 +204,7 @@ def test_custom_code_that_is_trusted_is_not_run(originals: dict[str, Path], tmp_
 
 
 def test_folders_of_a_hub_model_are_not_downloaded(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss is there three times, in formats of other programs too."""
+    """gpt-oss is there three times, in other programs' formats too."""
     files = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors", "metal/model.bin"]
     downloaded: list[str] = []
 

@@ -44,8 +44,8 @@ def test_what_a_layer_keeps_for_the_backward_pass_falls_as_ranks_grow() -> None:
 def test_layers_that_want_all_tokens_and_lengths_that_do_not_divide_are_refused() -> None:
     layers = shard_layers(CONFIG, build_layers(CONFIG), 2)
     check_sequence_parts(CONFIG, layers, 2, 64)
-    with pytest.raises(UserError, match=r"max_seq_length=65 is no multiple of 2; the nearest is 64 or 66"):
+    with pytest.raises(UserError, match=r"max_seq_length=65 is not a multiple of 2; the nearest is 64 or 66"):
         check_sequence_parts(CONFIG, layers, 2, 65)
     whole_attention = replace(layers[1], styles={n: s for n, s in layers[1].styles.items() if "mlp" in n})
-    with pytest.raises(UserError, match=r"'model\.layers\.0\.self_attn' wants all tokens"):
+    with pytest.raises(UserError, match=r"'model\.layers\.0\.self_attn' needs all tokens"):
         check_sequence_parts(CONFIG, [whole_attention], 2, 64)

@@ -86,12 +86,12 @@ def test_a_run_exports_what_the_wrapped_class_loads(
     workers(2).run(train_run, replace(case, model=source, overrides=(*case.overrides, *overrides)))
 
     before, after = load_file(case.model / "model.safetensors"), load_file(out / "hf" / "model.safetensors")
-    carried = load_file(out / "checkpoints" / "carried.safetensors")
-    assert before.keys() == after.keys() and carried.keys() < before.keys()
-    assert {tensor.dtype for tensor in carried.values()} == {torch.bfloat16}
+    passthrough = load_file(out / "checkpoints" / "carried.safetensors")
+    assert before.keys() == after.keys() and passthrough.keys() < before.keys()
+    assert {tensor.dtype for tensor in passthrough.values()} == {torch.bfloat16}
     for name, tensor in before.items():
         same = after[name].dtype == tensor.dtype and torch.equal(after[name], tensor)
-        assert same == (name in carried or name.endswith("e_score_correction_bias")), name  # a buffer
+        assert same == (name in passthrough or name.endswith("e_score_correction_bias")), name  # a buffer
     reported = read_metrics(out)[-1]
     loss, num_targets = mean_loss(load_wrapped(out / "hf"), eval_dataset(case.workdir))
     assert reported["eval_tokens"] == num_targets and abs(loss - reported["eval_loss"]) < 1e-4
@@ -142,8 +142,8 @@ def test_a_run_continues_without_the_folder_that_it_started_from(
     moved.rename(original)
     workers(2).run(train_run, replace(case, num_stages=1, overrides=(*overrides, "resume=latest")))
     before, after = load_file(original / "model.safetensors"), load_file(out / "hf" / "model.safetensors")
-    carried = load_file(out / "checkpoints" / "carried.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in carried)
+    passthrough = load_file(out / "checkpoints" / "carried.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in passthrough)
     load_wrapped(out / "hf")
 
     (out / "checkpoints" / "carried.safetensors").unlink()
@@ -165,7 +165,7 @@ def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None
     source = open_weights(str(case.model))
     (description,) = describe_wrapper(source).values()
     assert re.fullmatch(
-        r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are carried along "
+        r"the text model of Mistral3ForConditionalGeneration; its other 24 tensors \([\d.]+ MiB\) are passed through "
         "unchanged",
         description,
     )
