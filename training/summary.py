@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from models.adapters.adapter.targets import describe_targets
-from models.architecture.lookup.lookup import warn_of_length
-
 from console import show_panel
 from data.storage.tokenized import load_summary
+from models.adapters.targets import describe_targets
+from models.architecture.lookup import warn_of_length
 from models.experts.sizes import count_experts
 from models.layers.score_head import is_reward_model
 from models.weights.source import WeightSource

@@ -12,7 +12,8 @@ import tests.support.card_watch  # noqa: E402, F401, I001  (before all else)
 import training.run  # noqa: E402, F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  (imported by every engine, and imports torch's compiler)
 import peft  # noqa: E402, F401
-from training.planner import hardware, prediction  # noqa: E402
+from training.costs import hardware  # noqa: E402
+from training.planner import prediction  # noqa: E402
 
 # A worker runs many runs, and the machine stays the same: it is measured once, as are the files of conf/hardware read.
 hardware._measure = cache(hardware._measure)

@@ -16,7 +16,7 @@ from training.optim.state_kinds import BLOCK_SIZE, check_state
 functional = pytest.importorskip("bitsandbytes.functional")
 from bitsandbytes import optim  # noqa: E402
 
-from training.engine import adamw_8bit  # noqa: E402
+from training.optim import adamw_8bit  # noqa: E402
 
 CONFIG = build_config("optimizer=adamw_8bit")
 LIMIT = 1024

@@ -131,10 +131,10 @@ def test_flash_attention_keeps_the_documents_of_several_rows_apart(
 def train_with_flash(case: Case) -> tuple[dict[str, Any], set[str]]:
     """`train_case`, and which of flash-attention's functions were called. Nothing refuses the kernel for its machine or
     the precision."""
-    from training import setup
+    from training.resolution import resolve
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(setup, "check_together", lambda run: None)
+        monkeypatch.setattr(resolve, "check_together", lambda run: None)
         called = play_flash(monkeypatch)
         return train_case(case), set(called)
 

@@ -162,10 +162,10 @@ def test_off_changes_no_bit(workers, material, layout: str) -> None:
 
 
 def train_unwatched(case: Case) -> dict[str, Any]:
-    from training import setup
+    from training.resolution import resolve
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(setup, "build_router_options", lambda *_: None)
+        monkeypatch.setattr(resolve, "build_router_options", lambda *_: None)
         return train_case(case)
 
 
