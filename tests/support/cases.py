@@ -120,7 +120,7 @@ def train_case(case: Case) -> dict[str, Any]:
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
-        known = totals.of_step(step)
+        known = totals.get(step)
         losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     routers = engine.module.routers

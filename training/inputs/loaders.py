@@ -35,7 +35,7 @@ def build_options(
     ranks: Ranks,
     key: str = "train_file",
 ) -> loaders.LoaderOptions:
-    """What this rank's stage reads of `train_file` or an evaluation file."""
+    """Return the options with which this rank's stage reads `train_file` or an evaluation file."""
     return loaders.LoaderOptions(
         reads_inputs=module.has_first_layer,
         reads_labels=module.has_loss,
@@ -67,8 +67,8 @@ def build_loaders(
     ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
 ) -> tuple[Any, dict[str, Any]]:
-    """The training loader of this rank's stage, and the evaluation loaders by the names of their files; placeholders
-    on a stage that reads nothing.
+    """Build the training loader of this rank's stage, and the evaluation loaders by the names of their files;
+    placeholders on a stage that reads nothing.
 
     datasets: key of the files -> tokenized folder. reference: key of the files -> the reference's log-probabilities.
     """
@@ -105,7 +105,7 @@ def build_eval_loaders(
     ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The evaluation loaders alone; see `build_loaders`. sizes: by the same names."""
+    """Build the evaluation loaders only; see `build_loaders`. sizes: by the same names."""
     built = {}
     for name, key in list_evaluations(config.eval_file).items():
         if name in sizes:
@@ -120,12 +120,12 @@ def build_eval_loaders(
 
 
 def name_mismatched(key: str) -> str:
-    """What the mismatched answers of a key's files are called."""
+    """Return the name of the mismatched answers of a key's files."""
     return f"{key}, mismatched"
 
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
-    """What a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
+    """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
     if not get_objective(config).needs_first_pass:
         return dict(datasets)
     return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}
