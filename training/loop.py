@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from training.engine.engine import Engine
 from training.engine.steps import is_nonfinite, train_step
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
+from training.inputs.loaders import Loaders
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
@@ -42,6 +43,27 @@ from training.optim.optimizer import count_state_bytes
 from training.scoring.first_pass import build_first_pass
 
 
+@dataclass(frozen=True)
+class Reporting:
+    """The measurements of a run and their receivers. reporters: empty on all ranks but the main one."""
+
+    reporters: Sequence[Reporter]
+    telemetry: Telemetry
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that the loop calls at its events.
+
+    callbacks: user-defined, each with its name. pause_watchdog: returns the context in which the run waits for the
+    disk. export_step: called in the save thread of the main rank, at the steps of `export_steps`.
+    """
+
+    callbacks: Sequence[tuple[str, Any]] = ()
+    pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext
+    export_step: Callable[[int], None] = lambda step: None
+
+
 class TrainingLoop:
     """The training loop of this rank. Every rank runs the same steps; rank 0, which reads inputs, also reports."""
 
@@ -53,23 +75,18 @@ class TrainingLoop:
         state: TrainerState,
         folder: RunFolder,
         *,
-        train_loader: Any,
-        eval_loaders: Mapping[str, Any],
-        reporters: list[Reporter],
-        telemetry: Telemetry,
-        callbacks: Sequence[tuple[str, Any]] = (),
-        pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
-        export_step: Callable[[int], None] = lambda step: None,
+        loaders: Loaders,
+        reporting: Reporting,
+        hooks: Hooks,
     ) -> None:
-        """state: the start of the run. eval_loaders: by the names of their files. reporters: empty on all ranks but the
-        main one. callbacks: user-defined, each with its name. pause_watchdog: context in which the run waits for the
-        disk. export_step: called in the save thread of the main rank, at the steps of `export_steps`."""
-        self.engine, self.train_loader = engine, train_loader
-        self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
-        self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
+        """state: the start of the run."""
+        self.engine, self.train_loader = engine, loaders.train
+        self.config, self.budget, self.state, self.folder = config, budget, state, folder
+        self.reporters, self._telemetry = reporting.reporters, reporting.telemetry
+        self._trace = StepTrace(config.profile_trace, folder.path)
         self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
         self._criterion = Criterion.of(config)
-        self._pause_watchdog, self._export_step = pause_watchdog, export_step
+        self._hooks = hooks
         self._writer = CheckpointWriter(
             engine, folder.checkpoints, Retention.of(config), config.async_save,
             weights_only=config.save_weights_only, export=self._export,
@@ -77,21 +94,21 @@ class TrainingLoop:
         self._probe = NonfiniteProbe(engine.module, engine.device)
         group = make_host_group()
         self._interrupts = Interrupts(
-            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters), group=group
+            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(self.reporters), group=group
         )
-        self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(train_loader))
-        self._save_every = steps_between(config.save_steps, config.save_epochs, len(train_loader))
-        self._totals = SharedTotals(train_loader, budget.last_step, group)
+        self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
+        self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
+        self._totals = SharedTotals(self.train_loader, budget.last_step, group)
         self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
         view = RunView(folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module)
-        self._callbacks = Callbacks(callbacks, view, wait_for_save=self._wait_for_save, group=group)
+        self._callbacks = Callbacks(hooks.callbacks, view, wait_for_save=self._wait_for_save, group=group)
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
         self._mean_over = objective.mean_over
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
         self._first_pass = build_first_pass(engine, config)
-        self._evaluations = Evaluations(engine, eval_loaders, budget.evaluations, self._metrics, self._first_pass)
+        self._evaluations = Evaluations(engine, loaders.evaluation, budget.evaluations, self._metrics, self._first_pass)
 
     def run(self) -> TrainerState:
         """Train to `budget.last_step` or until asked to end, evaluate and save there, and return the final state.
@@ -207,7 +224,7 @@ class TrainingLoop:
             console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
 
     def _wait_for_save(self) -> None:
-        with self._pause_watchdog():
+        with self._hooks.pause_watchdog():
             self._writer.wait()
 
     def _is_best_to_keep(self) -> bool:
@@ -301,11 +318,11 @@ class TrainingLoop:
 
     def _export(self, step: int) -> None:
         if step in self.config.export_steps:
-            self._export_step(step)
+            self._hooks.export_step(step)
 
     def _save(self) -> None:
         self._callbacks.finish_save()  # the previous one
-        with self._pause_watchdog():
+        with self._hooks.pause_watchdog():
             self._writer.save(self.state)
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 

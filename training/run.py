@@ -25,8 +25,9 @@ from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
+from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
-from training.loop import TrainingLoop
+from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
@@ -106,9 +107,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())
         engine = build_engine(config, setup, ranks)
-        train_loader, eval_loaders = build_loaders(
-            config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks
-        )
+        loaders = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             load_checkpoint(engine, setup.resume_from, start)
@@ -125,9 +124,8 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
-            engine, config, budget, start, folder, train_loader=train_loader, eval_loaders=eval_loaders,
-            reporters=reporters, telemetry=telemetry, callbacks=setup.callbacks, pause_watchdog=watchdog.paused,
-            export_step=partial(export_step, setup, folder),
+            engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
+            hooks=Hooks(setup.callbacks, watchdog.paused, partial(export_step, setup, folder)),
         )  # fmt: skip
         watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.watching(engine.module):
@@ -151,9 +149,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(
-            config, setup, engine, datasets=datasets, sizes=sizes, tokenizer=tokenizer, ranks=ranks
-        )
+        loaders = build_eval_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), sizes)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         evaluate_checkpoint(

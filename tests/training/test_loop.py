@@ -24,8 +24,9 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.distributed.interrupts import Interrupt
 from training.distributed.topology import Layout, Topology
+from training.inputs.loaders import Loaders
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.loop import TrainingLoop
+from training.loop import Hooks, Reporting, TrainingLoop
 from training.observability import interval
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
@@ -151,8 +152,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             describe=lambda measured, tokens_per_second: {},
         )
         final = TrainingLoop(
-            engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loaders=eval_loaders,
-            reporters=[Reporter(events)], telemetry=telemetry, callbacks=callbacks,
+            engine, config, budget, state, RunFolder(tmp_path), loaders=Loaders(Loader(), eval_loaders),
+            reporting=Reporting([Reporter(events)], telemetry), hooks=Hooks(callbacks),
         ).run()  # fmt: skip
         return events, engine, final
 
