@@ -200,6 +200,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     from training.build import build_engine, build_loaders
     from training.engine.steps import train_step
     from training.inputs.datasets import build_row_plan, load_tokenizer, tokenize
+    from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
     from training.setup import build_setup
 
@@ -209,7 +210,7 @@ def build_way(config: Any, ranks: Any) -> Way:
     engine = build_engine(config, setup, ranks)
     plan = build_row_plan(config, "train_file")
     budget = StepBudget(count_rows(datasets["train_file"], plan), HORIZON, HORIZON)
-    loader, _ = build_loaders(config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks)
+    loader = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
     waits: list[float] = []
     micro_batches = time_waiting(loader.iterate(0, HORIZON), waits)
     fill = compute_fill(Rows(datasets["train_file"], plan, False, False), plan)

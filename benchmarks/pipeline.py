@@ -247,6 +247,7 @@ def build_ours(shared: peers.Work) -> OurStep:
     from training.distributed.ranks import read_ranks
     from training.engine.steps import train_step
     from training.inputs.datasets import load_tokenizer, tokenize
+    from training.inputs.loaders import RankData
     from training.inputs.step_budget import StepBudget
 
     config, setup, ranks, total_steps = shared.config, shared.setup, read_ranks(), 10**5
@@ -254,7 +255,7 @@ def build_ours(shared: peers.Work) -> OurStep:
     datasets = tokenize(config, tokenizer)
     engine = build_engine(config, setup, ranks)
     budget = StepBudget(len(TokenizedDataset(datasets["train_file"], False, False)), total_steps, total_steps)
-    loader, _ = build_loaders(config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks)
+    loader = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget).train
     micro_batches, steps = loader.iterate(0, total_steps), itertools.count()
     return OurStep(engine, lambda: train_step(engine, micro_batches, config, next(steps), total_steps))
 

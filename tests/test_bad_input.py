@@ -113,8 +113,8 @@ KEYS = {
     ),
     "flash attention without a GPU": (
         ("attn_implementation=flash_attention_2",),
-        "attn_implementation=flash_attention_2 does not go together with a machine without a GPU: its kernels are "
-        "CUDA's; use",
+        "attn_implementation=flash_attention_2 does not go together with a machine without a GPU: its kernels need "
+        "CUDA; use",
     ),
     "another size": (("model=llama_7b",), "config.json says"),
     "a split that does not add up": (
@@ -152,8 +152,7 @@ KEYS = {
     "no such policy": (("data.length_policy=cut",), "data.length_policy=cut: must be one of truncate, drop, split"),
     "raw text not packed": (
         ("data=pretrain", "data.packing=false"),
-        "data=pretrain does not go together with data.packing=false: documents are laid end to end; leave "
-        "data.packing as it is",
+        "data=pretrain does not go together with data.packing=false: documents are laid end to end; omit data.packing",
     ),
     "no such kind": (
         ("data=dialogue",),
@@ -183,7 +182,7 @@ KEYS = {
     ),
     "preferences in pieces": (
         ("data=preference", "data.length_policy=split"),
-        "data=preference does not go together with data.length_policy=split: an answer cut in pieces cannot be "
+        "data=preference does not go together with data.length_policy=split: an answer that is split cannot be "
         "preferred",
     ),
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
@@ -193,7 +192,7 @@ KEYS = {
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),
-        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it is a share of flipped labels",
+        "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: it is the share of flipped labels",
     ),
     "no such loss": (("data=preference", "dpo.loss_type=slic"), "dpo.loss_type=slic: must be one of sigmoid, ipo"),
     "a key of another objective": (

@@ -1,2 +1,1 @@
-"""What a step is: the run's configuration, its layout over ranks, the pipeline module, the loop, checkpoints and
-metrics."""
+"""Training: the run's configuration, its layout over ranks, the pipeline module, the loop, checkpoints and metrics."""

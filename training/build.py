@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from models.layers.fused_kernels import describe_fused, find_obstacle
 from models.losses.cross_entropy import build_loss
 from training.config.precision import DTYPES
@@ -21,6 +19,7 @@ from training.distributed.ranks import Ranks
 from training.engine.engine import Engine
 from training.engine.start import start_engine
 from training.inputs import loaders
+from training.inputs.loaders import RankData
 from training.inputs.step_budget import EvalSize, StepBudget
 from training.objectives.user_loss import build_run_loss
 from training.pipeline.activation_checkpoint import KEEP_ALL
@@ -29,8 +28,6 @@ from training.pipeline.schedules import build_schedule
 from training.pipeline.weight_sharding import WeightSharding
 from training.scoring.reference_logprobs import prepare_reference
 from training.setup import RunSetup
-
-Datasets = Mapping[str, Path]  # key of the files -> tokenized folder
 
 
 def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool = True) -> StageModule:
@@ -82,69 +79,29 @@ def build_engine(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool 
 
 
 def build_loaders(
-    config: RunConfig,
-    setup: RunSetup,
-    engine: Engine,
-    *,
-    datasets: Datasets,
-    budget: StepBudget,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-) -> tuple[Any, dict[str, Any]]:
-    """The training loader and, by name, the evaluation loaders of this rank's stage. All ranks call it: what a loader
-    needs of the reference model is computed by the engine, where it is not there yet.
+    config: RunConfig, setup: RunSetup, engine: Engine, data: RankData, budget: StepBudget
+) -> loaders.Loaders:
+    """Build the training and evaluation loaders of this rank's stage. All ranks call it: the engine computes what a
+    loader needs of the reference model, unless it is cached.
     """
-    reference = _prepare_reference(config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks)
-    return loaders.build_loaders(
-        config,
-        setup.layout,
-        engine.module,
-        datasets=datasets,
-        budget=budget,
-        tokenizer=tokenizer,
-        ranks=ranks,
-        reference=reference,
-    )
+    reference = _prepare_reference(config, setup, engine, data)
+    return loaders.build_loaders(config, engine.module, data, budget, reference)
 
 
 def build_eval_loaders(
-    config: RunConfig,
-    setup: RunSetup,
-    engine: Engine,
-    *,
-    datasets: Datasets,
-    sizes: Mapping[str, EvalSize],
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
+    config: RunConfig, setup: RunSetup, engine: Engine, data: RankData, sizes: Mapping[str, EvalSize]
 ) -> dict[str, Any]:
-    """The loaders of an evaluation alone; see `build_loaders`."""
-    reference = _prepare_reference(config, setup, engine, datasets=datasets, tokenizer=tokenizer, ranks=ranks)
-    return loaders.build_eval_loaders(
-        config,
-        setup.layout,
-        engine.module,
-        datasets=datasets,
-        sizes=sizes,
-        tokenizer=tokenizer,
-        ranks=ranks,
-        reference=reference,
-    )
+    """Build the loaders of an evaluation only; see `build_loaders`. sizes: by the names of the evaluation files."""
+    reference = _prepare_reference(config, setup, engine, data)
+    return loaders.build_eval_loaders(config, engine.module, data, sizes, reference)
 
 
-def _prepare_reference(
-    config: RunConfig,
-    setup: RunSetup,
-    engine: Engine,
-    *,
-    datasets: Datasets,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-) -> dict[str, Path]:
+def _prepare_reference(config: RunConfig, setup: RunSetup, engine: Engine, data: RankData) -> dict[str, Path]:
     if setup.reference is None:
         return {}
-    key = next(iter(datasets))  # rows are scored one by one, so what is particular to a file does not count
-    options = loaders.build_options(config, setup.layout, engine.module, tokenizer=tokenizer, ranks=ranks, key=key)
-    datasets = loaders.list_scored(config, datasets)
+    key = next(iter(data.datasets))  # rows are scored one by one, so what is particular to a file does not count
+    options = loaders.build_options(config, engine.module, data, key)
+    datasets = loaders.list_scored(config, data.datasets)
     return prepare_reference(
         engine,
         config,
@@ -153,5 +110,5 @@ def _prepare_reference(
         reference=setup.reference,
         own=setup.source,
         architecture=setup.architecture,
-        ranks=ranks,
+        ranks=data.ranks,
     )

@@ -1,4 +1,4 @@
-"""User-defined code that a run calls while it goes on: `callbacks: [{_target_: my.module.Class, ...}]`."""
+"""User-defined callbacks of a run: `callbacks: [{_target_: my.module.Class, ...}]`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from training.distributed.ranks import raise_together
 
 @dataclass
 class RunView:
-    """What a callback sees of its run, to read and not to change, and what it may ask for.
+    """A callback's view of its run, to read and not to change, and the requests that it may make.
 
-    model: this rank's pipeline stage, not the whole model. step: optimizer steps done. num_tokens: seen so far, without
-    padding. record: the last line of metrics.jsonl, on the main rank; empty on the others. ended_by: why the run ends;
-    empty before `on_end`.
+    model: this rank's pipeline stage, not the whole model. step: optimizer steps done. num_tokens: tokens seen so far,
+    without padding. record: the last line of metrics.jsonl on the main rank; empty on the others. ended_by: why the run
+    ends; empty before `on_end`.
     """
 
     output_dir: Path
@@ -42,42 +42,42 @@ class RunView:
         return self.rank == 0
 
     def stop(self) -> None:
-        """The run is evaluated, saved and exported at this step's end, and has finished. One rank is enough to ask."""
+        """Ask the run to end after this step: it is evaluated, saved and exported. One rank is enough to ask."""
         self.asks_to_stop = True
 
     def save(self) -> None:
-        """A checkpoint is saved at this step's end. One rank is enough to ask."""
+        """Ask for a checkpoint at the end of this step. One rank is enough to ask."""
         self.asks_to_save = True
 
 
 class Callback(Protocol):
-    """Called on every rank, at the same places, in the order of the config; a class has those of the methods that it
-    needs.
+    """The methods that a callback may have; a class defines only those that it needs.
 
-    A rank waits for the others after each call, so one that takes its time holds up all of them. Collectives are
-    allowed where every rank reaches them. What a method asks for from `on_save` on counts at the end of the next step.
+    They are called on every rank at the same points, in the order of the config. A rank waits for the others after each
+    call, so a slow rank delays all of them. Collectives are allowed if every rank reaches them. A request made in
+    `on_save` or later takes effect at the end of the next step.
     """
 
     def on_step(self, run: RunView) -> None:
-        """After each step, one that is passed over included."""
+        """Called after each step, skipped steps included."""
         ...
 
     def on_evaluate(self, run: RunView, metrics: Mapping[str, Any]) -> None:
-        """After an evaluation, with what it has found; the same on all ranks."""
+        """Called after an evaluation. metrics: its record, the same on all ranks."""
         ...
 
     def on_save(self, run: RunView, checkpoint: Path) -> None:
-        """When a checkpoint is whole: with `async_save` some steps after it was asked for. `run.step` is that of
-        now."""
+        """Called when a checkpoint is complete: with `async_save` some steps after it was started. `run.step` is the
+        current step."""
         ...
 
     def on_end(self, run: RunView) -> None:
-        """When the run ends, whatever has ended it but an error: all is saved, `hf/` not yet exported."""
+        """Called when the run ends without an error: checkpoints are saved, `hf/` is not exported yet."""
         ...
 
 
 class Callbacks:
-    """Those of a run, on this rank. All ranks call each method together."""
+    """The callbacks of a run on this rank. All ranks call each method together."""
 
     def __init__(
         self,
@@ -87,22 +87,22 @@ class Callbacks:
         wait_for_save: Callable[[], None],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """callbacks: each with its name for messages. wait_for_save: returns when the last save is whole; all ranks
-        call it. group: of all ranks, for what is in the host's memory."""
+        """callbacks: each with its name for messages. wait_for_save: returns when the last save is complete; all ranks
+        call it. group: all ranks, for tensors in host memory."""
         self._callbacks, self._run, self._wait_for_save, self._group = callbacks, run, wait_for_save, group
         self._unannounced: Path | None = None  # a checkpoint that is being saved
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def see(self, **changed: Any) -> None:
-        """Fields of the view that have changed."""
+    def update_view(self, **changed: Any) -> None:
+        """Set fields of the view."""
         for name, value in changed.items():
             setattr(self._run, name, value)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Calls the method of each that has it. Raises UserError, on the first rank that has failed, and ends the
-        others."""
+        """Call the method of each callback that has it. Raises UserError on the first rank that has failed, and ends
+        the other ranks."""
         if not self._callbacks:
             return
         error = None
@@ -110,11 +110,11 @@ class Callbacks:
             try:
                 getattr(callback, method, _do_nothing)(self._run, *arguments)
             except Exception as mistake:
-                traceback.print_exception(mistake, file=sys.stdout)  # which is the rank's log
+                traceback.print_exception(mistake, file=sys.stdout)  # the rank's log
                 error = UserError(
                     f"callbacks: {name}.{method} has failed at step {self._run.step} ({type(mistake).__name__}: "
-                    f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. What is "
-                    "saved is whole: repair it, and continue with resume=latest"
+                    f"{mistake}); its stack trace is in {self._run.output_dir}/logs/rank_{self._run.rank}.log. Saved "
+                    "checkpoints are complete: fix it, and continue with resume=latest"
                 )
                 break
         failed, *asked = self._agree(error is not None, self._run.asks_to_stop, self._run.asks_to_save)
@@ -124,22 +124,22 @@ class Callbacks:
             raise_together(error)
 
     def take_requests(self) -> tuple[bool, bool]:
-        """Whether any rank has asked to stop, and whether to save, since the last call."""
+        """Return whether any rank has asked to stop and whether any has asked to save, since the last call."""
         asked = self._run.asks_to_stop, self._run.asks_to_save
         self._run.asks_to_stop = self._run.asks_to_save = False
         return asked
 
     def expect_save(self, checkpoint: Path) -> None:
-        """This one is being saved; `on_save` follows when it is whole."""
+        """Record that this checkpoint is being saved; `on_save` follows when it is complete."""
         self._unannounced = checkpoint
 
-    def look_at_save(self, is_writing: bool) -> None:
-        """Calls `on_save` where no rank writes any more. is_writing: whether this one does."""
+    def announce_save(self, is_writing: bool) -> None:
+        """Call `on_save` if no rank is still writing. is_writing: whether this rank is."""
         if self._callbacks and self._unannounced is not None and not self._agree(is_writing)[0]:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Waits until the checkpoint that is being saved is whole, and calls `on_save`."""
+        """Wait until the checkpoint that is being saved is complete, and call `on_save`."""
         checkpoint, self._unannounced = self._unannounced, None
         if self._callbacks and checkpoint is not None:
             self._wait_for_save()

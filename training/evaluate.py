@@ -1,4 +1,4 @@
-"""`evaluate_only=true`: any checkpoint and any file through the pipeline, with neither an optimizer nor a step."""
+"""`evaluate_only=true`: the evaluation of any checkpoint on any file, through the pipeline and without an optimizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def evaluate_checkpoint(
     ranks: Ranks,
     reporters: Sequence[Reporter],
 ) -> None:
-    """Prints the figures, and writes them to `output_dir/evaluation.json`. All ranks call it, in a process group.
+    """Evaluate, print the record, and write it to `output_dir/evaluation.json`. All ranks call it, in a process group.
 
-    source, resume_from: where the weights come from; the training checkpoint that it is, if it is one.
-    reporters: get them too, as of the checkpoint's step; none on all ranks but the main one.
+    source: the folder of the weights. resume_from: the training checkpoint, if the weights are from one. reporters:
+    they get the record too, at the checkpoint's step; empty on all ranks but the main one.
     """
     result = evaluations.run()
     ranks.say(f"{source} on {config.eval_file}: {describe_evaluation(result)}")

@@ -1,4 +1,4 @@
-"""The evaluation of a run: each of its evaluation files through the pipeline, and one record of what was found."""
+"""The evaluation of a run: each of its evaluation files through the pipeline, and one record of the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.scoring.first_pass import RunFirstPass
 
 
 def check_metric(metric: str, found: Record, is_main: bool) -> None:
-    """Raises UserError, together on all ranks, for a metric that the evaluation has not found. All ranks call it."""
+    """Raise UserError, together on all ranks, for a metric that is not in the record. All ranks call it."""
     error = None
     if metric not in found and is_main:
         error = UserError(
@@ -28,7 +28,7 @@ def check_metric(metric: str, found: Record, is_main: bool) -> None:
 
 
 class Evaluations:
-    """All ranks have the same, and run them together."""
+    """The evaluations of a run; the same on all ranks, which run them together."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Evaluations:
         metrics: Metrics | None,
         first_pass: RunFirstPass | None = None,
     ) -> None:
-        """loaders, sizes: by the names of the evaluation files; the name of one that stands alone is empty. metrics:
-        what the objective reports beside the loss. first_pass: what its loss needs before each file."""
+        """loaders, sizes: by the names of the evaluation files; the name of a single file is empty. metrics: what the
+        objective reports in addition to the loss. first_pass: what its loss needs before each file."""
         self._engine, self._loaders, self._sizes, self._metrics = engine, loaders, sizes, metrics
         self._first_pass = first_pass
 
@@ -47,22 +47,22 @@ class Evaluations:
         return bool(self._loaders)
 
     def run(self) -> Record:
-        """`eval_loss`, the objective's metrics and `eval_tokens`, the same on every rank.
+        """Evaluate, and return `eval_loss`, the objective's metrics and `eval_tokens`, the same on every rank.
 
-        Of several files each has its own (`eval_NAME_loss`, ...), and `eval_loss` is the mean over the targets, or the
-        pairs, of all of them, as if they were one.
+        Several files have separate fields (`eval_NAME_loss`, ...), and `eval_loss` is the mean over the targets, or the
+        pairs, of all files, as if they were one.
         """
         found = {name: self._evaluate(name) for name in self._loaders}
         if list(found) == [""]:
             return found[""]
         terms = {name: self._sizes[name].terms for name in found}
         loss = sum(record["eval_loss"] * terms[name] for name, record in found.items()) / sum(terms.values())
-        of_files = {
+        named = {
             f"eval_{name}_{key.removeprefix('eval_')}": value
             for name, record in found.items()
             for key, value in record.items()
         }
-        return {"eval_loss": loss, **of_files, "eval_tokens": sum(size.targets for size in self._sizes.values())}
+        return {"eval_loss": loss, **named, "eval_tokens": sum(size.targets for size in self._sizes.values())}
 
     def _evaluate(self, name: str) -> Record:
         loader, size = self._loaders[name], self._sizes[name]

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside metrics and training checkpoints: config, tokenizer, the exported model."""
+"""Files of a run in addition to metrics and training checkpoints: config, tokenizer, the exported model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from training.setup import RunSetup
 
 
 def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
-    """What lies beside the checkpoints: the run's config, and the model's config.json and tokenizer. Deletes what an
-    earlier run left where the config says so. Main rank only."""
+    """Write the files next to the checkpoints: the run's config, the model's config.json and the tokenizer. With
+    `overwrite_output_dir`, delete the files of an earlier run first. Main rank only."""
     if config.overwrite_output_dir:
         folder.clear()
     source = setup.source
@@ -40,7 +40,7 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
     if setup.adapter is not None:
         save_adapter_config(setup.adapter, folder.checkpoints, get_whole_config(source))
-    if source.path.resolve() == folder.checkpoints.resolve():  # resumed: it is all there
+    if source.path.resolve() == folder.checkpoints.resolve():  # resumed: all files exist
         return
     if source.wrapper is None:
         setup.architecture.save_pretrained(folder.checkpoints)
@@ -50,15 +50,15 @@ def prepare_folder(config: RunConfig, setup: RunSetup, tokenizer: PreTrainedToke
         shutil.copyfile(source.path / "generation_config.json", folder.checkpoints / "generation_config.json")
     for name in ("config.json", "generation_config.json"):
         add_eos_token_id(folder.checkpoints / name, tokenizer.eos_token_id)
-    if is_reward_model(setup.architecture):  # `transformers` looks for the last token that is none
+    if is_reward_model(setup.architecture):  # `transformers` searches for the last token that is not padding
         set_pad_token_id(folder.checkpoints / "config.json", tokenizer.pad_token_id)
 
 
 def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> None:
-    """What a run of a wrapped model keeps beside its checkpoints: config.json of all of it, the processor's files, and
-    what is carried along."""
+    """Write the files of a wrapped model next to its checkpoints: config.json of the whole model, the processor's
+    files and the passthrough tensors."""
     fields = load_json(source.path / "config.json")
-    for key in ("auto_map", QUANTIZATION_CONFIG):  # of what is read, not of what is saved
+    for key in ("auto_map", QUANTIZATION_CONFIG):  # they describe the loaded files, not the saved ones
         fields.pop(key, None)
     fields.get(TEXT_CONFIG, fields)["vocab_size"] = source.config.vocab_size  # it may have grown
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -69,14 +69,14 @@ def save_wrapped(source: WeightSource, folder: Path, with_passthrough: bool) -> 
 
 
 def export_step(setup: RunSetup, folder: RunFolder, step: int) -> None:
-    """What `export_steps` asks for, beside the run."""
+    """Export the checkpoint of a step of `export_steps`, while the run continues."""
     export(setup, folder.find_checkpoint(step), folder.find_export(step), shows=False)
 
 
 def export(setup: RunSetup, step_dir: Path, output_dir: Path, shows: bool = True) -> None:
-    """What was trained, as a checkpoint has it, for others to load: a Hugging Face model, or a peft folder.
+    """Export the trained weights of a checkpoint to a Hugging Face model, or to a peft folder.
 
-    shows: how far it is.
+    shows: whether to show progress.
     """
     if setup.adapter is not None:
         tensors = read_trained_adapter(step_dir, setup.layers)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from training.engine.engine import Engine
 from training.engine.steps import is_nonfinite, train_step
 from training.evaluations import Evaluations, check_metric
 from training.inputs.cadence import is_due, steps_between
+from training.inputs.loaders import Loaders
 from training.inputs.skipped_data import is_skipped, iterate_trained
 from training.inputs.step_budget import StepBudget
 from training.inputs.step_totals import SharedTotals
@@ -42,8 +43,29 @@ from training.optim.optimizer import count_state_bytes
 from training.scoring.first_pass import build_first_pass
 
 
+@dataclass(frozen=True)
+class Reporting:
+    """The measurements of a run and their receivers. reporters: empty on all ranks but the main one."""
+
+    reporters: Sequence[Reporter]
+    telemetry: Telemetry
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that the loop calls at its events.
+
+    callbacks: user-defined, each with its name. pause_watchdog: returns the context in which the run waits for the
+    disk. export_step: called in the save thread of the main rank, at the steps of `export_steps`.
+    """
+
+    callbacks: Sequence[tuple[str, Any]] = ()
+    pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext
+    export_step: Callable[[int], None] = lambda step: None
+
+
 class TrainingLoop:
-    """Drives the engine of this rank. Every rank runs the same steps; rank 0, which reads inputs, also reports."""
+    """The training loop of this rank. Every rank runs the same steps; rank 0, which reads inputs, also reports."""
 
     def __init__(
         self,
@@ -53,24 +75,18 @@ class TrainingLoop:
         state: TrainerState,
         folder: RunFolder,
         *,
-        train_loader: Any,
-        eval_loaders: Mapping[str, Any],
-        reporters: list[Reporter],
-        telemetry: Telemetry,
-        callbacks: Sequence[tuple[str, Any]] = (),
-        pause_watchdog: Callable[[], AbstractContextManager[None]] = nullcontext,
-        export_step: Callable[[int], None] = lambda step: None,
+        loaders: Loaders,
+        reporting: Reporting,
+        hooks: Hooks,
     ) -> None:
-        """state: where the run starts. eval_loaders: by the names of their files. reporters: empty on all ranks
-        but the main one. callbacks: the user's, each with its name.
-        pause_watchdog: what waiting for the disk is done within. export_step: called in the main rank's thread of a
-        save, at the steps of `export_steps`."""
-        self.engine, self.train_loader = engine, train_loader
-        self.config, self.budget, self.state, self.folder, self.reporters = config, budget, state, folder, reporters
-        self._telemetry, self._trace = telemetry, StepTrace(config.profile_trace, folder.path)
+        """state: the start of the run."""
+        self.engine, self.train_loader = engine, loaders.train
+        self.config, self.budget, self.state, self.folder = config, budget, state, folder
+        self.reporters, self._telemetry = reporting.reporters, reporting.telemetry
+        self._trace = StepTrace(config.profile_trace, folder.path)
         self.last_eval: Record | None = {"step": state.step, **state.evaluation} if state.evaluation else None
         self._criterion = Criterion.of(config)
-        self._pause_watchdog, self._export_step = pause_watchdog, export_step
+        self._hooks = hooks
         self._writer = CheckpointWriter(
             engine, folder.checkpoints, Retention.of(config), config.async_save,
             weights_only=config.save_weights_only, export=self._export,
@@ -78,28 +94,27 @@ class TrainingLoop:
         self._probe = NonfiniteProbe(engine.module, engine.device)
         group = make_host_group()
         self._interrupts = Interrupts(
-            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(reporters), group=group
+            folder.path, config.grace_seconds, config.save_minutes, is_main=bool(self.reporters), group=group
         )
-        self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(train_loader))
-        self._save_every = steps_between(config.save_steps, config.save_epochs, len(train_loader))
-        self._totals = SharedTotals(train_loader, budget.last_step, group)
-        self.signum = 0  # of the signal that ended the run early
+        self._eval_every = steps_between(config.eval_steps, config.eval_epochs, len(self.train_loader))
+        self._save_every = steps_between(config.save_steps, config.save_epochs, len(self.train_loader))
+        self._totals = SharedTotals(self.train_loader, budget.last_step, group)
+        self.signum = 0  # the signal that ended the run early
         self.ended_by = ""
         view = RunView(folder.path, engine.rank, engine.layout.world_size, budget.last_step, engine.module)
-        self._callbacks = Callbacks(callbacks, view, wait_for_save=self._wait_for_save, group=group)
+        self._callbacks = Callbacks(hooks.callbacks, view, wait_for_save=self._wait_for_save, group=group)
         self._interval = Interval(torch.zeros((), dtype=torch.float64, device=engine.device))
         objective = get_objective(config)
         self._mean_over = objective.mean_over
         self._metrics = objective.build_metrics(engine.module.loss_fn, engine.device)
         self._first_pass = build_first_pass(engine, config)
-        self._evaluations = Evaluations(engine, eval_loaders, budget.evaluations, self._metrics, self._first_pass)
+        self._evaluations = Evaluations(engine, loaders.evaluation, budget.evaluations, self._metrics, self._first_pass)
 
     def run(self) -> TrainerState:
-        """Trains to `budget.last_step`, or until it is asked to end; evaluates and saves there, and returns where the
-        run stands.
+        """Train to `budget.last_step` or until asked to end, evaluate and save there, and return the final state.
 
-        A signal that ends it leaves time for saving alone, and its number in `signum`. Raises UserError where there is
-        no room to save.
+        After a signal the run only saves, and `signum` holds the signal's number. Raises UserError when the disk has no
+        room for a checkpoint.
         """
         self._writer.check_room(count_state_bytes(self.config))
         if self.config.eval_on_start and self._evaluations and self.state.step == 0:
@@ -109,14 +124,14 @@ class TrainingLoop:
         self._interval.start()
         self._interrupts.start()
         try:
-            self.ended_by = self._find_end(Interrupt())  # a run that died before its export has only that left to do
+            self.ended_by = self._find_end(Interrupt())  # a run that died before its export only exports
             self._stop_early()
             while not self.ended_by:
                 self._step_and_after(micro_batches)
-            # Launchers repeat their signals, and the next one would end a rank that no longer listens.
+            # Launchers repeat their signals, and the next one would kill a rank without a handler.
             self._wait_for_save()
             self._callbacks.finish_save()
-            self._callbacks.see(ended_by=self.ended_by)
+            self._callbacks.update_view(ended_by=self.ended_by)
             self._callbacks.call("on_end")
         finally:
             self._interrupts.close()
@@ -126,18 +141,18 @@ class TrainingLoop:
         return iterate_trained(loader, self.state.step, self.budget.last_step, self.config.skip_data_intervals)
 
     def _step_and_after(self, micro_batches: Any) -> None:
-        """One step, and what is due after it."""
-        is_passed_over = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
-        request = self._pass_over() if is_passed_over else self._take_step(micro_batches)
+        """Run or skip one step, then what is due after it."""
+        skips = is_skipped(self.state.step + 1, self.config.skip_data_intervals)
+        request = self._skip_step() if skips else self._take_step(micro_batches)
         self.signum = request.signum
         self._finish_step(request)
 
-    def _pass_over(self) -> Interrupt:
-        """A step of `skip_data_intervals`."""
+    def _skip_step(self) -> Interrupt:
+        """Count a step of `skip_data_intervals` without training on its data."""
         number = self.state.step + 1
         self.state = replace(self.state, step=number, evaluation={})
         if self.reporters:
-            console.say(f"step {number}: its data are passed over (skip_data_intervals)")
+            console.say(f"step {number}: data skipped (skip_data_intervals)")
         for reporter in self.reporters:
             reporter.advance(number)
         return self._interrupts.agree(False)
@@ -145,7 +160,7 @@ class TrainingLoop:
     def _take_step(self, micro_batches: Any) -> Interrupt:
         number = self.state.step + 1
         profiled, traced = number == self.config.profile_step, number == self.config.profile_trace
-        totals = self._totals.of_step(self.state.step)
+        totals = self._totals.get(self.state.step)
         if traced:
             self._untimed(self._trace.start)
         if self._first_pass is not None:
@@ -163,15 +178,15 @@ class TrainingLoop:
         return request
 
     def _finish_step(self, request: Interrupt) -> None:
-        """What is due after a step, which may end the run."""
+        """Report, evaluate and save where they are due after a step, which may end the run."""
         step = self.state.step
         self.ended_by = self._find_end(request)
         if step % self.config.logging_steps == 0 or self.ended_by:
             self._report_interval()
         asks_to_save = False
         if self._callbacks:
-            self._callbacks.see(step=step, num_tokens=self.state.num_tokens)
-            self._untimed(partial(self._callbacks.look_at_save, self._writer.is_writing))
+            self._callbacks.update_view(step=step, num_tokens=self.state.num_tokens)
+            self._untimed(partial(self._callbacks.announce_save, self._writer.is_writing))
             self._untimed(partial(self._callbacks.call, "on_step"))
             asks_to_save = self._handle_requests()
         if self._evaluations and (is_due(step, self._eval_every) or self.ended_by) and not request.signum:
@@ -187,7 +202,7 @@ class TrainingLoop:
             self._interrupts.saved()
 
     def _find_end(self, request: Interrupt) -> str:
-        """Why the run ends with this step; empty where it goes on."""
+        """Return why the run ends with this step; empty when it continues."""
         if request.ends:
             return signal.Signals(request.signum).name if request.signum else "STOP"
         if self.state.step < self.budget.last_step:
@@ -195,7 +210,7 @@ class TrainingLoop:
         return "the last step" if self.budget.last_step == self.budget.total_steps else "stop_after_steps"
 
     def _handle_requests(self) -> bool:
-        """Whether one of them has asked for a save; the run ends with this step where one has asked for that."""
+        """Return whether a callback has asked for a save; end the run with this step when one has asked to stop."""
         asks_to_stop, asks_to_save = self._callbacks.take_requests()
         if asks_to_stop:
             self.ended_by = self.ended_by or "a callback"
@@ -210,7 +225,7 @@ class TrainingLoop:
             console.say(f"early stopping: {describe_patience(best, self.config.early_stopping_threshold)}")
 
     def _wait_for_save(self) -> None:
-        with self._pause_watchdog():
+        with self._hooks.pause_watchdog():
             self._writer.wait()
 
     def _is_best_to_keep(self) -> bool:
@@ -224,8 +239,7 @@ class TrainingLoop:
         return loss
 
     def _account(self, loss: torch.Tensor, totals: StepTotals, nonfinite: bool) -> None:
-        """Counts the step. Raises UserError, together on all ranks, for one that is not finite and not to be
-        skipped."""
+        """Count the step. Raises UserError on all ranks for a step that is not finite, unless on_nonfinite=skip."""
         step = self.state.step
         if nonfinite:
             self._report_nonfinite(step, loss)
@@ -252,7 +266,7 @@ class TrainingLoop:
                 console.say(f"skipped {text}")
             else:
                 error = UserError(
-                    f"{text}. Neither weights nor checkpoints have taken it; look at the samples or lower "
+                    f"{text}. Neither weights nor checkpoints include this step; check the samples or lower "
                     "learning_rate, and continue with resume=latest; on_nonfinite=skip skips such steps"
                 )
         if self.config.on_nonfinite is OnNonfinite.stop:
@@ -260,7 +274,7 @@ class TrainingLoop:
             raise_together(error)
 
     def _report_interval(self) -> None:
-        measured = self._telemetry.gather()  # of all ranks, by all ranks
+        measured = self._telemetry.gather()  # a collective
         metrics = self._metrics.finish_interval() if self._metrics is not None else {}
         routers = self.engine.module.routers
         routed = routers.finish_interval() if routers is not None else {}
@@ -285,8 +299,8 @@ class TrainingLoop:
         )
 
     def _describe_skipped(self) -> Record:
-        """Where a step may be skipped and the run continues: how many were since the last line, and, in fp16, the scale
-        that they have led to."""
+        """Return the steps skipped since the last report and, in fp16, the loss scale; empty when none can be
+        skipped."""
         scaler = self.engine.read_loss_scaler() if self.config.precision is Precision.fp16 else {}
         skips = scaler or self.config.on_nonfinite is OnNonfinite.skip
         counted = {"skipped_steps": self._interval.num_skipped} if skips else {}
@@ -297,7 +311,7 @@ class TrainingLoop:
         self.last_eval = {"step": step, **found}
         self._report(self.last_eval)
         check_metric(self._criterion.metric, found, is_main=bool(self.reporters))
-        if step > 0:  # what the run has started from is no checkpoint of it
+        if step > 0:  # step 0 has no checkpoint
             best = update_best(self.state.best, self._criterion, found, step, self.config.early_stopping_threshold)
             self.state = replace(self.state, evaluation=found, best=best)
             self._stop_early()
@@ -305,22 +319,22 @@ class TrainingLoop:
 
     def _export(self, step: int) -> None:
         if step in self.config.export_steps:
-            self._export_step(step)
+            self._hooks.export_step(step)
 
     def _save(self) -> None:
-        self._callbacks.finish_save()  # of the one before
-        with self._pause_watchdog():
+        self._callbacks.finish_save()  # the previous one
+        with self._hooks.pause_watchdog():
             self._writer.save(self.state)
         self._callbacks.expect_save(self.folder.checkpoints / f"global_step{self.state.step}")
 
     def _report(self, record: Record) -> None:
         if self.reporters:
-            self._callbacks.see(record=record)
+            self._callbacks.update_view(record=record)
         for reporter in self.reporters:
             reporter.report(record)
 
     def _untimed(self, work: Callable[[], None]) -> None:
-        """Runs `work` without counting its time as training."""
+        """Run `work` without counting its time as training."""
         self._interval.pause()
         work()
         self._interval.resume()

@@ -1,4 +1,4 @@
-"""One training run, from a composed config to an exported model. Read this first to see the order of things."""
+"""One training run, from a composed config to an exported model. Read this first to see the order of the steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from training.evaluations import Evaluations
 from training.export import export, export_step, prepare_folder
 from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.inspection import print_inspection
+from training.inputs.loaders import RankData
 from training.inputs.step_budget import StepBudget, compute_step_budget, measure_evaluations
-from training.loop import TrainingLoop
+from training.loop import Hooks, Reporting, TrainingLoop
 from training.objectives.registry import check_objective, get_objective
 from training.observability.metrics import Reporter
 from training.observability.reporters import open_evaluation_reporters, open_reporters
@@ -41,8 +42,8 @@ PREPARATION_TIMEOUT = timedelta(hours=12)
 
 
 def run(composed: Any) -> None:
-    """Checks everything that can be known, then trains. A UserError ends the process with one line. composed: a
-    DictConfig."""
+    """Check everything that is known without weights, then train. A UserError ends the process with one line.
+    composed: a DictConfig."""
     ranks = read_ranks()
     process.buffer_library_logs()
     with exit_on_user_error(ranks, reports=ranks.is_main):
@@ -65,14 +66,14 @@ def run(composed: Any) -> None:
 
 
 def find_unread(composed: Any) -> list[str]:
-    """The keys without a default that this run does not read."""
+    """Return the keys without a default that this run does not read."""
     unread = {"train_file": composed.evaluate_only, "model_name_or_path": composed.init is Init.random}
     return [key for key, is_unread in unread.items() if is_unread]
 
 
 def inspect_data(config: RunConfig, ranks: Ranks) -> None:
-    """Prints what the model will see. One process is enough: no layout, device or process group is asked for. Raises
-    UserError."""
+    """Print the rows as the model will see them. One process is enough: it needs no layout, device or process group.
+    Raises UserError."""
     if not ranks.is_main:
         return
     check_config(config, has_accelerator=True)
@@ -82,13 +83,13 @@ def inspect_data(config: RunConfig, ranks: Ranks) -> None:
 
 
 def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
-    """The run itself: join the ranks, build, train, export. Returns the signal that ended it early, or 0."""
+    """Join the ranks, build, train and export. Returns the signal that ended the run early, or 0."""
     if ranks.is_main:
         folder.acquire_lock()
-    machine = find_run_machine(config, ranks) if ranks.is_main else None  # while all cores are ours
+    machine = find_run_machine(config, ranks) if ranks.is_main else None  # before the other ranks use the cores
     tokenizer = join_ranks(config, setup, ranks)
     with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank) as watchdog:
-        datasets = tokenize(config, tokenizer)  # finds it done
+        datasets = tokenize(config, tokenizer)  # reads the cache
         setup = agree_on_setup(config, setup, ranks)
         budget, start = agree_on_steps(config, setup, datasets, ranks)
         if budget.finished:
@@ -106,9 +107,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
             show_start(config, setup, datasets=datasets, budget=budget, start=start, prediction=prediction, hosts=hosts)
         memory = MemoryPeak(process.current_device())
         engine = build_engine(config, setup, ranks)
-        train_loader, eval_loaders = build_loaders(
-            config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks
-        )
+        loaders = build_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget)
         watchdog.limit_collectives()
         if setup.resume_from is not None:
             load_checkpoint(engine, setup.resume_from, start)
@@ -116,7 +115,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         reporters: list[Reporter] = []
         if prediction is not None:
             folder.reopen()
-            prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start has deleted nothing
+            prepare_folder(config, setup, tokenizer, folder)  # only now: a run that could not start deletes nothing
             reporters = [
                 totals,
                 *open_reporters(config, prediction, folder=folder, budget=budget, first_step=start.step, hosts=hosts),
@@ -125,11 +124,10 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
         timer.attach()
         telemetry = Telemetry(timer, setup.layout, prediction)
         loop = TrainingLoop(
-            engine, config, budget, start, folder, train_loader=train_loader, eval_loaders=eval_loaders,
-            reporters=reporters, telemetry=telemetry, callbacks=setup.callbacks, pause_watchdog=watchdog.paused,
-            export_step=partial(export_step, setup, folder),
+            engine, config, budget, start, folder, loaders=loaders, reporting=Reporting(reporters, telemetry),
+            hooks=Hooks(setup.callbacks, watchdog.paused, partial(export_step, setup, folder)),
         )  # fmt: skip
-        watchdog.limit_collectives()  # those of the loop's group too
+        watchdog.limit_collectives()  # including those of the loop's group
         with watchdog.watching(engine.module):
             loop.run()
         conclude(config, setup, folder, ranks, loop, telemetry=telemetry, totals=totals)
@@ -138,7 +136,7 @@ def train(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -
 
 
 def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: Ranks) -> int:
-    """Instead of `train`."""
+    """Join the ranks, build and evaluate, instead of `train`. Returns 0."""
     tokenizer = join_ranks(config, setup, ranks)
     with Watchdog(ranks, config.stuck_minutes, setup.layout.name_rank):
         datasets = tokenize(config, tokenizer)
@@ -151,9 +149,7 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
             show_evaluation(config, setup, sizes=sizes, datasets=datasets, hosts=hosts)
             reporters = open_evaluation_reporters(config, folder, hosts)
         engine = build_engine(config, setup, ranks, trains=False)
-        loaders = build_eval_loaders(
-            config, setup, engine, datasets=datasets, sizes=sizes, tokenizer=tokenizer, ranks=ranks
-        )
+        loaders = build_eval_loaders(config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), sizes)
         metrics = get_objective(config).build_metrics(engine.module.loss_fn, engine.device)
         evaluations = Evaluations(engine, loaders, sizes, metrics, build_first_pass(engine, config))
         evaluate_checkpoint(
@@ -164,8 +160,9 @@ def evaluate_only(config: RunConfig, setup: RunSetup, folder: RunFolder, ranks: 
 
 
 def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTokenizerBase:
-    """Tokenizes, once a host, takes this rank's device, and waits for the other ranks."""
-    with exit_on_user_error(ranks, reports=ranks.local_rank == 0):  # all ranks of a host find it, and other hosts none
+    """Tokenize, once per host, take this rank's device, and join the process group. Returns the tokenizer."""
+    # Rank 0 of each host reports: all ranks of a host see the error, other hosts may not.
+    with exit_on_user_error(ranks, reports=ranks.local_rank == 0):
         process.find_device(ranks)
     with exit_on_user_error(ranks, reports=ranks.is_main):
         tokenizer = load_tokenizer(config, setup.source)
@@ -178,8 +175,8 @@ def join_ranks(config: RunConfig, setup: RunSetup, ranks: Ranks) -> PreTrainedTo
 
 
 def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup:
-    """With the weights of the checkpoint that the run resumes from, and the main rank's split: cards that differ may
-    hold other layers."""
+    """Return the setup with the weights of the checkpoint to resume from, and the main rank's split into stages: GPUs
+    that differ may lead to other splits."""
     setup = load_resumed(setup, config, ranks.say)
     return replace(setup, bounds=process.broadcast_from_main(lambda: setup.bounds, ranks))
 
@@ -187,7 +184,7 @@ def agree_on_setup(config: RunConfig, setup: RunSetup, ranks: Ranks) -> RunSetup
 def agree_on_steps(
     config: RunConfig, setup: RunSetup, datasets: dict[str, Path], ranks: Ranks
 ) -> tuple[StepBudget, TrainerState]:
-    """How long the run is and where it starts, as the main rank has counted it."""
+    """Return the length and the start of the run, as counted by the main rank."""
     return process.broadcast_from_main(
         lambda: compute_step_budget(config, setup.layout, datasets, setup.resume_from), ranks
     )
@@ -203,7 +200,7 @@ def conclude(
     telemetry: Telemetry,
     totals: RunTotals,
 ) -> None:
-    """Exports what a finished run has made, and shows how the run ended."""
+    """Export the model of a finished run, and show how the run ended."""
     for reporter in loop.reporters:
         reporter.close()
     if summary := telemetry.summarize():

@@ -1,4 +1,4 @@
-"""What the screen shows of a run at its start and at its end, fact by fact. Main rank only."""
+"""The panels at the start and at the end of a run, fact by fact. Main rank only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show_start(
     prediction: Prediction,
     hosts: Sequence[str],
 ) -> None:
-    """Of a run that trains. datasets: key -> tokenized folder. hosts: that of each rank."""
+    """Show the panel of a run that trains. datasets: key -> tokenized folder. hosts: the host of each rank."""
     facts = {
         "model": _describe_model(setup, prediction),
         "data": _describe_data(config, "train_file", datasets, budget.num_samples),
@@ -78,7 +78,7 @@ def show_evaluation(
     datasets: dict[str, Path],
     hosts: Sequence[str],
 ) -> None:
-    """Of a run that only evaluates."""
+    """Show the panel of a run that only evaluates. See `show_start`."""
     facts = {
         "model": _describe_model(setup),
         **describe_wrapper(setup.source),
@@ -91,9 +91,9 @@ def show_evaluation(
 
 
 def describe_layout(setup: RunSetup, hosts: Sequence[str], sent: Mapping[str, float] | None = None) -> Facts:
-    """sent: see `Layout.describe_placement`."""
-    what = "layers a chunk" if setup.layout.num_chunks > 1 else "layers a stage"
-    facts = {"layout": setup.layout.describe(), what: str([stop - start for start, stop in pairwise(setup.bounds)])}
+    """Return the facts about stages and hosts. sent: see `Layout.describe_placement`."""
+    per = "layers per chunk" if setup.layout.num_chunks > 1 else "layers per stage"
+    facts = {"layout": setup.layout.describe(), per: str([stop - start for start, stop in pairwise(setup.bounds)])}
     if len(set(hosts)) > 1:
         boundaries = build_schedule(setup.layout).list_boundaries()
         facts["hosts"] = setup.layout.describe_placement(list(hosts), boundaries, sent)
@@ -118,7 +118,7 @@ def _describe_experts(setup: RunSetup, prediction: Prediction) -> str:
 
 
 def describe_wrapper(source: WeightSource) -> Facts:
-    """Of a wrapped model: that its text alone is trained, and what of it is not."""
+    """Return, for a wrapped model, that only its text model is trained and what is not."""
     if source.wrapper is None:
         return {}
     passthrough = source.list_passthrough()
@@ -157,11 +157,11 @@ def _describe_recomputation(config: RunConfig) -> str:
 def _describe_memory(prediction: Prediction) -> str:
     most = max(prediction.peak_memory)
     limit = f" of {prediction.plan.memory_limit / GIB:.1f}" if prediction.peak_flops is not None else ""
-    return f"{most / GIB:.2f}{limit} GiB a rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
+    return f"{most / GIB:.2f}{limit} GiB per rank expected on stage {prediction.peak_memory.index(most)}, the fullest"
 
 
 class RunTotals:
-    """A reporter that keeps what is shown at the end."""
+    """A reporter that keeps the totals for the panel at the end."""
 
     def __init__(self, start: TrainerState) -> None:
         self._start, self._step, self._seconds, self._began = start, start.step, 0.0, time.monotonic()
@@ -179,7 +179,7 @@ class RunTotals:
         pass
 
     def describe(self) -> Facts:
-        """Steps, tokens, time and loss; empty when no step was reported."""
+        """Return steps, tokens, time and loss; empty when no step was reported."""
         if self._last is None:
             return {}
         steps, tokens = self._step - self._start.step, self._last["num_tokens"] - self._start.num_tokens
@@ -201,8 +201,8 @@ def show_end(
     best: Best | None,
     signum: int,
 ) -> None:
-    """best: what is exported in place of the last step. signum: of the signal that has ended the run, and then there is
-    no export; else 0."""
+    """Show the panel at the end of a run. best: the checkpoint exported in place of the last step. signum: the signal
+    that ended the run, which is not exported then; else 0."""
     facts = totals.describe()
     if last_eval is not None:
         facts["evaluation"] = f"{describe_evaluation(last_eval)} at step {last_eval['step']}"

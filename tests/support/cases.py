@@ -73,6 +73,7 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
     from training.build import build_engine as build
     from training.build import build_loaders
     from training.inputs.datasets import load_tokenizer, tokenize
+    from training.inputs.loaders import RankData
     from training.setup import build_setup, open_source
 
     config, ranks = case.config(), this_rank()
@@ -82,9 +83,9 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
     engine = build(config, setup, ranks)
     num_rows = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     budget = StepBudget(num_rows, case.steps, case.steps)
-    train_loader, _ = build_loaders(
-        config, setup, engine, datasets=datasets, budget=budget, tokenizer=tokenizer, ranks=ranks
-    )
+    train_loader = build_loaders(
+        config, setup, engine, RankData(datasets, tokenizer, setup.layout, ranks), budget
+    ).train
     return engine, train_loader, config, setup.layout, setup.bounds
 
 
@@ -120,7 +121,7 @@ def train_case(case: Case) -> dict[str, Any]:
     micro_batches, totals = loader.iterate(0, case.steps), SharedTotals(loader, case.steps)
     losses, norms = [], []
     for step in range(case.steps):
-        known = totals.of_step(step)
+        known = totals.get(step)
         losses.append(train_step(engine, micro_batches, config, step, case.steps, totals=known)[0].item())
         norms.append(float(engine.gradient_norm()))
     routers = engine.module.routers

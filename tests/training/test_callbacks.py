@@ -1,4 +1,4 @@
-"""User-defined callbacks in whole runs: when they are called, what they may ask for, and what their errors do."""
+"""User-defined callbacks in whole runs: when they are called, their requests and their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_diary(out: Path, rank: int) -> list[list[Any]]:
     return [json.loads(line) for line in (out / f"diary_{rank}.jsonl").read_text().splitlines()]
 
 
-def test_a_run_calls_them_on_every_rank_and_heeds_the_last(run: Callable[..., Path]) -> None:
+def test_a_run_calls_them_on_every_rank_and_handles_the_request_of_the_last(run: Callable[..., Path]) -> None:
     diary = "callbacks=[{_target_: support.callbacks.Diary, save_at: 2, stop_at: 3}]"
     out = run("called", 2, 2, diary, "eval_steps=2", "max_steps=8", "async_save=false")
     main, other = read_diary(out, 0), read_diary(out, 1)
@@ -34,7 +34,7 @@ def test_a_run_calls_them_on_every_rank_and_heeds_the_last(run: Callable[..., Pa
         ["step", tokens[1], 1, 1],
         ["step", tokens[2], 2, 2],
         ["evaluate", losses[2], 2],
-        ["save", "global_step2", True, 3],  # nobody waits for it: it is known to be whole at the next step
+        ["save", "global_step2", True, 3],  # no rank waits for it: it is known to be complete at the next step
         ["step", tokens[3], 3, 3],
         ["evaluate", losses[3], 3],
         ["save", "global_step3", True, 3],
@@ -45,7 +45,7 @@ def test_a_run_calls_them_on_every_rank_and_heeds_the_last(run: Callable[..., Pa
 
 
 @pytest.mark.full
-def test_a_save_in_the_background_is_announced_once_it_is_whole(run: Callable[..., Path]) -> None:
+def test_a_save_in_the_background_is_announced_when_complete(run: Callable[..., Path]) -> None:
     diary = "callbacks=[{_target_: support.callbacks.Diary}]"
     for world_size in (2, 4):
         out = run(f"background{world_size}", 2, world_size, diary, "save_steps=1", "max_steps=6", "eval_file=null")
@@ -55,7 +55,7 @@ def test_a_save_in_the_background_is_announced_once_it_is_whole(run: Callable[..
             assert all(whole for _, _, whole, _ in saves) and saves == [e for e in read_diary(out, 0) if e[0] == "save"]
 
 
-def test_what_is_no_callback_is_refused() -> None:
+def test_an_object_that_is_not_a_callback_is_refused() -> None:
     with pytest.raises(UserError, match="callbacks, entry 1=a.B: give a mapping, such as {_target_: my_callbacks"):
         build_callbacks(build_config("callbacks=[a.B]"))
     other = "callbacks=[{_target_: support.callbacks.Diary},{_target_: support.callbacks.FromAnotherTrainer}]"

@@ -44,7 +44,7 @@ def test_all_pairs_are_covered_or_refused_by_the_table() -> None:
 
 
 def has_no_place(pair: tuple[tuple[str, str], ...]) -> bool:
-    """Of another axis each value is refused beside one of the two: schedules for several stages and ZeRO-3 for one."""
+    """Return whether an axis has no value that both allow, such as schedules for several stages and ZeRO-3 for one."""
 
     def is_refused(other: tuple[str, str]) -> bool:
         return any(refusals().refuses(each, other) for each in pair)
@@ -59,7 +59,7 @@ def list_combinations_of(row: Row) -> set[tuple[tuple[str, str], ...]]:
 
 
 def test_the_checks_of_a_run_agree_with_the_rows() -> None:
-    """A row passes them whole; a pair that no row has is refused by them, whatever else the run has."""
+    """A whole row passes the checks; a pair that no row has is refused by them, whatever else the run has."""
     assert not [row for row in cover(refusals(), 2) if list_conflicts(refusals().run(row))]
     for pair in list_combinations(AXES, 2):
         if refusals().refuses(*pair):
@@ -79,13 +79,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 
 def name_row(row: Row) -> str:
-    """The layout, and what is not the plainest value."""
+    """Return the layout, and the values that differ from the plainest."""
     changed = [axis if value in ("true", "on") else value for axis, value in row.items() if value not in PLAINEST]
     return "-".join([row["layout"], *changed])
 
 
 def list_runs() -> list:
-    """Every value once and quickly; all pairs; every value of the other families."""
+    """Return every value once, which is quick; all pairs; every value on the other families."""
     fast = [pytest.param(DENSE, row, id=f"{DENSE}-{name_row(row)}") for row in cover(refusals(), 1, LONG)]
     values, pairs = (cover(refusals(), strength) for strength in (1, 2))
     rows = {family: pairs if family in (DENSE, EXPERTS) else values for family in sorted(FAMILIES)}
@@ -108,8 +108,8 @@ def test_a_row_trains_as_the_plain_model(
 
 
 def within(family: str, row: Row) -> Row:
-    """The row, with the kernel of the family where it has none of the row's (`ATTENTION_IMPLEMENTATIONS`), and replicas
-    where its sequences cannot be shared."""
+    """Return the row with a kernel that the family has (`ATTENTION_IMPLEMENTATIONS`), and with replicas if its
+    sequences cannot be split."""
     config = AutoConfig.for_model(family)
     if row["layout"] == "cp2" and find_sequence_obstacle(config):
         row = row | {"layout": "dp2"}

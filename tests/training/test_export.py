@@ -1,4 +1,4 @@
-"""What lies beside the checkpoints."""
+"""The files next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.checkpoint.run_folder import RunFolder
 from training.export import prepare_folder
 
 
-def test_a_model_learns_the_end_token_of_the_tokenizer_that_it_is_trained_with(tmp_path: Path) -> None:
+def test_a_model_gets_the_end_token_of_the_tokenizer_that_it_is_trained_with(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")
     names = ("config.json", "generation_config.json")

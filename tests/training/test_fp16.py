@@ -66,12 +66,13 @@ def test_skipped_steps_and_the_loss_scale_are_in_the_metrics(
     assert scales[0] == 2**21 and scales == sorted(scales, reverse=True) and scales[-1] < 2**21
     assert [line["grad_norm"] is None for line in lines] == [bool(count) for count in skipped]
     assert all(0.1 < line["grad_norm"] < 10 for line in lines if line["grad_norm"] is not None)
-    assert all(line["loss"] < 6 for line in lines)  # of a skipped step too
+    assert all(line["loss"] < 6 for line in lines)  # also that of a skipped step
 
 
 @pytest.mark.full
 def test_losses_of_routers_have_the_loss_scale(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
-    """Coefficients so large that the norm is theirs. A step that overflows counts for nothing and moves no bias."""
+    """The coefficients are so large that they determine the norm. A step that overflows does not count or move a
+    bias."""
     save_family(tmp_path / "hf", "deepseek_v3")
     save_tokenizer(tmp_path / "tokenizer")
     records = save_records(tmp_path / "train.jsonl", 60)

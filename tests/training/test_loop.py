@@ -1,4 +1,4 @@
-"""The loop around an engine that only counts: what is reported, when, and what is measured."""
+"""The loop around an engine that only counts: its reports, their steps and their times."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from training.checkpoint.run_folder import RunFolder
 from training.checkpoint.state import TrainerState
 from training.distributed.interrupts import Interrupt
 from training.distributed.topology import Layout, Topology
+from training.inputs.loaders import Loaders
 from training.inputs.step_budget import EvalSize, StepBudget
-from training.loop import TrainingLoop
+from training.loop import Hooks, Reporting, TrainingLoop
 from training.observability import interval
 
 LOSSES = [4.0, 3.0, 2.0, 1.0, 0.5]
@@ -112,7 +113,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ),
         )
         monkeypatch.setattr(evaluations, "evaluate", lambda *_, **__: next(losses))
-        monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(of_step=loader.step_totals))
+        monkeypatch.setattr(loop, "SharedTotals", lambda loader, *_: SimpleNamespace(get=loader.step_totals))
         nothing = lambda: None  # noqa: E731
         interrupts = SimpleNamespace(
             start=nothing,
@@ -151,8 +152,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             describe=lambda measured, tokens_per_second: {},
         )
         final = TrainingLoop(
-            engine, config, budget, state, RunFolder(tmp_path), train_loader=Loader(), eval_loaders=eval_loaders,
-            reporters=[Reporter(events)], telemetry=telemetry, callbacks=callbacks,
+            engine, config, budget, state, RunFolder(tmp_path), loaders=Loaders(Loader(), eval_loaders),
+            reporting=Reporting([Reporter(events)], telemetry), hooks=Hooks(callbacks),
         ).run()  # fmt: skip
         return events, engine, final
 
@@ -160,7 +161,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_line_holds_what_routers_report(run) -> None:
-    """Each step gives them its global batch, and says whether the weights took it."""
+    """Each step passes them its global batch, and whether the weights were updated."""
     engine, seen = Engine(), list[Any]()
     engine.has_skipped_step = lambda: len(engine.rates) == 2
     engine.module.routers = SimpleNamespace(
@@ -210,13 +211,13 @@ def test_each_step_is_run_with_what_the_host_knows_of_its_documents(run) -> None
 
 def test_saving_is_not_counted_as_training(run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(interval.time, "perf_counter", lambda: float(next(clock)))  # a second passes between two looks
+    monkeypatch.setattr(interval.time, "perf_counter", lambda: float(next(clock)))  # one second between two reads
     events, _, _ = run("logging_steps=5", "save_steps=1")
     (line,) = (event for event in events if isinstance(event, dict))
-    assert line["step_time"] == 1.0  # start to the first save, and from the end of each save to the next look
+    assert line["step_time"] == 1.0  # start to the first save, and from the end of each save to the next read
 
 
-def test_a_resumed_run_goes_on_in_schedule_and_counts(run) -> None:
+def test_a_resumed_run_continues_its_schedule_and_counts(run) -> None:
     whole, first, _ = run("logging_steps=1")
     events, second, final = run("logging_steps=1", start=3)
     assert first.rates[3:] == second.rates
@@ -235,7 +236,7 @@ def test_stopping_early_leaves_the_schedule(run) -> None:
     assert events[-1] == "save 2" and events[0]["step"] == 2
 
 
-def test_a_request_comes_into_force_after_its_step(run) -> None:
+def test_a_request_takes_effect_after_its_step(run) -> None:
     events, _, final = run(
         "logging_steps=10", "eval_file=e", evaluates=True, asked={2: Interrupt(save=True), 3: Interrupt(stop=True)}
     )
@@ -265,13 +266,13 @@ def test_a_skipped_step_counts_for_nothing_but_its_tokens(
     assert [line["skipped_steps"] for line in lines] == [1, 0, 0] and "loss_scale" not in lines[0]
     assert final.num_tokens == 1500
     assert (
-        "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (said := capsys.readouterr().err)
-        and "64 and 36 more of train_file" in said
+        "skipped step 2: loss nan, gradient norm 0.25; samples 1, 2, 3, " in (printed := capsys.readouterr().err)
+        and "64 and 36 more of train_file" in printed
     )
 
 
 class ScaledEngine(Engine):
-    """In fp16: the first three steps overflow their loss scale."""
+    """An engine in fp16 whose first three steps overflow their loss scale."""
 
     def gradient_norm(self) -> torch.Tensor:
         return torch.tensor(float("inf") if self.has_skipped_step() else 0.25)
@@ -293,28 +294,28 @@ def test_a_step_that_overflowed_its_loss_scale_has_a_loss_and_no_norm(run) -> No
 
 
 def words(events: list[Any]) -> list[str]:
-    """What was saved and evaluated, in order."""
+    """Return the saves and evaluations, in order."""
     return [e if isinstance(e, str) else f"eval {e['step']}" for e in events if isinstance(e, str) or "eval_loss" in e]
 
 
 STOPPING = ("logging_steps=5", "eval_file=e", "eval_steps=1", "early_stopping_patience=2")
 
 
-def test_a_run_ends_where_evaluations_have_stopped_to_improve(run) -> None:
+def test_a_run_ends_when_evaluations_stop_improving(run) -> None:
     events, _, final = run(*STOPPING, evaluates=True, eval_losses=[3.0, 2.0, 2.5, 2.0, 1.0])
     assert words(events) == ["eval 1", "eval 2", "eval 3", "eval 4", "save 4"] and final.step == 4
     assert [event["step"] for event in events if isinstance(event, dict) and "loss" in event] == [4]
     assert (final.best.step, final.best.value, final.best.evaluations_since) == (2, 2.0, 2)
 
 
-def test_an_improvement_counts_above_its_threshold_alone(run) -> None:
+def test_an_improvement_counts_only_above_its_threshold(run) -> None:
     given = (*STOPPING, "early_stopping_threshold=0.5")
     _, _, final = run(*given, evaluates=True, eval_losses=[3.0, 2.8, 2.6, 1.0, 0.5])
     assert final.step == 3 and final.best.step == 3  # the best all the same
 
 
-def test_patience_goes_on_where_it_was(run) -> None:
-    """A resumed run starts with what was saved."""
+def test_patience_continues_after_a_resume(run) -> None:
+    """A resumed run starts with the saved count."""
     best = Best("eval_loss", False, 2.0, step=2, evaluations_since=1)
     _, _, final = run(*STOPPING, start=3, best=best, evaluates=True, eval_losses=[2.0, 1.0])
     assert final.step == 4
@@ -324,7 +325,7 @@ def test_patience_goes_on_where_it_was(run) -> None:
 
 def test_the_best_step_is_saved_though_no_save_is_due(run) -> None:
     given = ("logging_steps=5", "eval_file=e", "eval_steps=1", "eval_on_start=true")
-    losses = [0.5, 3.0, 2.0, float("nan"), 2.5, 1.5]  # the first one, before the first step, is no checkpoint's
+    losses = [0.5, 3.0, 2.0, float("nan"), 2.5, 1.5]  # the first one is before the first step, without a checkpoint
     events, _, final = run(*given, "load_best_model_at_end=true", evaluates=True, eval_losses=losses)
     assert [word for word in words(events) if "save" in word] == ["save 1", "save 2", "save 5"] and final.best.step == 5
     events, _, _ = run(*given, evaluates=True, eval_losses=losses)

@@ -37,7 +37,7 @@ def test_a_model_from_scratch_is_the_same_at_every_layout(run: Callable[..., Pat
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["grad_norm"] == pytest.approx(
             theirs["grad_norm"], rel=1e-5
         )
-    assert read_metrics(one)[0]["loss"] == pytest.approx(math.log(320), rel=0.05)  # it knows nothing
+    assert read_metrics(one)[0]["loss"] == pytest.approx(math.log(320), rel=0.05)  # an untrained model
     assert AutoModelForCausalLM.from_pretrained(two / "hf").config.hidden_size == 48
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_died_in_its_export_is_finished(run, finished, tmp_path: Path
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 4 and read_metrics(output_dir) == steps
 
 
-def test_a_finished_run_is_left_as_it_is_and_can_be_trained_on(run, finished, tmp_path: Path) -> None:
+def test_a_finished_run_is_unchanged_and_can_be_trained_further(run, finished, tmp_path: Path) -> None:
     output_dir = shutil.copytree(finished(2, 2), tmp_path / "run")
     before = {file: file.read_bytes() for file in output_dir.rglob("*") if file.is_file()}
     confirmed = (output_dir / "completed.json").stat().st_mtime_ns
@@ -118,7 +118,7 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_trained_on(run, finished, tm
     assert (output_dir / "completed.json").stat().st_mtime_ns > confirmed, "which is what a supervisor waits for"
     run("run", 2, 2, "resume=latest", "max_steps=5", "eval_file=null")
     assert json.loads((output_dir / "completed.json").read_text())["step"] == 5
-    with pytest.raises(WorkerError, match="is at step 5 of 4, there is nothing left; raise max_steps"):
+    with pytest.raises(WorkerError, match="is at step 5 of 4, no step is left; raise max_steps"):
         run("run", 2, 2, "resume=latest")
 
 
@@ -139,7 +139,7 @@ def test_export_gives_the_reported_eval_loss_in_plain_transformers(
 
 
 def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """The fp32 weights that a checkpoint of this layout keeps."""
+    """Return the fp32 weights in a checkpoint of this layout."""
     files = sorted((output_dir / "checkpoints" / f"global_step{step}").glob("optimizer-*.safetensors"))
     masters = {name: tensor for file in files for name, tensor in load_file(file).items() if name.startswith("weight/")}
     assert masters
@@ -148,7 +148,7 @@ def read_masters(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer, tied", [("sgd", True), ("adamw", False)])
-def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: str, tied: bool) -> None:
+def test_an_offloaded_optimizer_in_bf16_equals_one_on_the_device(run, optimizer: str, tied: bool) -> None:
     overrides = (
         "precision=bf16",
         "save_steps=1",
@@ -161,7 +161,7 @@ def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: 
         key = "eval_loss" if "eval_loss" in a else "loss"
         assert a[key] == pytest.approx(b[key], rel=2e-3)
         assert "loss" not in a or a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
-    if optimizer == "sgd":  # Adam makes a full step of a gradient's last bit
+    if optimizer == "sgd":  # Adam turns the last bit of a gradient into a full step
         expected = read_masters(plain, 1)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in read_masters(offloaded, 1).items())
         expected = export_of(plain)
@@ -170,7 +170,7 @@ def test_offloaded_optimizer_in_bf16_equals_the_one_that_is_not(run, optimizer: 
             assert relative_difference(tensor.float(), expected[name].float()) <= 2**-7, name
 
 
-@pytest.mark.full  # the logger alone: tests/training/observability/test_loggers.py
+@pytest.mark.full  # the logger itself: tests/training/observability/test_loggers.py
 def test_weights_and_biases_offline_writes_a_run_folder(run) -> None:
     output_dir = run("run", 1, 1, "logger=wandb", "logger.mode=offline", "max_steps=1")
     written = list((output_dir / "wandb").glob("offline-run-*/*.wandb"))

@@ -25,7 +25,7 @@ KEYS = ("max_steps=4", "eval_file=null", "logging_steps=1", "lr_scheduler_type=c
 
 
 def measure(step_dir: Path) -> tuple[int, int]:
-    """Bytes of the weights, and of the optimizer's state."""
+    """Return the bytes of the weights, and of the optimizer state."""
     states = sum(file.stat().st_size for file in step_dir.glob(FILE_PATTERN))
     return sum(file.stat().st_size for file in step_dir.glob("layer_*")), states
 
@@ -39,8 +39,8 @@ def test_weights_alone_and_exports_at_chosen_steps(run: Callable[..., Path]) -> 
     assert [path.name for path in (out / "checkpoints").glob("global_step*")] == ["global_step4"]
     assert list_names(out) == ["hf", "hf-step1", "hf-step3"]
     models = [AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32) for name in list_names(out)]
-    of_head = [model.lm_head.weight.detach() for model in models]
-    assert len({float(weight.sum()) for weight in of_head}) == 3, "of three different steps"
+    heads = [model.lm_head.weight.detach() for model in models]
+    assert len({float(weight.sum()) for weight in heads}) == 3, "three different steps"
     assert measure(out / "checkpoints" / "global_step4")[1] == 0
     with pytest.raises(Exception, match="holds weights alone .* start a new one with model_name_or_path="):
         run("weights", 2, 2, *KEYS, "max_steps=6", "save_weights_only=true", "resume=latest")
@@ -70,7 +70,7 @@ def test_nothing_is_saved_at_the_end(run: Callable[..., Path]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("saves", [("save_steps=3",), ()], ids=["saved before", "never saved"])
 def test_a_run_that_saved_nothing_at_its_end_is_not_trained_again(run: Callable[..., Path], saves: list[str]) -> None:
-    """Put back into a queue. A checkpoint that is named is trained on from, and so are more steps."""
+    """As a requeued job. A named checkpoint is trained further, and so is a run with more steps."""
     keys = (*KEYS, "save_final=false", *saves)
     out = run("again", 2, 2, *keys, "resume=auto")
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.parent.name != "logs"}
@@ -90,7 +90,7 @@ def read_steps(out: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("record", "keys", "said"),
+    ("record", "keys", "message"),
     [
         ({"step": 9, "ended_by": "the last step"}, ("resume=auto",), "has finished: step 9 of 9, not saved"),
         ({"step": 9, "ended_by": "the last step"}, ("resume=latest",), "has finished: step 9 of 9, not saved"),
@@ -106,9 +106,9 @@ def read_steps(out: Path) -> list[float]:
         ({"step": 7, "ended_by": "early stopping"}, ("resume=auto",), ""),
     ],
 )
-@pytest.mark.parametrize(("step", "again"), [(0, "leave resume out"), (3, "global_step3")])
-def test_whether_a_run_has_finished_of_which_no_step_is_left(
-    tmp_path: Path, base: RunConfig, record: dict[str, Any], keys: tuple[str, ...], said: str, step: int, again: str
+@pytest.mark.parametrize(("step", "again"), [(0, "omit resume"), (3, "global_step3")])
+def test_whether_a_run_has_finished_is_read_from_its_record(
+    tmp_path: Path, base: RunConfig, record: dict[str, Any], keys: tuple[str, ...], message: str, step: int, again: str
 ) -> None:
     RunFolder(tmp_path).write_completed(record)
     config = set_keys(base, f"output_dir={tmp_path}", "save_final=false", *keys)
@@ -117,7 +117,7 @@ def test_whether_a_run_has_finished_of_which_no_step_is_left(
         total_steps=9, seed=0,
     )  # fmt: skip
     found = find_finished(config, start)
-    assert found.startswith(f"{tmp_path} {said}") and found.endswith(again) if said else found == ""
+    assert found.startswith(f"{tmp_path} {message}") and found.endswith(again) if message else found == ""
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_adapters_are_exported_at_chosen_steps(run: Callable[..., Path]) -> None
     ids=lambda keys: "-".join(key.rpartition("=")[2] for key in keys),
 )
 def test_sizes_are_predicted(run: Callable[..., Path], root: Path, keys: tuple[str, ...]) -> None:
-    """fp32's master weights are the weights, and are in no file twice."""
+    """In fp32 the master weights are the weights, and no file stores them twice."""
     optimizer = () if any(key.startswith("optimizer") for key in keys) else ("optimizer=adamw",)
     out = run("sizes", 2, 2, *KEYS, *keys, *optimizer, "stop_after_steps=1", "export_steps=[1]")
     text = (out / "plan.txt").read_text()
@@ -170,8 +170,8 @@ def test_sizes_are_predicted(run: Callable[..., Path], root: Path, keys: tuple[s
         (("save_steps=2", "keep_last=1", "export_steps=[1,2,3]"), 2, 4),
     ],
 )
-def test_what_a_whole_run_takes(keys: tuple[str, ...], checkpoints: int | None, exports: int) -> None:
-    """Those that are kept and the one that is being written."""
+def test_the_space_that_a_whole_run_takes(keys: tuple[str, ...], checkpoints: int | None, exports: int) -> None:
+    """It counts the checkpoints that are kept and the one that is being written."""
     config, size = build_config(*keys), CheckpointSize(weights=10, optimizer=60)
     assert count_disk_bytes(config, size) == (None if checkpoints is None else 70 * checkpoints + 10 * exports)
 

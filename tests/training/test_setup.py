@@ -1,4 +1,4 @@
-"""What is known of a run before a process group exists."""
+"""The setup of a run, before a process group exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the panel at a run's end tells."""
+"""The panel at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = TrainerState(
 )
 
 
-def test_totals_count_from_where_the_run_has_started_and_leave_out_what_was_no_step() -> None:
+def test_totals_count_from_the_start_of_the_run_and_only_steps() -> None:
     totals = RunTotals(START)
     totals.report({"step": 4, "loss": 3.0, "step_time": 0.5, "num_tokens": 300})
     totals.report({"step": 4, "eval_loss": 2.0, "eval_tokens": 7})

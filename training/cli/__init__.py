@@ -1,1 +1,1 @@
-"""The command line and sweeps over it. Runs before torch is imported, so it imports config and distributed alone."""
+"""The command line and sweeps over it. It runs before torch is imported, so it imports only config and distributed."""

@@ -1,4 +1,4 @@
-"""What stands between the launcher's command line and Hydra's."""
+"""The checks of a command line, between the launcher and Hydra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from errors import UserError
 from training.config.schema import RunConfig
 
 CheckNames = Callable[[DictConfig], None]
-# What OmegaConf reports of a value of the wrong type -> what the value must be.
+# OmegaConf's message for a value of the wrong type -> what the value must be.
 _WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
@@ -32,9 +32,10 @@ _WRONG_TYPES = {
 
 
 def clean_arguments(argv: Sequence[str]) -> list[str]:
-    """`argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra aborts, and `key=value` at the end.
+    """Return `argv` without the `--local_rank=N` of DeepSpeed's launcher, on which Hydra aborts, and with all
+    `key=value` at the end.
 
-    argparse takes keys from one place only: without the second, `num_stages=1 -cn NAME seed=2` ends in a usage message.
+    argparse accepts keys in one place only: unsorted, `num_stages=1 -cn NAME seed=2` ends in a usage message.
     """
     command, *arguments = [argument for argument in argv if not re.match(r"--local[-_]rank=", argument)]
     return [command, *sorted(arguments, key=_is_override)]
@@ -45,11 +46,12 @@ def _is_override(argument: str) -> bool:
 
 
 def asks_for_sweep(arguments: Sequence[str]) -> bool:
+    """Return whether the command line has `--multirun`."""
     return bool(parse_arguments(arguments)[0].multirun)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """As Hydra itself reads them: its options, with the overrides, and what is neither."""
+    """Parse arguments as Hydra does. Returns its options, with the overrides, and the unknown arguments."""
     from hydra._internal.utils import get_args_parser  # private, and not imported before the check that it is there
 
     return get_args_parser().parse_known_args(list(arguments))
@@ -61,11 +63,11 @@ def check_command_line(
     default_config: str,
     check_names: CheckNames | None = None,
 ) -> DictConfig | None:
-    """Composes the run's config once, so that a mistake ends in one line and not in a stack trace. Returns it, or None
-    with `--config-path`, whose configs are the user's own alone.
+    """Compose the run's config once, so that a mistake ends in one line and not in a stack trace. Returns it, or None
+    with `--config-path`, whose configs are not the project's.
 
-    arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError where a key of the
-    composed config names nothing in its table, such as `schedule`; this package knows no such table.
+    arguments: as `clean_arguments` returns them, without the command. check_names: raises UserError when the value of a
+    key such as `schedule` is not a name in its table; this package knows none of the tables.
     Raises UserError for an unknown key (with the nearest known one), a value of the wrong type, a missing config, an
     unknown option, and for `--multirun` (see training/cli/sweep.py).
     """
@@ -77,7 +79,7 @@ def check_command_line(
         )
     if options.multirun:
         raise UserError(
-            "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py "
+            "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
             "--multirun num_gpus=2 ..."
         )
     for override in options.overrides:
@@ -97,7 +99,7 @@ def check_command_line(
 
 
 def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Path, default_config: str) -> DictConfig:
-    """What Hydra will compose. options: of its command line; the folder of `--config-dir` is searched too."""
+    """Compose the config as Hydra will. options: of its command line; the folder of `--config-dir` is searched too."""
     with initialize_config_dir(str(config_dir), version_base="1.3"):
         if options.config_dir:
             loader: Any = GlobalHydra.instance().config_loader()
@@ -107,7 +109,7 @@ def compose_command(options: Namespace, overrides: Sequence[str], config_dir: Pa
 
 
 def _check_override(override: str) -> None:
-    """Raises UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, and a removed one."""
+    """Raise UserError for what Hydra accepts silently: a key that nothing reads, added with `+`, and a removed one."""
     if override.startswith("~"):
         raise UserError(
             f"{override}: keys cannot be removed; give it another value, or null where conf/base.yaml allows it"
@@ -133,7 +135,7 @@ def _explain(error: Exception, config_name: str, dirs: Sequence[Path], overrides
         key, _, value = error.override.partition("=")
         return (
             f"{error.override}: cannot be read ({reason}); "
-            f"a value with special characters needs quotes of its own: '{key}=\"{value}\"'"
+            f"a value with special characters needs quotes inside the shell's: '{key}=\"{value}\"'"
         )
     if several := _first(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = several.partition("=")
@@ -191,6 +193,6 @@ def _known_keys(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _open_groups() -> set[str]:
-    """The groups whose keys the schema does not list, names of evaluation files, and Hydra's own."""
+    """Return the groups whose keys the schema does not list, names of evaluation files, and Hydra's own."""
     groups = {name for name, hint in get_type_hints(RunConfig).items() if get_origin(hint) is dict}
     return groups | {"eval_file", "hydra"}

@@ -1,8 +1,8 @@
-"""`--multirun`: one launch after another, one for each combination of the values given, and a table of their results.
+"""`--multirun`: one run after another, one for each combination of the given values, and a table of their results.
 
     python trainer_base_ds_mp.py --multirun num_gpus=2 -cn llama_tiny_pp2 learning_rate=1e-4,3e-4
 
-Hydra's own sweeps would start the runs inside the ranks of one launch, where no second engine can be had.
+Hydra's own sweeps would start the runs inside the ranks of one launch, where a second engine is not possible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from errors import UserError
 from training.cli.command_line import CheckNames, check_command_line, compose_command, parse_arguments
 from training.distributed.ranks import find_free_port
 
-NUM_GPUS = "num_gpus"  # ranks of each launch: read here alone
+NUM_GPUS = "num_gpus"  # ranks of each launch: read only here
 Launch = Callable[[Sequence[str]], int]
 
 
@@ -33,7 +33,7 @@ class Job:
     """One run of a sweep."""
 
     swept: tuple[str, ...]  # "learning_rate=1e-4"
-    arguments: tuple[str, ...]  # of the training command
+    arguments: tuple[str, ...]  # the arguments of the training command
     output_dir: Path
 
     @property
@@ -41,7 +41,7 @@ class Job:
         return " ".join(self.swept) or "(no values to choose from)"
 
     def read_completed(self) -> dict[str, Any] | None:
-        """What `completed.json` holds; None for a run that has not finished."""
+        """Return the content of `completed.json`; None for a run that has not finished."""
         file = self.output_dir / "completed.json"
         return json.loads(file.read_text()) if file.is_file() else None
 
@@ -49,10 +49,10 @@ class Job:
 def plan_sweep(
     arguments: Sequence[str], config_dir: Path, default_config: str, check_names: CheckNames | None = None
 ) -> tuple[list[Job], int]:
-    """The runs that a command line asks for, each with a folder of its own below `output_dir`, and the ranks of each.
+    """Return the runs that a command line asks for, each with its own folder below `output_dir`, and the ranks of each.
 
-    arguments, check_names: as of `check_command_line`. Raises UserError for a mistake in any of the runs,
-    before one is started.
+    arguments, check_names: see `check_command_line`. Raises UserError for a mistake in any of the runs, before the
+    first one starts.
     """
     options, _ = parse_arguments(arguments)
     kept = [
@@ -60,12 +60,12 @@ def plan_sweep(
     ]
     given = [override for override in options.overrides if override.partition("=")[0] != NUM_GPUS]
     num_gpus = _read_num_gpus(options.overrides)
-    # Each run is checked below, in plain words; here a wrong override must not end in a stack trace.
+    # Each run is checked below; this check is for overrides that cannot be expanded, which would raise there.
     check_command_line([*kept, *(_first_value(override) for override in given)], config_dir, default_config)
     choices = [_expand(override) for override in given]
     jobs = []
     for overrides in itertools.product(*choices):
-        swept = tuple(override for override, options_of_it in zip(overrides, choices) if len(options_of_it) > 1)
+        swept = tuple(override for override, choice in zip(overrides, choices) if len(choice) > 1)
         check_command_line([*kept, *overrides], config_dir, default_config, check_names)
         base = Path(compose_command(options, overrides, config_dir, default_config).output_dir)
         output_dir = base / "__".join(_name_folder(override) for override in swept)
@@ -74,7 +74,7 @@ def plan_sweep(
 
 
 def _name_folder(override: str) -> str:
-    """A name that the command line takes as it is."""
+    """Return a folder name that needs no quotes on a command line."""
     return re.sub(r"[^\w.+-]", "_", override.replace("=", "-", 1))
 
 
@@ -82,14 +82,14 @@ def _read_num_gpus(overrides: Sequence[str]) -> int:
     values = [override.partition("=")[2] for override in overrides if override.startswith(f"{NUM_GPUS}=")]
     if len(values) != 1 or not values[0].isdecimal() or int(values[0]) < 1:
         raise UserError(
-            f"--multirun starts a launch for each run: say with {NUM_GPUS}=N how many ranks each has, such as "
+            f"--multirun starts a launcher for each run: give the number of ranks with {NUM_GPUS}=N, such as "
             f"{NUM_GPUS}=2"
         )
     return int(values[0])
 
 
 def _expand(override: str) -> list[str]:
-    """ "seed=1,2" -> ["seed=1", "seed=2"]; ranges and choices as Hydra writes them."""
+    """Return the overrides of a sweep: "seed=1,2" -> ["seed=1", "seed=2"]; ranges and choices as in Hydra."""
     parsed = OverridesParser.create().parse_override(override)
     if not parsed.is_sweep_override():
         return [override]
@@ -99,14 +99,14 @@ def _expand(override: str) -> list[str]:
 def _first_value(override: str) -> str:
     try:
         return _expand(override)[0]
-    except Exception:  # of Hydra's grammar: check_command_line says it better
+    except Exception:  # of Hydra's grammar: check_command_line has a clearer message
         return override
 
 
 def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
-    """Starts the jobs in order, but for those that have finished before. Returns 0 when all have finished, else 1.
+    """Run the jobs in order, except those that have finished before. Returns 0 when all have finished, else 1.
 
-    launch: runs the training command with these arguments on so many ranks; its exit code.
+    num_gpus: the ranks of each job. launch: runs the training command with these arguments, and returns its exit code.
     """
     try:
         for number, job in enumerate(jobs, 1):
@@ -126,7 +126,10 @@ def run_sweep(jobs: Sequence[Job], num_gpus: int, launch: Launch) -> int:
 
 
 def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
-    """Starts the trainer through DeepSpeed's launcher, which prints errors alone. group: in Weights & Biases."""
+    """Return a function that starts the trainer through DeepSpeed's launcher, which prints only errors.
+
+    group: the name of the runs' group in Weights & Biases.
+    """
     environment = {"WANDB_RUN_GROUP": group, **os.environ}
 
     def launch(arguments: Sequence[str]) -> int:
@@ -144,14 +147,14 @@ def build_launch(trainer: Path, num_gpus: int, group: str) -> Launch:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # its ranks have had the signal too, and save
+            process.wait()  # its ranks have received the signal too, and save
             raise
 
     return launch
 
 
 def render_table(jobs: Sequence[Job]) -> str:
-    """A line a run: what was swept, how far it came, its eval loss (the lowest marked), its folder."""
+    """Return a table with one line per run: swept values, last step, eval loss (the lowest marked) and folder."""
     completed = [job.read_completed() or {} for job in jobs]
     losses = [record["eval_loss"] for record in completed if "eval_loss" in record]
     rows = [("run", "step", "eval_loss", "folder")]

@@ -1,1 +1,1 @@
-"""What a run is asked to do: the typed schema, the checks of its values, and what does not go together."""
+"""The config of a run: the typed schema, the checks of its values, and the features that do not go together."""

@@ -1,4 +1,4 @@
-"""Which of two evaluations is better: what `metric_for_best_model` and `greater_is_better` say."""
+"""The comparison of evaluations, by `metric_for_best_model` and `greater_is_better`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from training.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Criterion:
-    """metric: as evaluations report it, such as `eval_loss`."""
+    """The metric that evaluations are compared by. metric: as evaluations report it, such as `eval_loss`."""
 
     metric: str = "eval_loss"
     greater_is_better: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Criterion:
-        """As the Hugging Face Trainer reads the keys: the prefix may be left out, and where nothing is said, less of
-        what ends in "loss" is better, and more of everything else."""
+        """Return the criterion of a config. As in the Hugging Face Trainer, the prefix may be omitted, and by default
+        lower is better for a metric that ends in "loss" and higher for any other."""
         name = config.metric_for_best_model
         metric = name if name.startswith("eval_") else f"eval_{name}"
         greater = config.greater_is_better
         return cls(metric, not metric.endswith("loss") if greater is None else greater)
 
     def is_better(self, value: float, than: float, threshold: float = 0.0) -> bool:
-        """By more than `threshold`; NaN is worse than any number."""
+        """Return whether `value` is better by more than `threshold`; NaN is worse than any number."""
         if math.isnan(value) or math.isnan(than):
             return math.isnan(than) and not math.isnan(value)
         return (value - than if self.greater_is_better else than - value) > threshold
 
     def sort_key(self, value: float) -> float:
-        """The better, the lower. value: not NaN."""
+        """Return a key that is lower for a better value. value: not NaN."""
         return -value if self.greater_is_better else value

@@ -1,9 +1,9 @@
-"""What does not go together: one table of pairs of features, each with its reason and what to write instead.
+"""Features that do not go together: one table of pairs, each with its reason and what to write instead.
 
 The checks of a run read it (`check_together`), docs/configure.md shows it, and tests/training/test_combinations.py runs
-what it does not refuse. A pair is decided by the config and the machine. What a family cannot do stands in
-its own file in `models/` (`ATTENTION_IMPLEMENTATIONS`, `tensor_parallel_plan`), and arithmetic (a batch that does not
-divide) where it is done.
+what it does not refuse. The config and the machine alone decide a pair. The limits of a model family are in its own
+file in `models/` (`ATTENTION_IMPLEMENTATIONS`, `tensor_parallel_plan`), and arithmetic (a batch that does not divide)
+is checked where it is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.config.schema import OptimizerName, RunConfig
 
 @dataclass(frozen=True)
 class Run:
-    """What a feature is read from. has_accelerator: true for a plan."""
+    """The input of a feature: a config and its machine. has_accelerator: true for a plan."""
 
     config: RunConfig
     has_accelerator: bool = True
@@ -32,9 +32,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run may have.
+    """A property that a run may have.
 
-    words: as the table names it. key: whose value a message shows; empty where the words say it all.
+    words: its name in the table. key: the key whose value a message shows; empty where the words are enough.
     """
 
     words: str
@@ -47,7 +47,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two features of which a run can have one. reason: behind a colon; instead: what to write, or to leave."""
+    """Two features that exclude each other. reason: the text after the colon; instead: what to write or omit."""
 
     first: Feature
     second: Feature
@@ -56,7 +56,7 @@ class Pair:
 
 
 def write_value(value: Any) -> str:
-    """A typed value as the command line has it."""
+    """Return a typed value as the command line writes it."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list):
@@ -65,7 +65,7 @@ def write_value(value: Any) -> str:
 
 
 def _is(key: str, *values: str) -> Feature:
-    """The key has one of these values."""
+    """Return the feature that the key has one of these values."""
     words = f"{key.removesuffix('.name')}={' or '.join(values)}"
     return Feature(words, lambda run: write_value(run.read(key)) in values, key)
 
@@ -75,19 +75,19 @@ def _positive(key: str) -> Feature:
 
 
 def _given(key: str, words: str) -> Feature:
-    """A key that is empty or null by default."""
+    """Return the feature that a key is set which is empty or null by default."""
     return Feature(words, lambda run: bool(run.read(key)))
 
 
 def _set(key: str) -> Feature:
-    """A key that is null by default, and has a value, which may be 0."""
+    """Return the feature that a key is set which is null by default; its value may be 0."""
     return Feature(key, lambda run: run.read(key) is not None, key)
 
 
 def _scheduled_otherwise(key: str, schedule: str) -> Pair:
-    """A key of `lr_scheduler_kwargs` beside a schedule that does not read it."""
+    """Return the pair of a key of `lr_scheduler_kwargs` and the schedules that do not read it."""
     another = Feature(
-        f"a schedule of the learning rate other than {schedule}",
+        f"a learning rate schedule other than {schedule}",
         lambda run: run.read("lr_scheduler_type").value != schedule,
         "lr_scheduler_type",
     )
@@ -99,7 +99,7 @@ _NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator
 _TENSOR_PARALLEL = Feature(
     "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
 )
-_ONE_RANK_A_LAYER = Feature(
+_NO_TENSOR_PARALLEL = Feature(
     "tensor_parallel_size=1", lambda run: run.config.tensor_parallel_size == 1, "tensor_parallel_size"
 )
 _SEQUENCE_PARALLEL = _is("sequence_parallel", "true")
@@ -130,19 +130,19 @@ _DYNAMIC_ROPE = _is("rope_parameters.rope_type", "dynamic")
 _COMPILED = _is("compile", "true")
 _FP16 = _is("precision", "fp16")
 _FLASH = _is("attn_implementation", "flash_attention_2", "flash_attention_3")
-_OWN_LOSS = _given("loss", "loss={_target_: ...}")
+_USER_LOSS = _given("loss", "loss={_target_: ...}")
 _KEEP_BEST = _given("keep_best", "keep_best")
 _EARLY_STOPPING = _given("early_stopping_patience", "early_stopping_patience")
 _OVERWRITE = _is("overwrite_output_dir", "true")
-_ONE_CADENCE = "each says how often"
+_ONE_CADENCE = "both set the interval"
 _SHARDED = _is("zero_stage", "2", "3")
 _WEIGHTS_SHARDED = _is("zero_stage", "3")
 _GROUPED = _given("sharding_parallel_size", "sharding_parallel_size")
-_NEEDS_A_MODEL = "it needs a model that has learned something"
+_NEEDS_A_MODEL = "it needs pretrained weights"
 
 INCOMPATIBLE = (
     Pair(_FP16, _NO_GPU, "DeepSpeed refuses it on a CPU", "use precision=bf16 or fp32"),
-    Pair(_FLASH, _NO_GPU, "its kernels are CUDA's", "use attn_implementation=sdpa"),
+    Pair(_FLASH, _NO_GPU, "its kernels need CUDA", "use attn_implementation=sdpa"),
     Pair(
         _is("attn_implementation", "flex_attention"),
         _NO_GPU,
@@ -170,13 +170,13 @@ INCOMPATIBLE = (
     Pair(
         _is("activation_offload", "true"),
         _is("activation_checkpoint_interval", "0"),
-        "what it moves are the inputs of groups of layers that are recomputed",
+        "it moves the inputs of recomputed groups of layers",
         "give activation_checkpoint_interval=1 or more, or activation_offload=false",
     ),
     Pair(
         _is("activation_offload", "true"),
         _COMPILED,
-        "it is not proven around compiled layers",
+        "it is not tested with compiled layers",
         "give compile=false, or activation_offload=false",
     ),
     Pair(
@@ -188,17 +188,17 @@ INCOMPATIBLE = (
     Pair(
         _is("schedule", "zero_bubble"),
         _COMPILED,
-        "the compiler makes one piece of a backward pass",
+        "the compiler turns a backward pass into a single function",
         "give schedule=interleaved, or compile=false",
     ),
-    Pair(_TENSOR_PARALLEL, _FP16, "loss scaling is not proven on cut layers", "give tensor_parallel_size=1"),
+    Pair(_TENSOR_PARALLEL, _FP16, "loss scaling is not tested with tensor parallelism", "give tensor_parallel_size=1"),
     Pair(
         _TENSOR_PARALLEL,
         _COMPILED,
         "the sums between ranks inside a layer are not compiled",
         "give tensor_parallel_size=1",
     ),
-    Pair(_TENSOR_PARALLEL, _OWN_LOSS, "it would see a part of the vocabulary", "give tensor_parallel_size=1"),
+    Pair(_TENSOR_PARALLEL, _USER_LOSS, "it would see only a part of the vocabulary", "give tensor_parallel_size=1"),
     Pair(
         _TENSOR_PARALLEL,
         _positive("adapter.lora_dropout"),
@@ -214,36 +214,36 @@ INCOMPATIBLE = (
     Pair(
         _TENSOR_PARALLEL,
         _is("adapter.load_in_4bit", "true"),
-        "quantized projections are not cut",
+        "quantized projections are not sharded",
         "give tensor_parallel_size=1",
     ),
     Pair(
         _SEQUENCE_PARALLEL,
-        _ONE_RANK_A_LAYER,
-        "it is the ranks that share layers that have parts of sequences",
+        _NO_TENSOR_PARALLEL,
+        "the ranks of a tensor parallel group hold parts of sequences",
         "give tensor_parallel_size=2 or more, or sequence_parallel=false",
     ),
-    Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose another hardware"),
+    Pair(_TENSOR_PARALLEL, _TIMED_HERE, "it times whole layers", "choose other hardware"),
     Pair(
         _is("context_parallel_mode", "ulysses", "ring"),
         Feature("context_parallel_size=1", lambda run: run.config.context_parallel_size == 1, "context_parallel_size"),
-        "nobody shares a sequence then",
+        "sequences are not split then",
         "give context_parallel_size=2 or more, or context_parallel_mode=auto",
     ),
-    Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose another hardware"),
-    Pair(_CONTEXT_PARALLEL, _OWN_LOSS, "it would see a part of each sequence", _ONE_SEQUENCE),
+    Pair(_CONTEXT_PARALLEL, _TIMED_HERE, "it times layers with whole sequences", "choose other hardware"),
+    Pair(_CONTEXT_PARALLEL, _USER_LOSS, "it would see only a part of each sequence", _ONE_SEQUENCE),
     Pair(
         _CONTEXT_PARALLEL,
         _is("attn_implementation", "flash_attention_2", "flash_attention_3", "flex_attention"),
-        "the exchange of heads is proven with sdpa, varlen and eager",
+        "the exchange of heads is tested with sdpa, varlen and eager only",
         "use attn_implementation=auto",
     ),
     Pair(_CONTEXT_PARALLEL, _COMPILED, "the exchanges between ranks inside a layer are not compiled", _ONE_SEQUENCE),
-    Pair(_CONTEXT_PARALLEL, _FP16, "loss scaling is not proven on parts of sequences", _ONE_SEQUENCE),
+    Pair(_CONTEXT_PARALLEL, _FP16, "loss scaling is not tested with split sequences", _ONE_SEQUENCE),
     Pair(
         _is("optimizer.name", "adamw_8bit"),
         _is("offload_optimizer", "cpu"),
-        "bitsandbytes' update takes some 40 times as long on a host",
+        "the update of bitsandbytes is about 40 times slower on a host",
         "give optimizer=adamw optimizer.state_dtype=bf16, or offload_optimizer=none",
     ),
     Pair(
@@ -253,77 +253,77 @@ INCOMPATIBLE = (
             lambda run: run.config.optimizer.name is not OptimizerName.adamw,
             "optimizer.name",
         ),
-        "it is how that one keeps its averages",
+        "it is the format of the averages of adamw",
         "give optimizer.state_dtype=fp32, or optimizer=adamw",
     ),
     Pair(
         _WEIGHTS_SHARDED,
         Feature("num_stages > 1", lambda run: run.config.num_stages > 1, "num_stages"),
-        "each pass of a stage needs whole weights, which would cross the network for each micro-batch",
+        "each pass of a stage needs whole weights, which would cross the network once per micro-batch",
         "give zero_stage=1 or 2, or num_stages=1",
     ),
     Pair(
         _WEIGHTS_SHARDED,
         _TENSOR_PARALLEL,
-        "it is not proven on cut layers",
+        "it is not tested with tensor parallelism",
         "give zero_stage=1 or 2, or tensor_parallel_size=1",
     ),
-    Pair(_SHARDED, _FP16, "loss scaling is not proven on it", "use precision=bf16, or zero_stage=1"),
-    Pair(_SHARDED, _COMPILED, "it is not proven in compiled layers", "give compile=false, or zero_stage=1"),
+    Pair(_SHARDED, _FP16, "loss scaling is not tested with it", "use precision=bf16, or zero_stage=1"),
+    Pair(_SHARDED, _COMPILED, "it is not tested with compiled layers", "give compile=false, or zero_stage=1"),
     Pair(
         _SHARDED,
         _is("offload_optimizer", "cpu"),
-        "it is not proven with its state on the host",
+        "it is not tested with optimizer state on the host",
         "give offload_optimizer=none, or zero_stage=1",
     ),
     Pair(
         _SHARDED,
         _is("optimizer.name", "adamw_8bit"),
-        "its blocks are not proven on it",
+        "blockwise state is not tested with it",
         "give optimizer.state_dtype=bf16 with adamw, or zero_stage=1",
     ),
     Pair(
         _SHARDED,
         _is("adapter.load_in_4bit", "true"),
-        "it is not proven with quantized projections",
+        "it is not tested with quantized projections",
         "give zero_stage=1",
     ),
     Pair(
         _WEIGHTS_SHARDED,
         _is("adapter.use_dora", "true"),
-        "its magnitudes are norms of whole weights, outside of the layer that has them",
+        "its magnitudes are norms of whole weights, which only the layer that holds them gathers",
         "give zero_stage=1 or 2",
     ),
     Pair(
         _GROUPED,
         _WEIGHTS_SHARDED,
-        "its weights are put together from the parts of all replicas",
+        "its weights are gathered from all replicas",
         "give zero_stage=1 or 2, or sharding_parallel_size=null",
     ),
     Pair(
         _GROUPED,
         _is("offload_optimizer", "cpu"),
-        "gradients are on the host before the groups have averaged them",
+        "gradients move to the host before the groups have averaged them",
         "give offload_optimizer=none, or sharding_parallel_size=null",
     ),
-    Pair(_GROUPED, _FP16, "loss scaling is not proven on it", "use precision=bf16, or sharding_parallel_size=null"),
+    Pair(_GROUPED, _FP16, "loss scaling is not tested with it", "use precision=bf16, or sharding_parallel_size=null"),
     Pair(
         _GROUPED,
         Feature("plan=search", lambda run: run.config.plan == "search"),
-        "the search varies the replicas, all of which share out then",
+        "the search varies the number of replicas, and the state is sharded over all of them",
         "give plan=true, or sharding_parallel_size=null",
     ),
     Pair(
         _is("offload_parameters", "cpu"),
         _is("zero_stage", "1", "2"),
-        "each pass needs whole weights, which are on the card then",
+        "each pass needs whole weights, which are on the GPU then",
         "give zero_stage=3, or offload_parameters=none",
     ),
     Pair(
         _WEIGHTS_SHARDED,
         _EVALUATION,
-        "weights are cut where they are trained",
-        "give zero_stage=1, with num_stages or tensor_parallel_size for a model that is too large for a card",
+        "weights are sharded only where they are trained",
+        "give zero_stage=1, with num_stages or tensor_parallel_size for a model that is too large for one GPU",
     ),
     Pair(
         _given("freeze", "freeze"),
@@ -334,66 +334,66 @@ INCOMPATIBLE = (
     Pair(
         _positive("moe.update_router_bias"),
         _LORA,
-        "the bias is not a part of the adapter, which alone is saved",
+        "only the adapter is saved, and the bias is not part of it",
         "give moe.update_router_bias=0",
     ),
     Pair(
         _DOCUMENTS,
         _is("data.packing", "false"),
         "documents are laid end to end",
-        "leave data.packing as it is, or use data=sft",
+        "omit data.packing, or use data=sft",
     ),
     Pair(
         _DOCUMENTS,
         _is("data.length_policy", "truncate", "drop"),
         "documents are cut where a row is full",
-        "leave data.length_policy as it is, or use data=sft",
+        "omit data.length_policy, or use data=sft",
     ),
     Pair(
         _given("data.chat_template", "data.chat_template"),
         _DOCUMENTS,
         "raw text holds no messages",
-        "give data=chat, or data.special_tokens for tokens alone",
+        "give data=chat, or data.special_tokens to add tokens only",
     ),
     Pair(
         _is("data.train_on", "last_turn"),
         _NO_TURNS,
-        "its records hold no turns to choose from",
+        "its records have no turns to choose from",
         "give data.train_on=all_turns, or data=chat",
     ),
     Pair(
         _DYNAMIC_ROPE,
         _PACKED,
-        "angles follow from the longest document of a micro-batch",
+        "angles depend on the longest document of a micro-batch",
         "give data.packing=false, or rope_parameters.rope_type=yarn",
     ),
     Pair(_PAIRS, _PACKED, "the two answers of a preference are rows of one micro-batch", "give data.packing=false"),
     Pair(
         _PAIRS,
         _is("data.length_policy", "split"),
-        "an answer cut in pieces cannot be preferred",
+        "an answer that is split cannot be preferred",
         "give data.length_policy=truncate or drop",
     ),
     Pair(_UNPAIRED, _PACKED, "a row is one answer, with a label", "give data.packing=false"),
     Pair(
         _UNPAIRED,
         _is("data.length_policy", "split"),
-        "an answer cut in pieces cannot be judged",
+        "an answer that is split cannot be judged",
         "give data.length_policy=truncate or drop",
     ),
-    Pair(_positive("label_smoothing"), _OWN_LOSS, "it smooths the cross entropy", "give one of them"),
-    Pair(_DPO, _OWN_LOSS, "each is a loss", "give one of them"),
-    Pair(_UNPAIRED, _OWN_LOSS, "each is a loss", "give one of them"),
+    Pair(_positive("label_smoothing"), _USER_LOSS, "it smooths the cross entropy", "give one of them"),
+    Pair(_DPO, _USER_LOSS, "each of them defines the loss", "give one of them"),
+    Pair(_UNPAIRED, _USER_LOSS, "each of them defines the loss", "give one of them"),
     Pair(
         _is("task", "reward"),
         _LORA,
-        "the new head is trained in full, and an adapter alone is saved",
-        "give adapter=none; freeze leaves out weights by their names",
+        "the new head is trained in full, but only an adapter is saved",
+        "give adapter=none; freeze excludes weights by name",
     ),
     Pair(
         _positive("dpo.label_smoothing"),
         _is("dpo.loss_type", "ipo", "hinge"),
-        "it is a share of flipped labels, which sigmoid and robust have terms for",
+        "it is the share of flipped labels, for which only sigmoid and robust have a term",
         "give dpo.label_smoothing=0, or dpo.loss_type=sigmoid or robust",
     ),
     Pair(
@@ -415,7 +415,7 @@ INCOMPATIBLE = (
     Pair(
         _FROM_SCRATCH,
         _is("tokenizer_name_or_path", "null"),
-        "there is no model's folder to find the tokenizer in",
+        "there is no model folder to load the tokenizer from",
         "give tokenizer_name_or_path",
     ),
     Pair(_FROM_SCRATCH, _LORA, _NEEDS_A_MODEL, "give one of them"),
@@ -427,10 +427,10 @@ INCOMPATIBLE = (
     Pair(
         _EVALUATION,
         _OVERWRITE,
-        "it writes no checkpoint, and those that are there would be deleted",
+        "it writes no checkpoint, and the existing ones would be deleted",
         "give one of them",
     ),
-    Pair(_given("resume", "resume"), _OVERWRITE, "one continues a run, the other starts it again", "give one of them"),
+    Pair(_given("resume", "resume"), _OVERWRITE, "one continues a run, the other restarts it", "give one of them"),
     Pair(_given("eval_steps", "eval_steps"), _given("eval_epochs", "eval_epochs"), _ONE_CADENCE, "give one of them"),
     Pair(_given("save_steps", "save_steps"), _given("save_epochs", "save_epochs"), _ONE_CADENCE, "give one of them"),
     Pair(
@@ -442,13 +442,13 @@ INCOMPATIBLE = (
     Pair(
         _KEEP_BEST,
         _is("eval_file", "null"),
-        "there is no evaluation to choose by",
+        "there is no evaluation to compare",
         "give eval_file too, or keep_best=null",
     ),
     Pair(
         _is("load_best_model_at_end", "true"),
         _is("eval_file", "null"),
-        "there is no evaluation to choose by",
+        "there is no evaluation to compare",
         "give eval_file too, or load_best_model_at_end=false",
     ),
     Pair(
@@ -462,19 +462,19 @@ INCOMPATIBLE = (
         Feature(
             "eval_steps=null and eval_epochs=null", lambda run: not (run.config.eval_steps or run.config.eval_epochs)
         ),
-        "the run is evaluated at its end alone",
+        "the run is evaluated only at its end",
         "give one of them",
     ),
 )
 
 
 def list_conflicts(run: Run) -> list[Pair]:
-    """The pairs of the table that this run has both features of."""
+    """Return the pairs of the table of which this run has both features."""
     return [pair for pair in INCOMPATIBLE if pair.first.holds(run) and pair.second.holds(run)]
 
 
 def check_together(run: Run) -> None:
-    """Raises UserError for the first pair of features that do not go together."""
+    """Raise UserError for the first pair of features of the run that do not go together."""
     for pair in list_conflicts(run):
         raise UserError(
             f"{pair.first.show(run)} does not go together with {pair.second.show(run)}: {pair.reason}; {pair.instead}"
@@ -482,7 +482,7 @@ def check_together(run: Run) -> None:
 
 
 def render_table() -> str:
-    """The table in Markdown, as docs/configure.md shows it."""
+    """Return the table in Markdown, as docs/configure.md shows it."""
     rows = [
         f"| `{pair.first.words}` | {_mark(pair.second)} | {pair.reason} | {pair.instead} |" for pair in INCOMPATIBLE
     ]

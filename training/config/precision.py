@@ -1,4 +1,4 @@
-"""The dtype that parameters and activations have under each `precision`."""
+"""The dtype of parameters and activations for each `precision`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `train_file` and `eval_file` may be: a path, a user's function, or a list of these, which may have shares."""
+"""The values of `train_file` and `eval_file`: a path, a user-defined function, or a list of these, maybe with
+shares."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ EXAMPLE = "[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]"
 
 @dataclass(frozen=True)
 class TrainFiles:
-    """Sources as `data/sources/records.py` reads them, one an entry, and the shares of a mixture."""
+    """Sources as `data/sources/records.py` reads them, one per entry, and the shares of a mixture."""
 
     entries: list[str]
     mixture: Mixture | None = None
 
 
 def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
-    """The value of `train_file` or `eval_file`. Entries of share 0 are omitted.
+    """Parse the value of `train_file` or `eval_file`. Entries of share 0 are omitted.
 
     Raises UserError for a mapping that is not a source, for shares that are not numbers, and for shares in `eval_file`.
     """
@@ -47,15 +48,15 @@ def parse_files(value: Any, key: str, unit: MixtureUnit) -> TrainFiles:
     (kind,) = kinds
     taken = [source for source in sources if source[kind] > 0]
     if not taken:
-        raise UserError(f"{key}: every entry has {kind} 0, so nothing is left to train on; give one of them more")
+        raise UserError(f"{key}: every entry has {kind} 0, so there are no training data; give one of them more")
     shares = tuple(float(source[kind]) for source in taken)
     return TrainFiles([source["path"] for source in taken], Mixture(shares, ShareKind(kind), unit))
 
 
 def list_evaluations(eval_file: Any) -> dict[str, str]:
-    """The evaluation files that the value of `eval_file` names: name -> key, such as "math" -> "eval_file.math".
+    """Return the evaluation files in the value of `eval_file`: name -> key, such as "math" -> "eval_file.math".
 
-    The name of one that stands alone is empty. Raises UserError for a name that no metric can have.
+    A single file has an empty name. Raises UserError for a name that no metric can have.
     """
     if eval_file is None:
         return {}
@@ -71,13 +72,13 @@ def list_evaluations(eval_file: Any) -> dict[str, str]:
 
 
 def list_file_keys(config: RunConfig) -> list[str]:
-    """The keys that name the files of this run: `train_file`, and those of the evaluation files."""
-    of_training = [] if config.train_file is None else ["train_file"]
-    return [*of_training, *list_evaluations(config.eval_file).values()]
+    """Return the keys of this run's files: `train_file`, and those of the evaluation files."""
+    training_keys = [] if config.train_file is None else ["train_file"]
+    return [*training_keys, *list_evaluations(config.eval_file).values()]
 
 
 def read_files(config: RunConfig, key: str) -> Any:
-    """The value of `train_file`, of `eval_file`, or of a named one such as `eval_file.math`."""
+    """Return the value of `train_file`, of `eval_file`, or of a named file such as `eval_file.math`."""
     whole, _, name = key.partition(".")
     return getattr(config, whole)[name] if name else getattr(config, whole)
 
@@ -95,5 +96,5 @@ def _check_source(entry: Any, where: str) -> dict[str, Any]:
     for kind in SHARES:
         share = source.get(kind, 0)
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < math.inf:
-            raise UserError(f"{where} has {kind}={share}; give a number of 0 or more (0 leaves {source['path']} out)")
+            raise UserError(f"{where} has {kind}={share}; give a number of 0 or more (0 omits {source['path']})")
     return source

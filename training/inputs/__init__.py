@@ -1,1 +1,1 @@
-"""From the data keys of a run to tokenized files, loaders of each stage, and the number of steps."""
+"""The data of a run: from its config keys to tokenized files, the loaders of each stage and the number of steps."""

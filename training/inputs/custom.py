@@ -1,4 +1,4 @@
-"""User-defined components: what `_target_` names in `data.encoder`, `data.collator` and `callbacks`.
+"""User-defined components: the `_target_` of `data.encoder`, `data.collator` and `callbacks`.
 
 docs/add_your_data.md and docs/configure.md show how to write one.
 """
@@ -18,14 +18,15 @@ COLLATOR_METHODS = ("collate_inputs", "collate_labels")
 
 
 def build_user_encoder(data: DataConfig) -> Encoder:
-    """Raises UserError for what is not an encoder."""
+    """Build the encoder that `data.encoder` names. Raises UserError for an object that is not an encoder."""
     fits = lambda encoder: callable(getattr(encoder, "encode", None)) and is_dataclass(encoder)  # noqa: E731
     need = "a dataclass with a method encode(record, location, tokenizer); its fields are part of the cache's key"
     return build_checked_component(data.encoder, "data.encoder", example="my_data.MyEncoder", fits=fits, need=need)
 
 
 def build_collator(data: DataConfig) -> Collator:
-    """What makes tensors of rows: right padding, or the user's. Raises UserError for what is not a collator."""
+    """Build the collator: right padding, or the one that `data.collator` names. Raises UserError for an object that is
+    not a collator."""
     if data.collator is None:
         return PadRight()
     fits = lambda collator: all(callable(getattr(collator, name, None)) for name in COLLATOR_METHODS)  # noqa: E731
@@ -37,7 +38,8 @@ def build_collator(data: DataConfig) -> Collator:
 
 
 def build_callbacks(config: RunConfig) -> list[tuple[str, Any]]:
-    """Those of `callbacks`, each with its name for messages. Raises UserError for what is not a callback."""
+    """Build the callbacks of `callbacks`, each with its name for messages. Raises UserError for an object that is not a
+    callback."""
     need = f"a class with methods of {', '.join(CALLBACK_METHODS)}, and no other on_..."
     built = []
     for number, spec in enumerate(config.callbacks, start=1):

@@ -1,4 +1,4 @@
-"""From the data keys of a run to its tokenizer and its tokenized rows."""
+"""The tokenizer and the tokenized rows of a run, from its data keys."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from training.objectives.registry import get_objective
 
 
 def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokenizerBase:
-    """Raises UserError when there is none, when it has more tokens than the embedding has rows, and when the objective
-    cannot be trained with it."""
+    """Load the run's tokenizer. Raises UserError when there is none, when it has more tokens than the embedding has
+    rows, and when the objective cannot be trained with it."""
     tokenizer = load_extended(config, str(source.path))
     if len(tokenizer) > source.config.vocab_size:
         raise UserError(
@@ -42,15 +42,15 @@ def load_tokenizer(config: RunConfig, source: WeightSource) -> PreTrainedTokeniz
 
 
 def load_extended(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, where the config names none that of the folder `path`, with the chat template and the tokens
-    of `data`. Raises UserError when there is none.
+    """Load the run's tokenizer, by default that of the folder `path`, with the chat template and the tokens of `data`.
+    Raises UserError when there is none.
     """
-    tokenizer = _load_own(config, path)
+    tokenizer = _load_base_tokenizer(config, path)
     build_chat_template(config.data).apply_to(tokenizer)
     return tokenizer
 
 
-def _load_own(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
+def _load_base_tokenizer(config: RunConfig, path: str) -> PreTrainedTokenizerBase:
     path = config.tokenizer_name_or_path or path
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -64,16 +64,16 @@ def has_tokenizer(config: RunConfig, path: str) -> bool:
 
 
 def list_new_tokens(config: RunConfig, path: str) -> list[str]:
-    """The tokens that `data` brings and the tokenizer (of the folder `path`, by default) does not have."""
+    """Return the tokens of `data` that the tokenizer (by default of the folder `path`) does not have."""
     tokens = build_chat_template(config.data).tokens
-    return sorted(tokens - _load_own(config, path).get_vocab().keys()) if tokens else []
+    return sorted(tokens - _load_base_tokenizer(config, path).get_vocab().keys()) if tokens else []
 
 
 def count_added_rows(config: RunConfig, model: PretrainedConfig, path: str) -> int:
-    """How many rows the embedding must have for the tokens that `data` adds; 0 where it has them.
+    """Return how many rows the embedding must have for the tokens that `data` adds; 0 when it has them already.
 
-    path: the folder of the model that `model` describes. A tokenizer that did not fit before is left for
-    `load_tokenizer` to refuse. Raises UserError when there is none.
+    path: the folder of the model that `model` describes. A tokenizer that does not fit even without those tokens gives
+    0 too: `load_tokenizer` refuses it. Raises UserError when there is no tokenizer.
     """
     template = build_chat_template(config.data)
     if not template.tokens:
@@ -85,24 +85,24 @@ def count_added_rows(config: RunConfig, model: PretrainedConfig, path: str) -> i
 
 
 def build_chat_template(data: DataConfig) -> ChatTemplate:
-    """Raises UserError for a template that cannot be had."""
+    """Load the chat template of `data`. Raises UserError when it cannot be loaded."""
     return load_chat_template(data.chat_template, data.special_tokens, data.eos_token)
 
 
 def tokenize(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None = None
 ) -> dict[str, Path]:
-    """Key of the files -> folder of the tokenized samples, which the first process that asks for it makes."""
+    """Tokenize all files, unless another process has, and return key of the files -> folder of tokenized samples."""
     return {key: prepare_file(config, key, tokenizer, log) for key in list_file_keys(config)}
 
 
 def prepare_file(
     config: RunConfig, key: str, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] | None
 ) -> Path:
-    """The tokenized folder of `train_file` or an evaluation file, with the index of its rows; the first to ask makes
-    it.
+    """Return the tokenized folder of `train_file` or an evaluation file, with the index of its rows; the first caller
+    builds both.
 
-    log: None on a rank that prints nothing. Raises UserError for whatever is wrong with the files or a record.
+    log: None on a rank that prints nothing. Raises UserError for any error in the files or a record.
     """
     data = config.data
     plan = build_row_plan(config, key)
@@ -127,9 +127,9 @@ def prepare_file(
 
 
 def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
-    """What decides the samples of a row of `train_file`: name -> value. The tokens, so a file may move or be copied.
+    """Return what determines the samples of each row of `train_file`: name -> value.
 
-    path: its tokenized folder.
+    It holds hashes of the tokens and no paths, so a file may be moved or copied. path: the tokenized folder.
     """
     plan = build_row_plan(config, "train_file")
     described = {
@@ -147,9 +147,9 @@ def describe_data(config: RunConfig, path: Path) -> dict[str, str]:
 
 
 def build_encoder(data: DataConfig) -> Encoder:
-    """What makes samples of records: that of the kind (`conf/data/NAME.yaml`), or the user's.
+    """Build the encoder from records to samples: that of the kind (`conf/data/NAME.yaml`), or a user-defined one.
 
-    Raises UserError for what is not an encoder.
+    Raises UserError for an object that is not an encoder.
     """
     if data.encoder is not None:
         return build_user_encoder(data)
@@ -158,7 +158,7 @@ def build_encoder(data: DataConfig) -> Encoder:
 
 
 def build_row_plan(config: RunConfig, key: str) -> RowPlan:
-    """How the samples of `train_file` or an evaluation file become rows."""
+    """Return the plan by which the samples of `train_file` or an evaluation file become rows."""
     data = config.data
     return RowPlan(
         max_seq_length=config.max_seq_length,
@@ -169,7 +169,7 @@ def build_row_plan(config: RunConfig, key: str) -> RowPlan:
 
 
 def list_entries(config: RunConfig, key: str) -> list[str]:
-    """The files, globs and hub names of `train_file` or an evaluation file."""
+    """Return the files, globs and hub names of `train_file` or an evaluation file."""
     return _parse_files(config, key).entries
 
 

@@ -1,4 +1,4 @@
-"""`inspect_data=true`: what the model will see, without an engine or a process group."""
+"""`inspect_data=true`: the rows as the model will see them, without an engine or a process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TOKENS_NAMED = 12  # of a sample that looks wrong
 
 
 def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: PreTrainedTokenizerBase) -> None:
-    """For `train_file` and `eval_file`: counts, a histogram in `output_dir`, and a few rows with their masks."""
+    """Print, for `train_file` and `eval_file`, counts and a few rows with their masks, and what looks wrong; save
+    histograms of lengths in `output_dir`."""
     in_colour = sys.stdout.isatty()
     print("trained parts are green, masked ones faint" if in_colour else "trained parts are in [[double brackets]]")
     for key, path in datasets.items():
@@ -42,7 +43,7 @@ def print_inspection(config: RunConfig, datasets: dict[str, Path], tokenizer: Pr
 
 
 def _show(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The beginning, on one line; data can hold what a terminal obeys."""
+    """Return the first tokens on one line, escaped: data can hold control sequences of a terminal."""
     return repr(tokenizer.decode(input_ids[:TOKENS_NAMED]))
 
 

@@ -26,20 +26,36 @@ from training.objectives.registry import get_objective
 from training.pipeline.module import StageModule
 
 
+@dataclasses.dataclass(frozen=True)
+class RankData:
+    """The tokenized files of a run, and the rank that reads its part of them.
+
+    datasets: key of the files -> tokenized folder.
+    """
+
+    datasets: Mapping[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    ranks: Ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaders:
+    """The loaders of this rank's stage. evaluation: by the names of the evaluation files."""
+
+    train: Any
+    evaluation: Mapping[str, Any]
+
+
 def build_options(
-    config: RunConfig,
-    layout: Layout,
-    module: StageModule,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-    key: str = "train_file",
+    config: RunConfig, module: StageModule, data: RankData, key: str = "train_file"
 ) -> loaders.LoaderOptions:
-    """What this rank's stage reads of `train_file` or an evaluation file."""
+    """Return the options with which this rank's stage reads `train_file` or an evaluation file."""
+    layout, tokenizer = data.layout, data.tokenizer
     return loaders.LoaderOptions(
         reads_inputs=module.has_first_layer,
         reads_labels=module.has_loss,
-        dp_rank=layout.dp_rank(ranks.rank),
+        dp_rank=layout.dp_rank(data.ranks.rank),
         dp_size=layout.dp_size,
         chunks=module.sequence_part.chunks,
         num_chunks=module.sequence_part.num_chunks,
@@ -58,74 +74,56 @@ def build_options(
 
 def build_loaders(
     config: RunConfig,
-    layout: Layout,
     module: StageModule,
-    *,
-    datasets: Mapping[str, Path],
+    data: RankData,
     budget: StepBudget,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
-) -> tuple[Any, dict[str, Any]]:
-    """The training loader of this rank's stage, and the evaluation loaders by the names of their files; placeholders
-    on a stage that reads nothing.
+) -> Loaders:
+    """Build the training and evaluation loaders of this rank's stage; placeholders on a stage that reads nothing.
 
-    datasets: key of the files -> tokenized folder. reference: key of the files -> the reference's log-probabilities.
+    reference: key of the files -> the reference's log-probabilities.
     """
-    options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks)
+    layout, path = data.layout, data.datasets["train_file"]
+    options = build_options(config, module, data)
     options = dataclasses.replace(options, reference_file=reference.get("train_file"))
     order = GlobalOrder(budget.num_samples, layout.global_batch_size, config.seed)
-    train_loader = loaders.build_train_loader(
-        datasets["train_file"], options, order, layout.gradient_accumulation_steps
-    )
+    train_loader = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
     if get_objective(config).needs_first_pass:
         options = dataclasses.replace(options, reference_file=reference.get(name_mismatched("train_file")))
-        path = mismatched_path(datasets["train_file"])
-        train_loader.first = loaders.build_train_loader(path, options, order, layout.gradient_accumulation_steps)
-    return train_loader, build_eval_loaders(
-        config,
-        layout,
-        module,
-        datasets=datasets,
-        sizes=budget.evaluations,
-        tokenizer=tokenizer,
-        ranks=ranks,
-        reference=reference,
-    )
+        train_loader.first = loaders.build_train_loader(
+            mismatched_path(path), options, order, layout.gradient_accumulation_steps
+        )
+    return Loaders(train_loader, build_eval_loaders(config, module, data, budget.evaluations, reference))
 
 
 def build_eval_loaders(
     config: RunConfig,
-    layout: Layout,
     module: StageModule,
-    *,
-    datasets: Mapping[str, Path],
+    data: RankData,
     sizes: Mapping[str, EvalSize],
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
     reference: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The evaluation loaders alone; see `build_loaders`. sizes: by the same names."""
+    """Build the evaluation loaders only, by the names of their files; see `build_loaders`. sizes: by the same names."""
     built = {}
     for name, key in list_evaluations(config.eval_file).items():
         if name in sizes:
-            options = build_options(config, layout, module, tokenizer=tokenizer, ranks=ranks, key=key)
+            options = build_options(config, module, data, key)
             options = dataclasses.replace(options, reference_file=reference.get(key))
-            built[name] = loaders.build_eval_loader(datasets[key], options, sizes[name].rows)
+            built[name] = loaders.build_eval_loader(data.datasets[key], options, sizes[name].rows)
             if get_objective(config).needs_first_pass:
                 options = dataclasses.replace(options, reference_file=reference.get(name_mismatched(key)))
-                path = mismatched_path(datasets[key])
+                path = mismatched_path(data.datasets[key])
                 built[name].first = loaders.build_eval_loader(path, options, sizes[name].rows)
     return built
 
 
 def name_mismatched(key: str) -> str:
-    """What the mismatched answers of a key's files are called."""
+    """Return the name of the mismatched answers of a key's files."""
     return f"{key}, mismatched"
 
 
 def list_scored(config: RunConfig, datasets: Mapping[str, Path]) -> dict[str, Path]:
-    """What a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
+    """Return the folders that a reference model has to score: key, or `name_mismatched` of it -> tokenized folder."""
     if not get_objective(config).needs_first_pass:
         return dict(datasets)
     return {**datasets, **{name_mismatched(key): mismatched_path(path) for key, path in datasets.items()}}

@@ -1,7 +1,7 @@
-"""`skip_data_intervals`: steps whose global batches are passed over, such as those of a loss that jumped.
+"""`skip_data_intervals`: steps whose global batches are skipped, such as those around a loss spike.
 
-The weights, the optimizer and the count of tokens stay as they are, the number of the step goes on, and with it the
-schedule and the order of samples: the steps behind an interval see what they would have seen without it.
+Weights, optimizer state and token count do not change, but the step number advances, and with it the learning rate
+schedule and the order of samples: the steps after an interval see the same data as without it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ Intervals = Sequence[Sequence[int]]  # [first, last], steps from 1, both include
 
 
 def is_skipped(step: int, intervals: Intervals) -> bool:
+    """Return whether a step (from 1) lies in one of the intervals."""
     return any(first <= step <= last for first, last in intervals)
 
 
 def iterate_trained(loader: Any, start: int, end: int, intervals: Intervals) -> Any:
-    """The micro-batches of a training loader from step `start` up to but not `end` (from 0), less those of the
-    intervals."""
+    """Return an iterator over the micro-batches of a training loader from step `start` to `end` (from 0, exclusive),
+    without those of the intervals."""
     spans = list(_list_spans(start, end, intervals))
     if len(spans) == 1:
         return loader.iterate(*spans[0])

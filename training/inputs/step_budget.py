@@ -1,4 +1,4 @@
-"""How long a run is and where it starts: the numbers that all ranks must agree on."""
+"""The length and the start of a run: the numbers on which all ranks must agree."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from training.optim.optimizer import describe_optimizer, describe_updates
 
 @dataclasses.dataclass(frozen=True)
 class EvalSize:
-    """Of an evaluation file. rows: as `micro_batch_size` counts them. terms: what its loss is a mean over.
-    documents: of its micro-batches; None where a user-defined collator sets positions."""
+    """The size of an evaluation file. rows: in the unit of `micro_batch_size`. targets: tokens that carry loss. terms:
+    the number of terms that its loss is a mean over. documents: bounds of its micro-batches; None when a user-defined
+    collator sets positions."""
 
     rows: int
     targets: int
@@ -44,11 +45,11 @@ class EvalSize:
 
 @dataclasses.dataclass(frozen=True)
 class StepBudget:
-    """Rank 0 computes it from the data; the others receive it.
+    """The length of a run, computed on rank 0 from the data and broadcast.
 
-    total_steps: the length of the learning rate's schedule. last_step: where this run ends, which `stop_after_steps`
-        may bring forward. evaluations: by the names of the evaluation files.
-    finished: that the run which this one would continue has nothing left to do, in words; empty where it has.
+    total_steps: the length of the learning rate schedule. last_step: the end of this run, which is earlier with
+        `stop_after_steps`. evaluations: by the names of the evaluation files.
+    finished: a message that the run to resume has nothing left to do; empty when it has steps left.
     """
 
     num_samples: int
@@ -61,9 +62,9 @@ class StepBudget:
 def compute_step_budget(
     config: RunConfig, layout: Layout, datasets: dict[str, Path], resume_from: Path | None
 ) -> tuple[StepBudget, TrainerState]:
-    """The budget, and the state that the run starts from. datasets: key of the files -> tokenized folder.
+    """Return the budget and the initial state of the run. datasets: key of the files -> tokenized folder.
 
-    Raises UserError for a checkpoint of a run that meant something else, and where no step is left.
+    Raises UserError for a checkpoint that does not match the config, and when no step is left.
     """
     num_samples = count_rows(datasets["train_file"], build_row_plan(config, "train_file"))
     unit = "packed rows" if config.data.packing else get_objective(config).unit
@@ -94,7 +95,7 @@ def compute_step_budget(
 
 
 def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> TrainerState:
-    """`start`, at the step of the checkpoint."""
+    """Return `start` advanced to the step of the checkpoint."""
     saved = read_state(resume_from)
     for difference in check_resumable(saved, start, resume_from, config.resume_allow_changes):
         console.say(f"resume: {difference}")
@@ -108,23 +109,23 @@ def _resume(start: TrainerState, resume_from: Path, config: RunConfig) -> Traine
 
 
 def _recall_best(saved: TrainerState, config: RunConfig) -> Best | None:
-    """What the run that it continues has found; None where evaluations are compared by something else now, or where
-    the best checkpoint, with which this run is to end, is not here."""
+    """Return the best evaluation of the run so far; None when the criterion has changed, or when the best checkpoint is
+    to be loaded at the end and is not complete."""
     best = saved.best
     if best is None or best.criterion != Criterion.of(config):
         return None
     step_dir = RunFolder(config.output_dir).checkpoints / f"global_step{best.step}"
     if config.load_best_model_at_end and find_wrong_size(step_dir) is not None:
         console.say(
-            f"resume: the best checkpoint, {step_dir}, is not whole or not there; it is looked for from here on"
+            f"resume: the best checkpoint, {step_dir}, is missing or incomplete; the search for the best starts again"
         )
         return None
     return best
 
 
 def find_finished(config: RunConfig, start: TrainerState) -> str:
-    """What is said of a run that has come to its end before. One that died between its last save and the end of its
-    export has only that left to do."""
+    """Return a message when the run has finished before, else an empty string. A run that died between its last save
+    and the end of its export has not finished: it still exports."""
     stopped_early = has_lost_patience(start.best, config.early_stopping_patience)
     completed = RunFolder(config.output_dir).read_completed()
     if not config.save_final and completed.get("step", 0) > start.step:
@@ -141,20 +142,22 @@ def find_finished(config: RunConfig, start: TrainerState) -> str:
 
 
 def _find_finished_unsaved(config: RunConfig, start: TrainerState, completed: Mapping[str, Any]) -> str:
-    """The same of a run that saved nothing at its end, by its record alone. `resume=auto` and `latest` are what a
-    scheduler or a supervisor starts again; whoever names a checkpoint, or does not resume, wants the steps after it."""
+    """Return the same message for a run that saved nothing at its end, known from completed.json only.
+
+    A scheduler or a supervisor restarts a run with `resume=auto` or `latest`; a run that names a checkpoint, or does
+    not resume, is meant to train the steps after it."""
     if config.resume not in ("auto", "latest"):
         return ""
     last, ended_by = completed["step"], completed.get("ended_by")
     stopped_early = ended_by == "early stopping" and config.early_stopping_patience is not None
     if last < start.total_steps and not stopped_early:
         console.say(
-            f"resume: the run before ended with step {last} ({ended_by}), which was not saved (save_final=false); "
+            f"resume: the previous run ended at step {last} ({ended_by}), which was not saved (save_final=false); "
             f"training continues from step {start.step}"
         )
         return ""
     checkpoint = RunFolder(config.output_dir).find_checkpoint(start.step)
-    again = f"give resume={checkpoint}" if start.step else "leave resume out"
+    again = f"give resume={checkpoint}" if start.step else "omit resume"
     return (
         f"{config.output_dir} has finished: step {last} of {start.total_steps}, not saved (save_final=false); nothing "
         f"is left to do. To train from step {start.step} again, {again}"
@@ -164,8 +167,7 @@ def _find_finished_unsaved(config: RunConfig, start: TrainerState, completed: Ma
 def _check_steps_left(config: RunConfig, start: TrainerState, resume_from: Path | None) -> None:
     if start.step > start.total_steps:
         raise UserError(
-            f"resume: {resume_from} is at step {start.step} of {start.total_steps}, there is nothing left; "
-            "raise max_steps"
+            f"resume: {resume_from} is at step {start.step} of {start.total_steps}, no step is left; raise max_steps"
         )
     for key in ("profile_step", "profile_trace"):
         step = getattr(config, key)
@@ -174,7 +176,7 @@ def _check_steps_left(config: RunConfig, start: TrainerState, resume_from: Path 
 
 
 def measure_evaluations(config: RunConfig, layout: Layout, datasets: Mapping[str, Path]) -> dict[str, EvalSize]:
-    """By the names of the evaluation files."""
+    """Return the size of each evaluation file, by its name."""
     keys = list_evaluations(config.eval_file)
     return {name: _measure_evaluation(config, layout, key, datasets[key]) for name, key in keys.items()}
 

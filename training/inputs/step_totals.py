@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from data.loading.step_totals import StepTotals
 
-STEPS_AT_ONCE = 16  # the order is a function of the step, so a broadcast is needed only once in so many steps
+STEPS_AT_ONCE = 16  # samples are ordered in advance, so one broadcast serves this many steps
 
 
 class SharedTotals:
-    """Rank 0, which reads inputs, computes them; the others receive them."""
+    """The totals of each step: computed on rank 0, which reads inputs, and broadcast to the others."""
 
     def __init__(self, loader: Any, last_step: int, group: dist.ProcessGroup | None = None) -> None:
-        """loader: this rank's. last_step: steps below it are asked for. group: of all ranks, for what is in the host's
-        memory; the default group otherwise."""
+        """loader: this rank's training loader. last_step: the exclusive upper bound of the steps. group: all ranks, for
+        tensors in host memory; the default group otherwise."""
         self._loader, self._last_step, self._group = loader, last_step, group
         self._known: dict[int, StepTotals] = {}
 
-    def of_step(self, step: int) -> StepTotals:
-        """All ranks call it, for the same steps in the same order."""
+    def get(self, step: int) -> StepTotals:
+        """Return the totals of a step (from 0). All ranks call it, for the same steps in the same order."""
         if step not in self._known:
             steps = range(step, min(step + STEPS_AT_ONCE, self._last_step))
             numbers = torch.zeros(len(steps), len(fields(StepTotals)), dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""What a run really does: time per stage, telemetry, metrics, loggers, the first number that is not finite."""
+"""Measurements of a run: time per stage, telemetry, metrics, loggers, the source of a number that is not finite."""

@@ -1,4 +1,4 @@
-"""On what a run has run: versions, source, hosts and devices, for whoever looks at its figures a year later."""
+"""The environment of a run: versions, source, hosts and devices, so that its figures can be read a year later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
-    """hosts: that of each rank."""
+    """Return the environment of this run, ready for JSON. hosts: the host of each rank."""
     return {
         "command": " ".join(sys.argv),
         "hosts": {host: list(hosts).count(host) for host in dict.fromkeys(hosts)},  # name -> ranks
@@ -32,8 +32,8 @@ def describe_environment(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _describe_device() -> str:
-    """The accelerator's name, else the processor's. DeepSpeed's accelerator, not torch's: a run on the CPU of a machine
-    with a card (DS_ACCELERATOR=cpu) has none."""
+    """Return the name of the accelerator, else of the processor. The accelerator is DeepSpeed's, not torch's: a run on
+    the CPU of a machine with a GPU (DS_ACCELERATOR=cpu) has none."""
     return describe_device() if has_accelerator() else platform.processor() or platform.machine()
 
 
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def _describe_source() -> str | None:
-    """The commit of this project, marked when files have changed since; None outside git."""
+    """Return the commit of this project, marked when files have changed since; None outside git."""
     try:
         done = subprocess.run(
             ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"],

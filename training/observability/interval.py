@@ -1,4 +1,4 @@
-"""What is summed up between two reports of a run."""
+"""The sums over the steps between two reports of a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class Interval:
-    """The steps since the last report. The loss stays on the device until it is asked for: reading it waits for the
-    step.
+    """The steps since the last report. The loss stays on the device until `finish`: reading it waits for the step.
 
-    num_skipped: of them, or in fp16 beside their losses, those that left the weights as they were. grad_norm: of the
-    last step that did not; None while there is none.
+    num_skipped: steps that did not change the weights; in fp16 the loss still counts when only
+    gradients overflow. grad_norm: the norm of
+    the last step that did; None if there is none.
     """
 
     def __init__(self, zero: torch.Tensor) -> None:
@@ -20,7 +20,7 @@ class Interval:
         self.start()
 
     def start(self) -> None:
-        self._loss_sum = self._zero.clone()  # of tokens, or of pairs
+        self._loss_sum = self._zero.clone()  # over tokens, or over pairs
         self._num_terms = self._num_tokens = self._num_steps = self.num_skipped = 0
         self.grad_norm: torch.Tensor | None = None
         self._seconds, self._since = 0.0, time.perf_counter()
@@ -42,7 +42,7 @@ class Interval:
         self._since = time.perf_counter()
 
     def finish(self) -> tuple[float, float, float]:
-        """(mean loss a target token or a pair, tokens a second, seconds a step) since the last call; begins a new
+        """Return the mean loss per target token or pair, tokens per second and seconds per step, and start a new
         interval."""
         loss = self._loss_sum.item() / self._num_terms
         self.pause()

@@ -1,5 +1,4 @@
-"""Where a run's curves go beside `metrics.jsonl`: one page a run, in Weights & Biases or TensorBoard. Main rank
-only."""
+"""Loggers in addition to `metrics.jsonl`: one page per run in Weights & Biases or TensorBoard. Main rank only."""
 
 from __future__ import annotations
 
@@ -14,14 +13,13 @@ from errors import UserError
 from training.config.schema import LoggerConfig, LoggerName
 from training.observability.metrics import Record, Reporter, split_stages
 
-Facts = Mapping[
-    str, Any
-]  # "config", "environment", "plan", ...: what is known of the run before its first step; text, or values
+# "config", "environment", "plan", ... -> text or values: facts of the run that are known before its first step.
+Facts = Mapping[str, Any]
 
 
 def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_step: int | None) -> list[Reporter]:
-    """What `logger=NAME` asks for. first_step: None for an evaluation alone. Raises
-    UserError when it cannot be had."""
+    """Build the logger of `logger=NAME`, if any. first_step: None for `evaluate_only`. Raises UserError when the logger
+    cannot be started."""
     if config.name is LoggerName.wandb:
         return [WandbLogger(config, output_dir, facts, trains=first_step is not None)]
     if config.name is LoggerName.tensorboard:
@@ -30,8 +28,8 @@ def build_loggers(config: LoggerConfig, output_dir: Path, facts: Facts, first_st
 
 
 class WandbLogger:
-    """`logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed run continues under its own
-    id; an evaluation has a page of its own. The runs of a sweep are one group."""
+    """A run in Weights & Biases. `logger.mode=offline` writes to `output_dir/wandb/` and needs no network. A resumed
+    run keeps its id; an evaluation has its own page. The runs of a sweep form one group."""
 
     def __init__(self, config: LoggerConfig, output_dir: Path, facts: Facts, trains: bool) -> None:
         import wandb  # slow to import, and off unless asked for
@@ -64,8 +62,8 @@ class WandbLogger:
 
 
 class TensorBoardLogger:
-    """Curves in `output_dir/tensorboard/`. What an earlier start wrote beyond the step that a run resumes from
-    disappears."""
+    """Curves in `output_dir/tensorboard/`. A resumed run removes what was written after the step that it resumes
+    from."""
 
     def __init__(self, output_dir: Path, facts: Facts, first_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and off unless asked for

@@ -1,4 +1,4 @@
-"""A step as it was measured, as a timeline."""
+"""The timeline of a measured step."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from training.planner.timeline import Timeline, TimelineSpan, Work
 
 _RECEIVES = ("RecvActivation", "RecvGrad")
 _IS_BACK = {"RecvActivation": False, "SendActivation": False, "RecvGrad": True, "SendGrad": True}
-Crossing = tuple[int, bool]  # the chunk in front of a boundary, and whether it is crossed back
+Crossing = tuple[int, bool]  # the chunk before a boundary, and whether it is crossed in the backward pass
 
 
 def measured_timeline(spans_of_stage: Sequence[Sequence[Span]], schedule: Schedule) -> Timeline:
-    """A measured step: the spans of one replica's stages [P], which ran `schedule`.
+    """Return the timeline of a measured step. spans_of_stage: of one replica [P], which ran `schedule`.
 
-    Of a transfer only its end is drawn, as long as the quickest one across that boundary took; until then the stage
-    waited.
+    A transfer is drawn at the end of its span, with the duration of the fastest one across that boundary: the stage
+    waited for the rest of the span.
     """
-    told = [list(_tell_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)]
-    quickest: dict[Crossing, float] = {}
-    for span, unit in (pair for pairs in told for pair in pairs):
+    matched = [
+        list(_match_units(spans, schedule.list_units(stage_id))) for stage_id, spans in enumerate(spans_of_stage)
+    ]
+    fastest: dict[Crossing, float] = {}
+    for span, unit in (pair for pairs in matched for pair in pairs):
         if span.name in TRANSFERS and unit is not None:
             crossing = _find_crossing(span, unit)
-            quickest[crossing] = min(quickest.get(crossing, span.stop - span.start), span.stop - span.start)
+            fastest[crossing] = min(fastest.get(crossing, span.stop - span.start), span.stop - span.start)
     drawn: list[TimelineSpan] = []
-    for stage_id, pairs in enumerate(told):
-        drawn += _draw_spans(stage_id, pairs, quickest, schedule)
+    for stage_id, pairs in enumerate(matched):
+        drawn += _draw_spans(stage_id, pairs, fastest, schedule)
     return Timeline("measured", drawn)
 
 
-def _tell_units(spans: Sequence[Span], units: Sequence[Unit]) -> Iterator[tuple[Span, Unit | None]]:
-    """Each span with the unit that it is, or whose input or output it moves; None for what belongs to the whole
-    step."""
+def _match_units(spans: Sequence[Span], units: Sequence[Unit]) -> Iterator[tuple[Span, Unit | None]]:
+    """Yield each span with its unit, or the unit whose input or output it moves; None for spans of the whole step."""
     done = 0
     for span in spans:
         if span.name in (FORWARD, BACKWARD, WEIGHTS):
@@ -51,14 +52,16 @@ def _find_crossing(span: Span, unit: Unit) -> Crossing:
 
 
 def _draw_spans(
-    stage_id: int, pairs: Sequence[tuple[Span, Unit | None]], quickest: dict[Crossing, float], schedule: Schedule
+    stage_id: int, pairs: Sequence[tuple[Span, Unit | None]], fastest: dict[Crossing, float], schedule: Schedule
 ) -> Iterator[TimelineSpan]:
     for span, unit in pairs:
         start, stop = span.start, span.stop
         if span.name in TRANSFERS and unit is not None:
             crossing = _find_crossing(span, unit)
-            if schedule.find_stage(crossing[0]) != schedule.find_stage(crossing[0] + 1):  # else it is handed on
-                yield TimelineSpan(stage_id, Work.communication, max(start, stop - quickest[crossing]), stop)
+            if schedule.find_stage(crossing[0]) != schedule.find_stage(
+                crossing[0] + 1
+            ):  # else the chunks are on one stage
+                yield TimelineSpan(stage_id, Work.communication, max(start, stop - fastest[crossing]), stop)
         elif unit is not None:
             yield TimelineSpan(stage_id, Work(unit.kind.value), start, stop, unit.micro_batch)
         elif span.name in REDUCTIONS:

@@ -1,7 +1,7 @@
-"""What a run says while it trains: `metrics.jsonl` and one progress bar; `training/observability/loggers.py` has the
-rest. Main rank only.
+"""Reports of a run while it trains: `metrics.jsonl` and a progress bar; training/observability/loggers.py has the
+other reporters. Main rank only.
 
-A reporter is anything with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
+A reporter is any object with `report(record)`, `advance(step)` and `close()`; the run has a list of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, Protocol
 from console import Progress, is_terminal, say
 from filesystem import write_atomically
 
-# Numbers; a list of them has a figure a stage. None where there is none: a gradient's norm when all steps were skipped.
+# Field -> number, a list of one number per stage, or None, such as the gradient norm when all steps were skipped.
 Record = dict[str, Any]
 
 
 class Reporter(Protocol):
+    """A receiver of the records of a run."""
+
     def report(self, record: Record) -> None: ...
 
     def advance(self, step: int) -> None: ...
@@ -28,11 +30,11 @@ class Reporter(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`, one line a report."""
+    """`metrics.jsonl`, one line per report."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Cuts an existing file back to the lines of the first `first_step` steps, then appends. A run from step 0
-        keeps nothing."""
+        """Truncate an existing file to the lines of the first `first_step` steps, then append. A run from step 0 keeps
+        nothing."""
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if first_step and _step_of(line) <= first_step]
             write_atomically(path, "".join(f"{line}\n" for line in kept))
@@ -49,7 +51,7 @@ class MetricsFile:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that was cut off when its run died."""
+    """Return the step of a line; infinite for one that is incomplete because its run died."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -57,10 +59,10 @@ def _step_of(line: str) -> float:
 
 
 class ProgressBar:
-    """The run's bar on a terminal; plain lines elsewhere."""
+    """The progress bar of a run on a terminal; plain lines elsewhere."""
 
     def __init__(self, first_step: int, total_steps: int, *, shows_routers: bool = False) -> None:
-        """shows_routers: also the load of experts, which is noise where nothing is done about it."""
+        """shows_routers: whether to print the load of experts, which is noise in a run that does not balance it."""
         self._total, self._shows_routers = total_steps, shows_routers
         self._bar = Progress("step", total_steps, done=first_step, stays=True) if is_terminal() else None
 
@@ -91,8 +93,7 @@ class ProgressBar:
 
 
 def split_stages(record: Record) -> Record:
-    """What there is a figure of, and a list of the stages' figures as one each, under the stage: `stage0/wait_time`,
-    ..."""
+    """Return the record without None values, its lists split into one figure per stage: `stage0/wait_time`, ..."""
     split: Record = {}
     for key, value in record.items():
         if value is None:
@@ -125,11 +126,11 @@ def _describe_routers(record: Record) -> list[str]:
 
 
 def describe_evaluation(record: Record) -> str:
-    """The loss, and the perplexity or the share of pairs whose chosen answer has the higher reward; then those of each
-    named file."""
+    """Return an evaluation in words: the loss, and the perplexity or the share of pairs whose chosen answer has the
+    higher reward; then the same for each named file."""
     names = [match[1] for key in record if (match := re.fullmatch("eval_(.+)_tokens", key))]
-    of_files = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
-    return "; ".join([_describe_file(record), *of_files])
+    described = [f"{name}: {_describe_file(_take_file(record, f'eval_{name}_'))}" for name in names]
+    return "; ".join([_describe_file(record), *described])
 
 
 def _take_file(record: Record, prefix: str) -> Record:
@@ -145,6 +146,7 @@ def _describe_file(record: Record) -> str:
 
 
 def perplexity(loss: float) -> float:
+    """Return the exponential of a loss, finite for any finite loss."""
     return math.exp(min(loss, 700))  # exp overflows above
 
 

@@ -1,8 +1,8 @@
-"""Which stage was the first to see a number that is not finite.
+"""The stage in which a number that is not finite appeared first.
 
-Sums are enough: what is not finite in a tensor is not finite in its sum. Each micro-batch adds the sum of the hidden
-states that a stage hands on, and of the gradient that comes back for them, to two numbers on the device; they are read
-only at a step that went wrong.
+Sums are enough: the sum of a tensor is not finite if one of its elements is not. Each micro-batch adds the sum of the
+hidden states that a stage sends, and of the gradient that it receives for them, to two numbers on the device. They are
+read only after a step that is not finite.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import torch.distributed as dist
 
 from training.pipeline.module import StageModule
 
-_NAMED_SAMPLES = 64  # of a global batch that is not finite
+_NAMED_SAMPLES = 64  # how many samples of the global batch a message names
 
 
 class NonfiniteProbe:
-    """Of this rank's stage. `reset` after each step; all ranks call `find_first` together."""
+    """The probe of this rank's stage. `reset` after each step; all ranks call `find_first` together."""
 
     def __init__(self, module: StageModule, device: torch.device) -> None:
         self._stage_id, self._chunk_numbers = module.stage_id, module.chunk_numbers
-        self._sums = torch.zeros(
-            len(module.chunks), 2, device=device
-        )  # of what goes on, of the gradient that comes back
+        # [chunks, 2]: hidden states sent, gradients received
+        self._sums = torch.zeros(len(module.chunks), 2, device=device)
         module.register_forward_hook(self._see)
 
     def reset(self) -> None:
         self._sums.zero_()
 
     def find_first(self) -> str:
-        """Where it was seen first, in words: values go from the first stage to the loss, gradients from the loss to the
-        first stage."""
+        """Return in words where it appeared first: values flow from the first stage to the loss, gradients from the
+        loss to the first stage."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
             gathered,
@@ -50,7 +49,7 @@ class NonfiniteProbe:
         if handed_on:
             return f"in the output of {names[min(handed_on)]}"
         if not came_back:
-            return f"in the gradients of weights, or behind them in the backward pass of {names[0]}"
+            return f"in the gradients of weights, or after them in the backward pass of {names[0]}"
         last = max(came_back)
         return "in the loss" if last == max(names) else f"in the backward pass of {names[last + 1]}"
 
@@ -69,7 +68,8 @@ class NonfiniteProbe:
 
 
 def describe_nonfinite(step: int, loss: float, norm: float, *, samples: Sequence[int], place: str) -> str:
-    """step: from 1. samples: of its global batch. place: where it was first seen."""
+    """Return the message for a step that is not finite. step: from 1. samples: of its global batch. place: of
+    `find_first`."""
     named = ", ".join(map(str, samples[:_NAMED_SAMPLES]))
     if len(samples) > _NAMED_SAMPLES:
         named += f" and {len(samples) - _NAMED_SAMPLES} more"

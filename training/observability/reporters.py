@@ -1,4 +1,4 @@
-"""Where a run reports to: its own file, its loggers and the progress bar. Main rank only."""
+"""The reporters of a run: its metrics file, its loggers and the progress bar. Main rank only."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def open_reporters(
     first_step: int,
     hosts: Sequence[str],
 ) -> list[Reporter]:
-    """Of a run that trains; the loggers get its plan too. hosts: that of each rank."""
+    """Open the reporters of a training run; its loggers get the plan too. hosts: the host of each rank."""
     known = describe_run(config, hosts)
-    if prediction.peak_flops is not None:  # else the plan's times are another machine's
+    if prediction.peak_flops is not None:  # else the times of the plan are those of another machine
         text = render_plan(prediction.plan, config, prediction.hardware, budget.total_steps)
         folder.plan.write_text(text + "\n")
         known |= {"plan": list_figures(prediction.plan), "plan_table": text}
@@ -39,12 +39,12 @@ def open_reporters(
 
 
 def open_evaluation_reporters(config: RunConfig, folder: RunFolder, hosts: Sequence[str]) -> list[Reporter]:
-    """Of a run that only evaluates."""
+    """Open the loggers of a run that only evaluates. hosts: the host of each rank."""
     return build_loggers(config.logger, folder.path, describe_run(config, hosts), first_step=None)
 
 
 def describe_run(config: RunConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """For a logger, and whoever looks at the run later."""
+    """Return the config and the environment of a run, ready for JSON. hosts: the host of each rank."""
     return {
         "config": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
         "environment": describe_environment(hosts),

@@ -1,11 +1,10 @@
-"""What this rank did in a step, and when: the units of the engine's schedule (forward pass, receive, ...), each
-followed by a mark of the time.
+"""The timing of a step on this rank: a time mark after each unit of the engine's schedule (forward pass, receive, ...).
 
-On an accelerator a mark is an event in the stream, read when the step has ended: no unit is waited for. On a CPU it is
-the host's clock.
+On an accelerator a mark is an event in the stream, read at the end of the step, so no unit waits. On a CPU it is the
+time of the host's clock.
 
-The gradient's norm makes all ranks wait for the slowest inside `OptimizerStep`. A sum of one number just before takes
-that wait, so that it is kept apart from the optimizer's work; it costs nothing that the norm would not have cost.
+The gradient norm makes all ranks wait for the slowest inside `OptimizerStep`. An all-reduce of one number just before
+absorbs that wait, which separates it from the optimizer's work; the wait would occur in the norm otherwise.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class Span:
 
 @dataclass
 class RankTimes:
-    """Seconds of one rank, summed over `num_steps` steps, and bytes.
+    """The times of one rank in seconds, summed over `num_steps` steps, and its memory in bytes.
 
-    pipeline: from a step's start to the end of this rank's last pass and transfer. reduce: gradients, over replicas and
-    tied stages. weights: of backward passes, the part that was put off; not in `backward`. exchange: of passes, what
-    attention waited for from the ranks that share its sequences. recv_activation, ...: of all
-    such transfers, had each been as quick as the step's quickest; the rest of them is waiting.
+    pipeline: from the start of a step to the end of this rank's last pass and transfer. reduce: all-reduce of gradients
+    over replicas and tied stages. weights: deferred weight gradients; not in `backward`. exchange: time in passes that
+    attention waited for the ranks that share its sequences. recv_activation, ...: the time of all such transfers if
+    each were as fast as the fastest of its step; the rest is waiting.
     """
 
     num_steps: float = 0
@@ -62,20 +61,20 @@ class RankTimes:
     peak_memory: float = 0
 
     def add(self, spans: Sequence[Span], step_seconds: float) -> None:
-        """Counts one step."""
-        of: dict[str, list[float]] = {}
+        """Count one step."""
+        seconds: dict[str, list[float]] = {}
         for span in spans:
-            of.setdefault(span.name, []).append(span.stop - span.start)
+            seconds.setdefault(span.name, []).append(span.stop - span.start)
         self.num_steps += 1
         self.step += step_seconds
-        self.forward += sum(of.get(FORWARD, ()))
-        self.backward += sum(of.get(BACKWARD, ()))
-        self.weights += sum(of.get(WEIGHTS, ()))
-        self.exchange += sum(of.get(EXCHANGE, ()))
-        self.optimizer += sum(of.get(OPTIMIZER, ()))
-        self.reduce += sum(sum(of.get(name, ())) for name in REDUCTIONS)
+        self.forward += sum(seconds.get(FORWARD, ()))
+        self.backward += sum(seconds.get(BACKWARD, ()))
+        self.weights += sum(seconds.get(WEIGHTS, ()))
+        self.exchange += sum(seconds.get(EXCHANGE, ()))
+        self.optimizer += sum(seconds.get(OPTIMIZER, ()))
+        self.reduce += sum(sum(seconds.get(name, ())) for name in REDUCTIONS)
         self.pipeline += max(span.stop for span in spans if span.name in _IN_PIPELINE)
-        pure = [min(of[name]) * len(of[name]) if name in of else 0.0 for name in TRANSFERS]
+        pure = [min(seconds[name]) * len(seconds[name]) if name in seconds else 0.0 for name in TRANSFERS]
         self.recv_activation += pure[0]
         self.send_grad += pure[1]
         self.send_activation += pure[2]
@@ -83,8 +82,8 @@ class RankTimes:
 
 
 class StageTimer:
-    """Times the training steps of one engine: its `StepObserver`, and that of its exchanges. `attach` comes before the
-    first step."""
+    """A timer of the training steps of one engine: the `StepObserver` of the engine and of its exchanges. Call `attach`
+    before the first step."""
 
     def __init__(self, engine: Engine, memory: MemoryPeak) -> None:
         self._engine, self._device, self._memory = engine, engine.device, memory
@@ -98,12 +97,13 @@ class StageTimer:
         return _HostMarks() if self._device.type == "cpu" else _DeviceMarks(self._device)
 
     def attach(self) -> None:
+        """Observe the engine, and reset the memory peak."""
         self._memory.start()
         self._engine.observe(self)
         self._engine.module.sequence_part.exchanges.observer = self
 
     def detach(self) -> None:
-        """The engine is again as it was."""
+        """Stop observing the engine."""
         self._engine.observe(None)
         self._engine.module.sequence_part.exchanges.observer = None
 
@@ -135,7 +135,7 @@ class StageTimer:
         self._exchange_marks.start()
 
     def finish_step(self) -> list[Span]:
-        """Counts the step that has just ended, and returns what it was: its units in their order, then exchanges."""
+        """Count the step that has just ended, and return its spans: units in order, then exchanges."""
         self._is_running = False
         stops = self._marks.read()
         spans = [Span(name, start, stop) for name, start, stop in zip(self._names, [0.0, *stops], stops)]
@@ -146,7 +146,7 @@ class StageTimer:
         return spans
 
     def gather(self) -> list[RankTimes]:
-        """The times of all ranks since the last call, in the order of ranks; all ranks call it. One small
+        """Return the times of all ranks since the last call, in the order of ranks. All ranks call it; it is one small
         collective."""
         self._times.peak_memory = self._memory.read()
         own = torch.tensor(astuple(self._times), dtype=torch.float64, device=self._device)
@@ -160,7 +160,7 @@ class StageTimer:
 
 
 class _HostMarks:
-    """Times of the host's clock. A CPU has computed when a call returns."""
+    """Marks of the host's clock. On a CPU an operator is done when its call returns."""
 
     def start(self) -> None:
         self._times: list[float] = []
@@ -170,12 +170,12 @@ class _HostMarks:
         self._times.append(time.perf_counter())
 
     def read(self) -> list[float]:
-        """Seconds from the start to each mark."""
+        """Return the seconds from the start to each mark."""
         return [stop - self._start for stop in self._times]
 
 
 class _DeviceMarks:
-    """Events in the device's stream. They are kept and used again, step after step."""
+    """Events in the device's stream, which are reused in each step."""
 
     def __init__(self, device: torch.device) -> None:
         self._make = torch.get_device_module(device).Event
@@ -198,8 +198,8 @@ class _DeviceMarks:
 
 
 class MemoryPeak:
-    """The most memory that training took: what the device's allocator gave out, or on a CPU this process's resident
-    pages beyond those that it had when this was made."""
+    """The peak memory of training: of the device's allocator, or on a CPU the resident memory of this process above its
+    value when this object was built."""
 
     _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -208,15 +208,15 @@ class MemoryPeak:
         self._before = self._resident("VmRSS")
 
     def start(self) -> None:
-        """Forgets what the start of the run took: reading weights, building stages."""
+        """Reset the peak, which excludes the start of the run: reading weights, building stages."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # where a container forbids it the start counts too
+            with suppress(OSError):  # a container may forbid it; then the start counts too
                 self._CLEAR.write_text("5")  # proc(5): the peak becomes what is resident now
 
     def read(self) -> int:
-        """Bytes; 0 where the system does not report it."""
+        """Return the peak in bytes; 0 when the system does not report it."""
         if self._device.type != "cpu":
             return torch.get_device_module(self._device).max_memory_allocated(self._device)
         return max(0, self._resident("VmHWM") - self._before)

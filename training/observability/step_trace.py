@@ -2,7 +2,7 @@
 
 Each rank writes its trace to `output_dir/traces/rank_N.json.gz` (open it at ui.perfetto.dev or chrome://tracing), and
 the main rank a summary of all of them to `output_dir/profile_step_N.txt`. The profiler exists from the start of that
-step to its end only; no other step pays for it.
+step to its end only; no other step is slowed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ANNOTATION = "optimizer step {}"
 
 
 class StepTrace:
-    """Traces one step of this rank. All ranks call `start` and `finish`, around the same step."""
+    """The trace of one step on this rank. All ranks call `start` and `finish`, around the same step."""
 
     def __init__(self, step: int | None, folder: Path) -> None:
         """step: counted from 1, as in metrics.jsonl; None traces nothing. folder: `output_dir`."""
         self.step, self._folder = step, folder
 
     def start(self) -> None:
-        """Returns when all ranks have got so far: starting a profiler takes seconds, and none of them would be the
-        step's."""
+        """Start the profiler and wait until all ranks have: it takes seconds, which would count as part of the
+        step."""
         self._profiler = profile(activities=list_activities())
         self._profiler.start()
         self._mark = record_function(_ANNOTATION.format(self.step))
@@ -38,7 +38,7 @@ class StepTrace:
         self._mark.__enter__()
 
     def finish(self) -> None:
-        """Writes this rank's trace and, on the main rank, the summary."""
+        """Write this rank's trace and, on the main rank, the summary."""
         self._mark.__exit__(None, None, None)
         self._profiler.stop()
         own = self._write()
@@ -62,5 +62,6 @@ class StepTrace:
 
 
 def list_activities() -> set[ProfilerActivity]:
-    """Of the host alone for a run on the CPU: on a machine with cards the profiler would take one to watch it."""
+    """Return the activities to trace. A run on the CPU traces the host only, so that the profiler does not open a
+    GPU."""
     return supported_activities() if has_accelerator() else {ProfilerActivity.CPU}

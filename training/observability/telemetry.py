@@ -1,5 +1,5 @@
-"""What was measured, beside what was predicted: the times of all ranks put together into a line of metrics.jsonl, and
-a closing table.
+"""Measured and predicted times and memory: the times of all ranks combined into a line of metrics.jsonl, and a table
+at the end.
 
 P stages, M micro-batches. Definitions: docs/performance.md.
 """
@@ -26,11 +26,11 @@ from training.planner.timeline import predicted_timeline
 
 @dataclass(frozen=True)
 class Measured:
-    """A mean step. Seconds and bytes, per stage [P]; of its replicas the mean, of their memory the most.
+    """The mean step. Seconds and bytes per stage [P]: the mean over its replicas, for memory the maximum.
 
-    compute + communication + wait is the step. bubble: the share of the pipeline's time in which a stage runs no pass,
-    on average. imbalance: by how much the stage with the longest passes exceeds the mean. weight_grad_time: of
-    compute_time, gradients of weights that were put off. exchange_time: of compute_time, what attention waited for from
+    compute + communication + wait is the step. bubble: the mean share of the pipeline's time in which a stage runs no
+    pass. imbalance: by how much the stage with the longest passes exceeds the mean. weight_grad_time: the part of
+    compute_time spent on deferred weight gradients. exchange_time: the part of compute_time that attention waited for
     the ranks that share its sequences.
     """
 
@@ -47,7 +47,7 @@ class Measured:
 
 
 def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
-    """The times of all ranks since they were last gathered, as one; None when there was no step."""
+    """Combine the times of all ranks since they were last gathered; None when there was no step."""
     num_steps = ranks[0].num_steps
     if not num_steps:
         return None
@@ -78,7 +78,7 @@ def combine(ranks: Sequence[RankTimes], layout: Layout) -> Measured | None:
 
 
 def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
-    """The mean over the replicas of each stage. values: of each rank."""
+    """Return the mean over the replicas of each stage [P]. values: one per rank."""
     return [
         sum(values[rank] for rank in layout.list_stage_ranks(stage)) / layout.ranks_per_stage
         for stage in range(layout.num_stages)
@@ -86,11 +86,11 @@ def _by_stage(values: Sequence[float], layout: Layout) -> list[float]:
 
 
 def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
-    """Seconds that each rank's transfers take by themselves.
+    """Return the seconds of each rank's transfers without waiting.
 
-    Whoever comes first to a transfer waits in it for the other; the end that came last has not waited. So of a
-    boundary's two ends the quicker one shows how long the transfer takes. A rank that sends both ways in a pass (in the
-    shape of a V) is taken at its own word.
+    The rank that comes first to a transfer waits in it for the other; the rank that comes last does not wait. So the
+    shorter time of the two ends of a boundary is that of the transfer. A rank that sends both ways in a pass (a
+    V-shaped placement) is not compared: its own times count.
     """
     if layout.pass_times:
         return [rank.send_activation + rank.recv_activation + rank.send_grad + rank.recv_grad for rank in ranks]
@@ -105,15 +105,15 @@ def _transfers(ranks: Sequence[RankTimes], layout: Layout) -> list[float]:
 
 
 class Telemetry:
-    """Measures the steps of this rank; what all ranks have measured becomes fields of a report on the main rank."""
+    """The measurement of a run's steps. The main rank reports the times of all ranks."""
 
     def __init__(self, timer: StageTimer, layout: Layout, prediction: Prediction | None) -> None:
-        """prediction: on the main rank."""
+        """prediction: on the main rank; None on the others."""
         self._timer, self._layout, self._prediction = timer, layout, prediction
         self._reported: list[tuple[Measured, Record]] = []
 
     def start_step(self, profiled: bool) -> None:
-        """profiled: its spans are to be drawn, so all ranks start at once."""
+        """profiled: whether the step will be drawn, for which all ranks start it together."""
         if profiled:
             dist.barrier()
         self._timer.start_step()
@@ -122,19 +122,19 @@ class Telemetry:
         return self._timer.finish_step()
 
     def gather(self) -> Measured | None:
-        """What was measured since the last call; the same on all ranks, and all ranks call it."""
+        """Return the measurements since the last call; the same on all ranks. All ranks call it."""
         return combine(self._timer.gather(), self._layout)
 
     def draw(self, spans: list[Span], step: int, folder: Path) -> None:
-        """Draws a step of the first replica, as predicted and as measured, into `folder`. All ranks call it."""
-        of_ranks: list[list[Span]] = [[] for _ in range(self._layout.world_size)]
-        dist.all_gather_object(of_ranks, spans)
+        """Draw a step of the first replica, as predicted and as measured, into `folder`. All ranks call it."""
+        gathered: list[list[Span]] = [[] for _ in range(self._layout.world_size)]
+        dist.all_gather_object(gathered, spans)
         if self._prediction is None:
             return
         from training.planner.timeline_plot import draw_timelines  # matplotlib is slow to import, and few runs draw
 
         first_replica = self._layout.topology.groups(PIPE)[0]
-        measured = measured_timeline([of_ranks[rank] for rank in first_replica], build_schedule(self._layout))
+        measured = measured_timeline([gathered[rank] for rank in first_replica], build_schedule(self._layout))
         draw_timelines(
             [predicted_timeline(self._prediction.plan), measured],
             f"step {step}, {self._layout.describe()}",
@@ -142,7 +142,7 @@ class Telemetry:
         )
 
     def describe(self, measured: Measured, tokens_per_second: float) -> Record:
-        """The fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
+        """Return the fields of a report. Main rank only. tokens_per_second: over the same steps, without padding."""
         prediction = self._prediction
         assert prediction is not None
         mfu = prediction.compute_mfu(tokens_per_second, measured.step_time)
@@ -164,15 +164,15 @@ class Telemetry:
         return record
 
     def summarize(self) -> str:
-        """The run in a table; without its first report, which warms up, where there are others. Empty when nothing was
-        reported."""
+        """Return a table of the run, without its first report if there are others: it is warm-up. Empty when nothing
+        was reported."""
         if self._prediction is None or not self._reported:
             return ""
         return render_summary(self._reported[1:] or self._reported, self._prediction)
 
 
 def render_summary(reported: Sequence[tuple[Measured, Record]], prediction: Prediction) -> str:
-    """reported: what was measured, and its record, at each report that counts."""
+    """Return the table of a run. reported: the measurements and the record of each report."""
     plan = prediction.plan
     total = sum(measured.num_steps for measured, _ in reported)
 

@@ -1,5 +1,5 @@
-"""What the trace of one step says: how much of it a device computed, communicated and idled, what took longest, and
-how often the host waited for the device.
+"""A summary of the trace of one step: the shares of computation, communication and idle time, the longest operators,
+and how often the host waited for the device.
 
 Reads the events of a Chrome trace as torch.profiler writes it (kineto; times in microseconds): `cpu_op` and
 `cuda_runtime` of the host, `kernel`, `gpu_memcpy` and `gpu_memset` of the device. Pure: no profiler, no device.
@@ -19,7 +19,7 @@ Interval = tuple[float, float]  # start, stop
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BY_HOST = ("cpu_op", "cuda_runtime", "cuda_driver")
-_COMMUNICATION = ("nccl", "gloo", "c10d::", "c10d_functional::")  # how such names begin, in lower case
+_COMMUNICATION = ("nccl", "gloo", "c10d::", "c10d_functional::")  # prefixes of names, in lower case
 # Calls in which the host waits for the device (an asynchronous copy of pageable memory too), and operators that make
 # such calls.
 WAITS = (
@@ -42,10 +42,10 @@ class OpTime:
 class StepProfile:
     """One step of one rank, in seconds.
 
-    on_device: whether a device's own events were recorded; without them, its host is the device.
-    computing: at least one kernel ran that does not communicate. communicating: only such ran that do.
-    device_ops: kernels, by time. host_ops: operators, by the time that none within them accounts for.
-    waits: calls by name, of `WAITS`.
+    on_device: whether events of a device were recorded; without them, the host counts as the device.
+    computing: time in which at least one kernel ran that does not communicate. communicating: time in which only
+    communication kernels ran. device_ops: kernels, by time. host_ops: operators, by self time. waits: number of calls
+    of each name in `WAITS`.
     """
 
     on_device: bool
@@ -62,9 +62,9 @@ class StepProfile:
 
 
 def summarize_trace(events: Iterable[Event], annotation: str) -> StepProfile:
-    """events: of a trace in which the step stands between both ends of the user annotation of that name.
+    """Summarize a trace. events: of a Chrome trace. annotation: the name of the user annotation around the step.
 
-    What the device still had to do when the host left the step belongs to it.
+    Kernels that the device runs after the host has left the step belong to it.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     step = next(e for e in spans if e.get("cat") == "user_annotation" and e["name"] == annotation)
@@ -96,7 +96,7 @@ def _communicates(name: str) -> bool:
 
 
 def measure_union(intervals: Iterable[Interval]) -> float:
-    """The length of what at least one of them covers."""
+    """Return the length of the union of the intervals."""
     length, reached = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         length += max(0.0, stop - max(start, reached))
@@ -105,13 +105,13 @@ def measure_union(intervals: Iterable[Interval]) -> float:
 
 
 def _self_times(operators: Sequence[Event]) -> Iterable[tuple[str, float]]:
-    """(name, microseconds) of each call, without the calls within it. Calls of one thread are nested."""
+    """Yield (name, microseconds) of each call, without the calls within it. Calls of one thread are nested."""
     by_thread: dict[Any, list[Event]] = defaultdict(list)
     for event in operators:
         by_thread[event["pid"], event["tid"]].append(event)
     for calls in by_thread.values():
         calls.sort(key=lambda event: (event["ts"], -event["dur"]))
-        inner = [0.0] * len(calls)  # of the calls directly within each
+        inner = [0.0] * len(calls)  # microseconds of the calls directly within each
         around: list[int] = []
         for index, call in enumerate(calls):
             while around and call["ts"] >= _interval(calls[around[-1]])[1]:
@@ -123,7 +123,7 @@ def _self_times(operators: Sequence[Event]) -> Iterable[tuple[str, float]]:
 
 
 def _rank_ops(calls: Iterable[tuple[str, float]]) -> tuple[OpTime, ...]:
-    """calls: (name, microseconds)."""
+    """Return the names with the most time, in descending order. calls: (name, microseconds)."""
     durations: dict[str, list[float]] = defaultdict(list)
     for name, microseconds in calls:
         durations[name].append(microseconds)
@@ -132,7 +132,7 @@ def _rank_ops(calls: Iterable[tuple[str, float]]) -> tuple[OpTime, ...]:
 
 
 def render_profiles(profiles: Sequence[StepProfile], step: int) -> str:
-    """The ranks side by side, then what took longest on each. profiles: in the order of ranks."""
+    """Return a table of the ranks, then the longest operators of each. profiles: in the order of ranks."""
     header = ("rank", "step", "computing", "communicating only", "idle", "waits and copies")
     rows = [
         (
@@ -145,8 +145,8 @@ def render_profiles(profiles: Sequence[StepProfile], step: int) -> str:
         )
         for rank, profile in enumerate(profiles)
     ]
-    measured = "of the device" if profiles[0].on_device else "of the CPU, which is the device here"
-    title = f"step {step}, under the profiler, which slows it; shares {measured}"
+    measured = "of the device" if profiles[0].on_device else "of the CPU, which is the device"
+    title = f"step {step}, slowed by the profiler; shares {measured}"
     blocks = [title, "", *render_rows(header, rows)]
     for rank, profile in enumerate(profiles):
         blocks += _render_ops(f"rank {rank}: kernels by device time", profile.device_ops, profile.step)

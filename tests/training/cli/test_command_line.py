@@ -1,4 +1,4 @@
-"""Mistakes on the command line, in our words."""
+"""Mistakes on the command line get messages of this project."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def message_of(line: str) -> str:
 
 
 def test_mistakes_are_found_before_torch_is_imported() -> None:
-    """What the entry point imports takes a second; torch would take several more."""
+    """The imports of the entry point take a second; torch would add several."""
     code = "import sys, trainer_base_ds_mp; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_a_name_that_is_in_no_table_is_refused_as_the_config_is_composed() -> None:
+def test_an_unknown_name_is_refused_when_the_config_is_composed() -> None:
     def refuse(composed: DictConfig) -> None:
         raise UserError(f"schedule={composed.schedule}: seen")
 
@@ -85,7 +85,7 @@ def test_the_launchers_argument_is_dropped_and_keys_come_last() -> None:
         "hydra.verbose=true",
     ],
 )
-def test_a_right_command_line_passes(line: str) -> None:
+def test_a_correct_command_line_passes(line: str) -> None:
     check(line)
 
 
@@ -138,11 +138,11 @@ def test_a_wrong_type_names_the_key_the_value_and_what_it_must_be(line: str, mes
 
 
 def test_quotes_as_the_message_shows_them_work() -> None:
-    quoted = message_of("'data.prompt_template=Q: {prompt}'").rpartition("own: ")[2]
+    quoted = message_of("'data.prompt_template=Q: {prompt}'").rpartition("shell's: ")[2]
     assert build_config(*shlex.split(quoted)).data.prompt_template == "Q: {prompt}"
 
 
-def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> None:
+def test_a_missing_config_or_option_comes_with_the_existing_ones() -> None:
     configs = ", ".join(sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != "base"))
     assert message_of("-cn llama_9b") == f"-cn llama_9b: there is no conf/llama_9b.yaml; there are {configs}"
     assert message_of("--config-dir /nowhere/at/all") == "--config-dir /nowhere/at/all: there is no such folder"
@@ -155,7 +155,7 @@ def test_a_config_or_option_that_is_not_there_comes_with_those_that_are() -> Non
     )
 
 
-def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
+def test_a_mistake_in_a_user_defined_config(tmp_path: Path) -> None:
     register_schema()
     for file in [*CONF.glob("*/**/*.yaml"), CONF / "base.yaml"]:
         copy = tmp_path / file.relative_to(CONF)
@@ -166,14 +166,14 @@ def test_a_config_of_the_users_own_with_a_mistake_in_it(tmp_path: Path) -> None:
         check_command_line(["-cn", "mine"], tmp_path, "mine")
 
 
-def test_multirun_is_no_option_of_a_launch() -> None:
+def test_multirun_is_refused_inside_a_launch() -> None:
     assert message_of("-m seed=1,2") == (
-        "--multirun starts a launch for each run, so it is started without one: python trainer_base_ds_mp.py "
+        "--multirun starts a launcher for each run, so start it without one: python trainer_base_ds_mp.py "
         "--multirun num_gpus=2 ..."
     )
 
 
-def test_a_folder_of_the_users_own_is_searched_too(tmp_path: Path) -> None:
+def test_a_user_defined_folder_is_searched_too(tmp_path: Path) -> None:
     register_schema()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "quiz.yaml").write_text("defaults: [sft, _self_]\nprompt_field: question\n")

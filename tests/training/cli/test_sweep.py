@@ -1,5 +1,4 @@
-"""Sweeps: which runs a command line asks for, and what is reported of them. One goes through the real launcher
-(full)."""
+"""Sweeps: the runs of a command line, and their report. One test uses the real launcher (full)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def plan(line: str) -> tuple[list[Job], int]:
     return plan_sweep(clean_arguments(["trainer_base_ds_mp.py", *shlex.split(line)])[1:], CONF, "llama_tiny_pp2")
 
 
-def test_each_combination_is_a_run_with_a_folder_of_its_own() -> None:
+def test_each_combination_is_a_run_with_its_own_folder() -> None:
     jobs, num_gpus = plan(
         "--multirun num_gpus=2 -cn llama_tiny_pp2 learning_rate=1e-4,3e-4 seed=range(1,3) max_steps=7 output_dir=out"
     )
@@ -47,14 +46,14 @@ def test_each_combination_is_a_run_with_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-m seed=1,2", "say with num_gpus=N how many ranks each has"),
-        ("-m num_gpus=two seed=1,2", "say with num_gpus=N how many ranks each has"),
+        ("-m seed=1,2", "give the number of ranks with num_gpus=N"),
+        ("-m num_gpus=two seed=1,2", "give the number of ranks with num_gpus=N"),
         ("-m num_gpus=2 learning_rte=1,2", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
         ("-m num_gpus=2 seed=1,x", "seed=x: must be a whole number"),
         ("-m num_gpus=2 optimizer=adamw,adam", "optimizer=adam: there is no conf/optimizer/adam.yaml"),
     ],
 )
-def test_a_mistake_in_any_run_is_told_before_the_first_starts(line: str, message: str) -> None:
+def test_a_mistake_in_any_run_is_reported_before_the_first_starts(line: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(line)
     assert message in str(caught.value)
@@ -86,4 +85,4 @@ def test_the_runs_start_in_order_and_end_in_a_table(tmp_path: Path, capsys: pyte
 
     started.clear()
     run_sweep(jobs, 2, launch)
-    assert started == ["seed=2"]  # the others have finished before
+    assert started == ["seed=2"]  # the others had finished

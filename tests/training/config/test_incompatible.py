@@ -1,4 +1,4 @@
-"""What does not go together: each pair is refused by both names, with its reason and the way out; a page shows all."""
+"""Features that do not go together: each pair is refused by name, with its reason and the way out; a page lists all."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from models.losses.options import DPOLossType
 SLOW = {"torch", "transformers", "deepspeed", "datasets"}
 
 
-def test_what_a_command_line_needs_does_not_wait_for_torch() -> None:
-    """`--help` and a mistyped key are answered at once."""
+def test_a_command_line_does_not_wait_for_torch() -> None:
+    """`--help` and a mistyped key get an immediate answer."""
     code = (
         "import sys; import training.cli.command_line, training.cli.sweep, training.config.schema; print(*sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""What is refused before anything is touched."""
+"""Values that are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_deepspeed_that_is_too_old_is_refused(installed: str) -> None:
 
 
 @pytest.mark.parametrize("installed", ["0.19.8", "0.19.10", "0.20.0", "1.0", "0.19.8+cu128"])
-def test_a_newer_deepspeed_is_taken(installed: str) -> None:
+def test_a_newer_deepspeed_is_accepted(installed: str) -> None:
     check_deepspeed_version(installed)
 
 

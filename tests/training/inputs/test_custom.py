@@ -1,4 +1,4 @@
-"""`docs/add_your_data.md`, followed as a stranger would: its code and its command line."""
+"""The code and the command line of `docs/add_your_data.md`, run as written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_own_records_and_encoder(
+def test_user_defined_records_and_encoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     code, command = blocks("python")[0], blocks("bash")[1]
@@ -62,7 +62,7 @@ def test_mixtures_are_read(override: str) -> None:
 
 
 def train_there(folder: Path, case: Case) -> dict[str, Any]:
-    """Trains with the modules that lie in `folder`."""
+    """Train with the modules in `folder`."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -71,8 +71,8 @@ def train_there(folder: Path, case: Case) -> dict[str, Any]:
         os.chdir(before)
 
 
-def test_own_collator_and_loss(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
-    """Through two stages: the weights of a plain loop with torch's own label smoothing, on inputs with the same tokens
+def test_user_defined_collator_and_loss(workers: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """Two stages give the weights of a plain loop with torch's label smoothing, on inputs with the same tokens
     hidden."""
     (tmp_path / "my_losses.py").write_text(blocks("python")[1])
     (tmp_path / "data.jsonl").write_text(save_records(tmp_path / "records.jsonl", 8).read_text())

@@ -1,5 +1,4 @@
-"""`inspect_data=true`: one process, whatever the layout; no process group, no engine, nothing but the picture in
-output_dir."""
+"""`inspect_data=true`: one process for any layout; no process group, no engine, only the histograms in output_dir."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which samples each global batch holds, read off the batches that real ranks take in: the same at every layout, and
-after a resume at another."""
+"""The samples of each global batch, read from the batches that real ranks receive: the same for every layout, and after
+a resume with another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_SAMPLES, GLOBAL_BATCH, STEPS, STOP = (
     4,
     8,
     3,
-)  # five steps an epoch; it is left in the middle of the first, and ends in the second
+)  # five steps per epoch; the run stops in the middle of the first, and ends in the second
 Received = list[tuple[list[list[int]] | None, list[list[int]] | None]]  # input_ids and labels of each micro-batch
 
 
@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_and_listen(case: Case) -> tuple[int, Received]:
-    """A whole run on this rank: its data-parallel rank, and what its engine took from its loader."""
+    """On a rank: a whole run; returns its data-parallel rank, and the batches that its engine took from its loader."""
     import torch.distributed as dist
 
     from data.loading.loader import TrainLoader
@@ -87,8 +87,8 @@ def run(workers: Callable[[int], WorkerGroup], root: Path) -> Callable[..., list
 
 
 def hash_global_batches(root: Path, ranks: list[tuple[int, Received]], dp_size: int) -> list[str]:
-    """Samples are known by their tokens. Micro-batches go round the replicas; inputs and labels must be of the same
-    samples."""
+    """Samples are identified by their tokens. Micro-batches go round-robin to the replicas; inputs and labels must be
+    of the same samples."""
     data = TokenizedDataset(next(path for path in (root / "cache").iterdir() if path.is_dir()), True, True)
     ids_of = ({tuple(read(i).tolist()): i for i in range(len(data))} for read in (data.input_ids, data.labels))
     inputs, labels = (find_ids(half, known, ranks, dp_size) for half, known in enumerate(ids_of))
@@ -100,7 +100,7 @@ def hash_global_batches(root: Path, ranks: list[tuple[int, Received]], dp_size: 
 def find_ids(
     half: int, known: dict[tuple[int, ...], int], ranks: list[tuple[int, Received]], dp_size: int
 ) -> list[int]:
-    """The ids of the samples in the order of the run, from the ranks that read inputs (half 0) or labels (half 1)."""
+    """Return the ids of the samples in the order of the run, from the ranks that read inputs (half 0) or labels (1)."""
     streams: dict[int, list[int]] = {}
     for dp_rank, taken in ranks:
         rows = [row for batch in taken if batch[half] is not None for row in batch[half]]
@@ -141,8 +141,8 @@ def test_and_after_a_resume_in_the_middle_of_an_epoch_at_another_layout(
 def test_a_resume_on_other_data_names_what_changed(
     whole: list[str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, a file, the project's own way to draw an order; not a file that was moved. With `resume_allow_changes`
-    it continues."""
+    """Changes of weights, of a file, of the way the order is drawn; not of a file's path. `resume_allow_changes`
+    permits them."""
     step_dir = root / "pp1" / "checkpoints" / f"global_step{STEPS}"
 
     def resume(*overrides: str) -> int:

@@ -1,4 +1,4 @@
-"""Steps whose data are passed over: the others are those of a run without them, in one process and after a resume."""
+"""Steps whose data are skipped: the other steps are those of a run without them, in one process and after a resume."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_weights_are_those_of_the_steps_that_are_left(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stop", [1, 3, 4], ids=["before the first update", "within an interval", "behind it"])
+@pytest.mark.parametrize("stop", [1, 3, 4], ids=["before the first update", "within an interval", "after it"])
 def test_a_resumed_run_skips_what_is_left_of_an_interval(run: Callable[..., Path], stop: int) -> None:
     adam = ("optimizer=adamw", "learning_rate=1e-2")
     whole = run("whole", 2, 2, *SKIPPING, *adam)

@@ -13,7 +13,7 @@ LAST_STEP = 40
 
 
 class Loader:
-    """Each step has totals of its own."""
+    """A loader whose steps all have different totals."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -24,17 +24,17 @@ class Loader:
 
 
 def read_totals(first_step: int) -> tuple[list[StepTotals], list[int]]:
-    """What this rank sees of the steps of a run, and those that its own loader computed."""
+    """On a rank: the totals of the steps of a run, and the steps that this rank's loader computed."""
     import torch.distributed as dist
 
     from training.inputs.step_totals import SharedTotals
 
     loader = Loader() if dist.get_rank() == 0 else PlaceholderLoader(LAST_STEP)
     totals = SharedTotals(loader, LAST_STEP)
-    return [totals.of_step(step) for step in range(first_step, LAST_STEP)], getattr(loader, "asked", [])
+    return [totals.get(step) for step in range(first_step, LAST_STEP)], getattr(loader, "asked", [])
 
 
 def test_a_rank_without_data_has_the_totals_too(workers: Callable[[int], WorkerGroup]) -> None:
     (first, asked), (other, none) = workers(2).run(read_totals, 3)
     assert other == first == [Loader().step_totals(step) for step in range(3, LAST_STEP)]
-    assert asked == list(range(3, LAST_STEP)) and none == []  # each once, and none behind the last
+    assert asked == list(range(3, LAST_STEP)) and none == []  # each once, and none after the last

@@ -1,4 +1,4 @@
-"""Curves and facts in Weights & Biases (offline) and TensorBoard, read back from what they have written."""
+"""Curves and facts in Weights & Biases (offline) and TensorBoard, read back from the files that they write."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_nothing_is_logged_elsewhere_unless_asked_for(tmp_path: Path) -> None:
 
 
 def read_leveldb_log(content: bytes) -> Iterator[bytes]:
-    """The records of a log of LevelDB's format, behind the seven bytes that wandb puts first: blocks of 32 KiB, in them
-    checksum, length, and whether it is a whole record (1), or its first (2), a middle (3) or its last part (4)."""
+    """Yield the records of a log in LevelDB's format, after the seven bytes that wandb puts first: blocks of 32 KiB
+    with checksum, length, and whether it is a whole record (1), or its first (2), a middle (3) or its last part (4)."""
     at, record = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
@@ -52,7 +52,7 @@ def read_leveldb_log(content: bytes) -> Iterator[bytes]:
 
 
 def read_offline_run(folder: Path) -> tuple[str, dict[str, object], list[dict[str, float]]]:
-    """Run id, config and history, from the transaction log that `wandb sync` sends."""
+    """Return run id, config and history, from the transaction log that `wandb sync` sends."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("*.wandb")
@@ -78,7 +78,7 @@ def read_offline_run(folder: Path) -> tuple[str, dict[str, object], list[dict[st
     return run_id, config, history
 
 
-def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_goes_on_under_its_id(
+def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -97,7 +97,7 @@ def test_an_offline_run_of_weights_and_biases_holds_config_and_curves_and_goes_o
     assert first[0] == second[0] == (tmp_path / "wandb_run_id").read_text() != evaluation[0]
 
 
-def test_tensorboard_holds_config_and_curves_and_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+def test_tensorboard_holds_config_and_curves_and_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = LoggerConfig(name=LoggerName.tensorboard)
@@ -121,12 +121,12 @@ def test_the_environment_names_versions_source_and_hosts() -> None:
     json.dumps(environment)
 
 
-@pytest.mark.parametrize("with_card", [False, True])
-def test_a_run_on_the_cpu_names_the_processor(monkeypatch: pytest.MonkeyPatch, with_card: bool) -> None:
-    """pip's default wheel of torch on Linux names the accelerator that it was built for, with `check_available` where
-    there is one: but DS_ACCELERATOR=cpu may have chosen another."""
+@pytest.mark.parametrize("with_gpu", [False, True])
+def test_a_run_on_the_cpu_names_the_processor(monkeypatch: pytest.MonkeyPatch, with_gpu: bool) -> None:
+    """pip's default wheel of torch on Linux names the accelerator that it was built for, with `check_available` only if
+    there is one; DS_ACCELERATOR=cpu overrides it."""
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator",
-        lambda check_available=False: torch.device("cuda") if with_card or not check_available else None,
+        lambda check_available=False: torch.device("cuda") if with_gpu or not check_available else None,
     )
     assert describe_environment(["a"])["device"]

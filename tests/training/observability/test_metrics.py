@@ -26,10 +26,10 @@ def read(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_line_a_report_on_disk_at_once(tmp_path: Path) -> None:
+def test_one_line_per_report_on_disk_at_once(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", first_step=0)
     file.report(RECORD)
-    assert read(tmp_path / "metrics.jsonl") == [RECORD]  # a run that is killed loses nothing that it said
+    assert read(tmp_path / "metrics.jsonl") == [RECORD]  # a run that is killed loses no report
     file.report({"step": 3, "eval_loss": 2.0, "eval_tokens": 10})
     file.close()
     assert read(tmp_path / "metrics.jsonl") == [RECORD, {"step": 3, "eval_loss": 2.0, "eval_tokens": 10}]
@@ -55,7 +55,7 @@ def test_a_half_line_is_dropped(tmp_path: Path, half: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, {"step": 1, "loss": 8.0})
     with open(path, "a") as handle:
-        handle.write(half)  # no end of line: the next report must not be glued to it
+        handle.write(half)  # no end of line: the next report must not be appended to it
     file = MetricsFile(path, first_step=2)
     file.report({"step": 3, "loss": 6.5})
     file.close()
@@ -94,7 +94,7 @@ def test_without_a_terminal_the_bar_is_lines(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=["losses", "a bias alone"],
 )
-def test_routers_are_shown_where_something_is_done_about_them(
+def test_routers_are_shown_when_they_are_balanced(
     monkeypatch: pytest.MonkeyPatch, routed: dict[str, float], text: str
 ) -> None:
     stream = io.StringIO()
@@ -125,7 +125,7 @@ def test_on_a_terminal_there_is_one_bar_with_the_same_figures(monkeypatch: pytes
     )
 
 
-def test_perplexity_of_a_loss_that_ran_away() -> None:
+def test_perplexity_of_a_loss_that_diverged() -> None:
     assert perplexity(math.log(7)) == pytest.approx(7)
     assert math.isfinite(perplexity(1e6))
 

@@ -1,5 +1,5 @@
-"""A step whose loss or gradient is not finite, made so in the data of a real run: it is named, and neither weights
-nor checkpoints take it."""
+"""A step of a real run whose loss or gradient is not finite: it is named, and neither weights nor checkpoints include
+it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(workers: Callable[[int], WorkerGroup], case: Case, tmp_path: Path) -> Ca
 
 
 def train_on_bad_data(case: Case, bad_step: int | None = BAD_STEP) -> str:
-    """On a rank: a run in which the loss of one step is divided by zero. Ranks that would go quietly answer ''."""
+    """On a rank: a run in which the loss of one step is divided by zero. Ranks without a message return ''."""
     from training import loop
     from training.distributed import ranks
 
@@ -213,7 +213,7 @@ def test_stop_names_the_step_and_its_samples(run, case: Case, world_size: int, o
         ),
     ],
 )
-def test_skip_leaves_the_weights_as_they_were_and_goes_on(run, overrides: tuple[str, ...], world_size: int) -> None:
+def test_skip_keeps_the_weights_and_continues(run, overrides: tuple[str, ...], world_size: int) -> None:
     out, error = run("on_nonfinite=skip", *overrides, world_size=world_size)
     assert error == ""
     steps, saved = read(out)

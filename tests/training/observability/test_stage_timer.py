@@ -1,4 +1,4 @@
-"""The clock around a real engine: what it names, what it adds up, and that a slow stage is seen as one."""
+"""The timer of a real engine: its spans and sums, and that it detects a slow stage."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from training.observability.telemetry import combine
 from training.pipeline.schedule import OneForwardOneBackward
 from training.planner.timeline import Work
 
-PAUSE = 0.1  # seconds added to each forward pass of stage 1: many times what the pass itself takes
+PAUSE = 0.1  # seconds added to each forward pass of stage 1: many times the duration of the pass itself
 MICRO_BATCHES = 4
-BLOCK = 64 * 2**20  # bytes that stage 1 takes and gives back in each forward pass
+BLOCK = 64 * 2**20  # bytes that stage 1 allocates and frees in each forward pass
 
 
 def touch_pages(num_bytes: int) -> None:
-    """Takes pages from the system and gives them back. No tensor does that for certain: malloc may put it on pages
-    that the process has already."""
+    """Allocate pages and free them. A tensor is not certain to: malloc may place it on pages that the process already
+    has."""
     with mmap.mmap(-1, num_bytes) as block:
         for start in range(0, num_bytes, mmap.PAGESIZE):
             block[start] = 1
 
 
 def be_slow(*_: object) -> None:
-    """A forward hook: what a stage that is slow and needs much memory does."""
+    """A forward hook that makes a stage slow and uses much memory."""
     time.sleep(PAUSE)
     touch_pages(BLOCK)
 
 
 def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes], bool]:
-    """Two steps and an evaluation, the second rank being slow: the second step, the times of all ranks, those after
-    that, and whether the engine is as it was."""
+    """Run two steps and an evaluation with a slow second rank; return the second step, the times of all ranks, those of
+    the evaluation, and whether the engine is unobserved again."""
     from training.engine.steps import evaluate, train_step
     from training.observability.stage_timer import StageTimer
 
@@ -54,7 +54,7 @@ def train_timed(case: Case) -> tuple[list[Span], list[RankTimes], list[RankTimes
     if engine.rank == 1:
         engine.module.register_forward_hook(be_slow)
     clock = StageTimer(engine, MemoryPeak(engine.device))
-    inner = engine.wrapped  # DeepSpeed's own
+    inner = engine.wrapped  # DeepSpeed's engine
     unobserved = getattr(inner, "_INSTRUCTION_MAP", None)
     clock.attach()
     micro_batches = loader.iterate(0, 3)
@@ -103,7 +103,7 @@ def test_a_slow_stage_is_seen(workers: Callable[[int], WorkerGroup], case: Case)
     spans = measured_timeline([spans for spans, *_ in results], OneForwardOneBackward(2, MICRO_BATCHES)).spans
     assert (
         sum(span.work is Work.communication and span.stop - span.start > PAUSE / 2 for span in spans) == 0
-    )  # what a stage waits is drawn idle
+    )  # waiting is drawn as idle
     forward = [span for span in spans if span.work is Work.forward and span.stage_id == 1]
     assert [span.micro_batch for span in forward] == [0, 1, 2, 3] and all(
         span.stop - span.start > PAUSE for span in forward
@@ -123,7 +123,7 @@ class SlowTransfer:
 
 
 def train_on_slow_links(case: Case) -> RankTimes:
-    """A step and an evaluation, in which every exchange with the ranks that share sequences takes longer."""
+    """Run a step and an evaluation in which every exchange with the ranks that share sequences is slow."""
     from training.engine.steps import evaluate, train_step
     from training.observability.stage_timer import StageTimer
 
@@ -145,7 +145,7 @@ def train_on_slow_links(case: Case) -> RankTimes:
         clock.start_step()
         train_step(engine, loader.iterate(0, 1), config, 0, 1)
         clock.finish_step()
-        evaluate(engine, loader.iterate(1, 2), MICRO_BATCHES, 1)  # no step: not counted
+        evaluate(engine, loader.iterate(1, 2), MICRO_BATCHES, 1)  # not counted: it is not a training step
     clock.detach()
     assert engine.module.sequence_part.exchanges.observer is None
     return clock.gather()[engine.rank]
@@ -155,8 +155,8 @@ def train_on_slow_links(case: Case) -> RankTimes:
 def test_attention_that_waits_for_other_ranks_is_seen(
     workers: Callable[[int], WorkerGroup], case: Case, mode: str
 ) -> None:
-    """By heads each layer exchanges twice a pass. Around a ring of two one block comes in each pass, and two gradients
-    in the backward one."""
+    """With Ulysses each layer exchanges twice per pass. In a ring of two, one block arrives in each pass, and two
+    gradients in the backward pass."""
     keys = ("context_parallel_size=2", f"context_parallel_mode={mode}")
     delays = 4 * LlamaConfig.from_pretrained(case.model).num_hidden_layers * MICRO_BATCHES * DELAY
     for times in workers(2).run(train_on_slow_links, replace(case, num_stages=1, overrides=keys)):
@@ -167,10 +167,10 @@ def test_attention_that_waits_for_other_ranks_is_seen(
 @pytest.mark.parametrize(
     ("stage", "num_stages", "dp_size"), [(2, 1, 2), (3, 1, 2), (2, 2, 2)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
 )
-def test_a_slow_replica_of_those_that_share_out_is_seen(
+def test_a_slow_replica_of_a_sharded_run_is_seen(
     workers: Callable[[int], WorkerGroup], case: Case, stage: int, num_stages: int, dp_size: int
 ) -> None:
-    """Sums of gradients and fetches of weights happen inside the passes, so a replica waits for another there."""
+    """Gradients are reduced and weights gathered inside the passes, so replicas wait for each other there."""
     sharded = replace(case, num_stages=num_stages, world_size=num_stages * dp_size, overrides=(f"zero_stage={stage}",))
     results = workers(sharded.world_size).run(train_timed, sharded)
     num_micro_batches = MICRO_BATCHES // dp_size
@@ -191,7 +191,7 @@ def test_a_slow_replica_of_those_that_share_out_is_seen(
     assert measured.peak_memory[0] > BLOCK / 2 and 0 < measured.bubble < 1
 
 
-def laps_of(*named: tuple[str, float]) -> list[Span]:
+def build_spans(*named: tuple[str, float]) -> list[Span]:
     spans, now = [], 0.0
     for name, seconds in named:
         spans.append(Span(name, now, now + seconds))
@@ -201,7 +201,7 @@ def laps_of(*named: tuple[str, float]) -> list[Span]:
 
 def test_a_step_by_hand() -> None:
     times = RankTimes()
-    step = laps_of(
+    step = build_spans(
         ("RecvActivation", 5.0),
         ("ForwardPass", 1.0),
         ("BackwardPass", 2.0),
@@ -229,7 +229,7 @@ def test_a_step_by_hand() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the proc file system")
-def test_memory_that_was_given_back_counts() -> None:
+def test_memory_that_was_freed_counts() -> None:
     seen = []
     for _ in range(5):  # a busy system takes pages of mapped files back meanwhile
         peak = MemoryPeak(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`profile_trace`: a real run of two stages that is resumed, and what it leaves."""
+"""`profile_trace`: the files of a real run of two stages that is resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.observability import step_trace
 
 
 def test_one_step_is_traced_on_every_rank(run: Callable[..., Path]) -> None:
-    """Step 3 of a run that is resumed behind step 2: steps are counted as in metrics.jsonl."""
+    """Step 3 of a run that is resumed after step 2: steps are counted as in metrics.jsonl."""
     first = run("out", 2, 2, "profile_trace=3", "stop_after_steps=2")
     assert not (first / "traces").exists()
     output = run("out", 2, 2, "profile_trace=3", "resume=latest")
@@ -40,7 +40,7 @@ def test_the_step_is_counted_from_one() -> None:
 
 
 @pytest.mark.parametrize("has_accelerator", [False, True])
-def test_a_run_on_the_cpu_of_a_machine_with_a_card_does_not_trace_the_card(
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_does_not_trace_the_gpu(
     has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}

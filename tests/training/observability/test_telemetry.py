@@ -63,13 +63,13 @@ def test_a_pipeline_of_two_by_hand() -> None:
     assert measured.communication_time == [
         0.625,
         0.625,
-    ]  # a boundary takes what its quicker end took: 0.25 forward, 0.5 back; and 0.5 for gradients
+    ]  # a boundary takes the time of its faster end: 0.25 forward, 0.5 backward; and 0.5 for gradients
     assert measured.wait_time == [4.875, 2.375] and measured.exchange_time == [0.75, 0.0]
     assert measured.bubble == pytest.approx(1 - 10 / 16) and measured.imbalance == pytest.approx(0.2)
     assert measured.peak_memory == [100, 300]
 
 
-def test_replicas_of_a_stage_count_by_their_mean_and_their_fullest() -> None:
+def test_replicas_of_a_stage_count_by_their_mean_and_their_peak() -> None:
     other = replace(LAST, forward=6.0, peak_memory=500)
     measured = combine([FIRST, FIRST, LAST, other], Layout(Topology.of(4, pipe=2), 1, 4))
     assert measured.compute_time == [4.5, 7.5] and measured.peak_memory == [100, 500]
@@ -107,13 +107,13 @@ class Timer:
         return [FIRST, LAST]
 
 
-def test_a_report_has_the_measured_beside_the_predicted() -> None:
+def test_a_report_has_measured_and_predicted_figures() -> None:
     prediction = build_prediction()
     telemetry = Telemetry(Timer(), LAYOUT, prediction)
-    record = telemetry.describe(telemetry.gather(), tokens_per_second=25.6)  # 64 tokens a row: full ones
+    record = telemetry.describe(telemetry.gather(), tokens_per_second=25.6)  # 64 tokens per row: full rows
     per_token = (
         prediction.plan.mfu * prediction.plan.step_seconds / prediction.plan.tokens_per_step
-    )  # by the plan's own convention
+    )  # the convention of the plan
     assert record["mfu"] == pytest.approx(25.6 * per_token)
     assert (
         record["predicted_bubble"] == prediction.plan.idle
@@ -136,7 +136,7 @@ def test_a_report_has_the_measured_beside_the_predicted() -> None:
     )
 
 
-def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:
+def test_time_is_predicted_for_the_padding_of_most_rows_and_memory_for_the_longest() -> None:
     config = build_config(
         "num_stages=2",
         "micro_batch_size=1",
@@ -160,7 +160,7 @@ def test_a_step_is_foreseen_for_the_padding_of_most_rows_and_memory_for_the_long
 @pytest.mark.parametrize(
     ("stage", "num_stages", "num_ranks"), [(2, 1, 2), (3, 1, 2), (2, 2, 4)], ids=["stage2", "stage3", "stage2-pp2xdp2"]
 )
-def test_a_run_whose_replicas_share_out_reports_as_another(
+def test_a_sharded_run_reports_as_another(
     run: Callable[..., Path], stage: int, num_stages: int, num_ranks: int
 ) -> None:
     keys = ("eval_file=null", "profile_step=2", "profile_trace=3", "precision=bf16")
@@ -174,11 +174,11 @@ def test_a_run_whose_replicas_share_out_reports_as_another(
         assert all(len(each) == num_stages and min(each) >= 0 for each in times)
         whole_steps = [
             sum(parts) for parts in zip(*times, strict=True)
-        ]  # of the slowest rank; that of the line is ours
+        ]  # the slowest rank's; the one in the line is this rank's
         assert whole_steps == pytest.approx([whole_steps[0]] * num_stages)
         assert shared["step_time"] / 2 < whole_steps[0] < shared["step_time"] * 2
         assert shared["tokens_per_second"] > 0 and min(shared["peak_memory"]) > 0
-        # by the plan of its own stage; of so small a model what stage 3 fetches outweighs what it saves
+        # by the plan of its stage; for so small a model, stage 3 fetches more than it saves
         assert shared["predicted_peak_memory"] != whole["predicted_peak_memory"]
     for out in outs:
         assert (out / "step_2.png").is_file() and (out / "profile_step_3.txt").read_text().startswith("step 3,")
@@ -189,7 +189,7 @@ def test_a_run_that_reported_nothing_has_no_table() -> None:
     assert Telemetry(Timer(), LAYOUT, build_prediction()).summarize() == ""
 
 
-def test_on_an_unknown_card_mfu_is_left_out() -> None:
+def test_on_an_unknown_gpu_mfu_is_omitted() -> None:
     config = build_config("num_stages=2", "micro_batch_size=1", "global_batch_size=8", "max_seq_length=64")
     assert find_machine(config.hardware, "NVIDIA GeForce GTX 1080", config, 1) is None
     telemetry = Telemetry(Timer(), LAYOUT, predict_for(config, None))
@@ -205,13 +205,13 @@ def test_on_an_unknown_card_mfu_is_left_out() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", "here"),
     ],
 )  # fmt: skip
-def test_the_machine_is_found_by_what_its_driver_calls_it(device: str, name: str) -> None:
+def test_the_machine_is_found_by_the_name_of_its_driver(device: str, name: str) -> None:
     config = build_config("hardware=a100_40g")
     machine = find_machine(config.hardware, device, config, 1)
     assert machine.name == name and machine.peak_flops["bf16"] > 0
 
 
-def test_what_a_user_says_of_his_card_counts() -> None:
+def test_hardware_keys_override_the_machine() -> None:
     config = build_config("hardware=h200", "hardware.peak_flops.bf16=5e14")
     assert find_machine(config.hardware, "NVIDIA H200", config, 1).peak_flops["bf16"] == 5e14
     assert {hardware.name for hardware in load_hardware()} >= {"h100", "h200", "here"}
@@ -226,10 +226,10 @@ def test_a_cpu_holds_what_is_offloaded_too() -> None:
         "offload_optimizer=cpu",
         "hardware=h100",
     )
-    on_card, on_host = (
+    on_gpu, on_host = (
         predict_for(config, complete_hardware(config.hardware, config.precision, 4), device) for device in Device
     )
-    assert on_card.peak_memory == [stage.memory.peak for stage in on_card.plan.stages]
+    assert on_gpu.peak_memory == [stage.memory.peak for stage in on_gpu.plan.stages]
     assert all(host > stage.memory.peak for host, stage in zip(on_host.peak_memory, on_host.plan.stages, strict=True))
 
 

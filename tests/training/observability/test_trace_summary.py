@@ -16,7 +16,7 @@ def event(category: str, name: str, start: float, stop: float, tid: int = 1) -> 
 
 
 def on_gpu() -> list[dict[str, Any]]:
-    """A step from 100 to 200 whose last kernel ends at 220; what is before it is not the step's."""
+    """A step from 100 to 200 whose last kernel ends at 220; earlier events are not part of it."""
     return [
         {"ph": "M", "name": "process_name", "ts": 0.0, "pid": 1},
         event("kernel", "gemm", 10, 90, tid=7),
@@ -32,7 +32,7 @@ def on_gpu() -> list[dict[str, Any]]:
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 140, 150, tid=7),
         event("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 130, 180, tid=20),
         event("gpu_user_annotation", STEP, 100, 220, tid=7),
-        event("cuda_runtime", "cudaDeviceSynchronize", 225, 230),  # the profiler's own
+        event("cuda_runtime", "cudaDeviceSynchronize", 225, 230),  # by the profiler
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_gpu_step_by_hand() -> None:
     assert profile.on_device
     assert profile.step == pytest.approx(120e-6)
     assert profile.computing == pytest.approx(60e-6)  # 110 to 150, 200 to 220
-    assert profile.communicating == pytest.approx(30e-6)  # 150 to 180, beside the kernels of its beginning
+    assert profile.communicating == pytest.approx(30e-6)  # 150 to 180; before, other kernels run too
     assert profile.idle_share == pytest.approx(30 / 120)
     assert [(op.name[:4], op.calls) for op in profile.device_ops] == [("gemm", 2), ("nccl", 1), ("Memc", 1)]
     assert profile.waits == {
@@ -49,7 +49,7 @@ def test_a_gpu_step_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_an_operator_is_charged_without_those_within_it() -> None:
+def test_the_time_of_an_operator_excludes_those_within_it() -> None:
     ops = {op.name: op.seconds for op in summarize_trace(on_gpu(), STEP).host_ops}
     assert ops == {"aten::_local_scalar_dense": pytest.approx(40e-6), "aten::item": pytest.approx(10e-6)}
 
@@ -77,7 +77,7 @@ def test_a_union_counts_what_overlaps_once() -> None:
     assert measure_union([]) == 0
 
 
-def test_ranks_stand_side_by_side() -> None:
+def test_ranks_are_side_by_side() -> None:
     text = render_profiles([summarize_trace(on_gpu(), STEP)] * 2, 3)
     lines = text.splitlines()
     assert lines[0].startswith("step 3,") and lines[0].endswith("shares of the device")
