@@ -100,7 +100,7 @@ def train_with_a_bad_stage(case: Case, stage: int, backward: bool, chunk: int = 
         calls = iter(range(1000))
 
         def interfere(_: Any, inputs: Any, outputs: Any) -> Any:
-            if (module.stage_id, module.exposed) != (stage, chunk) or next(calls) != MICRO_BATCHES * BAD_STEP + 1:
+            if (module.stage_id, module.active_chunk) != (stage, chunk) or next(calls) != MICRO_BATCHES * BAD_STEP + 1:
                 return None
             if backward:
                 inputs[0][0].register_hook(spoil)

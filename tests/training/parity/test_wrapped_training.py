@@ -172,4 +172,4 @@ def test_a_plan_and_a_run_say_that_text_is_all(material, tmp_path: Path) -> None
     overrides = (f"model_name_or_path={case.model}", "plan=true", "world_size=2", "hardware=a100_80g")
     config = to_typed(compose_config("base", *overrides, f"output_dir={tmp_path}", "num_stages=2"), ("train_file",))
     planned = next(plan_run(config))
-    assert planned == "text only: the plan of the 'mistral' in Mistral3ForConditionalGeneration; the rest is on no card"
+    assert planned == "text only: the plan of the 'mistral' in Mistral3ForConditionalGeneration; the rest is on no GPU"
