@@ -19,6 +19,14 @@ from errors import UserError
 from training.config.schema import OptimizerName, RunConfig
 
 
+class Scope(Enum):
+    """Who refuses a pair. A plan is made for other machines than this one, and has options of its own."""
+
+    both = "run, plan"
+    run = "run"
+    plan = "plan"
+
+
 @dataclass(frozen=True)
 class Run:
     """The input of a feature: a config and its machine. has_accelerator: true for a plan."""
@@ -34,12 +42,14 @@ class Run:
 class Feature:
     """A property that a run may have.
 
-    words: its name in the table. key: the key whose value a message shows; empty where the words are enough.
+    words: its name in the table. key: the key whose value a message shows; empty where the words are enough. scope: who
+    can have it: a property of this machine, only a run.
     """
 
     words: str
     holds: Callable[[Run], bool]
     key: str = ""
+    scope: Scope = Scope.both
 
     def show(self, run: Run) -> str:
         return f"{self.key.removesuffix('.name')}={write_value(run.read(self.key))}" if self.key else self.words
@@ -53,6 +63,11 @@ class Pair:
     second: Feature
     reason: str
     instead: str
+
+    @property
+    def scope(self) -> Scope:
+        """Who refuses the pair: whoever can have both features."""
+        return next((each.scope for each in (self.first, self.second) if each.scope is not Scope.both), Scope.both)
 
 
 def write_value(value: Any) -> str:
@@ -95,7 +110,7 @@ def _scheduled_otherwise(key: str, schedule: str) -> Pair:
     return Pair(_set(f"lr_scheduler_kwargs.{key}"), another, "that schedule does not read it", instead)
 
 
-_NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator)
+_NO_GPU = Feature("a machine without a GPU", lambda run: not run.has_accelerator, scope=Scope.run)
 _TENSOR_PARALLEL = Feature(
     "tensor_parallel_size > 1", lambda run: run.config.tensor_parallel_size > 1, "tensor_parallel_size"
 )
@@ -111,7 +126,9 @@ _ONE_STAGE = Feature(  # a search tries other numbers of stages
     "num_stages=1", lambda run: run.config.num_stages == 1 and run.config.plan != "search", "num_stages"
 )
 _TIMED_HERE = Feature(
-    "plan=true with hardware=here", lambda run: run.config.plan is True and run.config.hardware.peak_flops is None
+    "plan=true with hardware=here",
+    lambda run: run.config.plan is True and run.config.hardware.peak_flops is None,
+    scope=Scope.plan,
 )
 _DPO = _is("data.name", "preference")
 _UNPAIRED = _is("data.name", "unpaired_preference")
@@ -309,7 +326,7 @@ INCOMPATIBLE = (
     Pair(_GROUPED, _FP16, "loss scaling is not tested with it", "use precision=bf16, or sharding_parallel_size=null"),
     Pair(
         _GROUPED,
-        Feature("plan=search", lambda run: run.config.plan == "search"),
+        Feature("plan=search", lambda run: run.config.plan == "search", scope=Scope.plan),
         "the search varies the number of replicas, and the state is sharded over all of them",
         "give plan=true, or sharding_parallel_size=null",
     ),
@@ -484,9 +501,11 @@ def check_together(run: Run) -> None:
 def render_table() -> str:
     """Return the table in Markdown, as docs/configure.md shows it."""
     rows = [
-        f"| `{pair.first.words}` | {_mark(pair.second)} | {pair.reason} | {pair.instead} |" for pair in INCOMPATIBLE
+        f"| `{pair.first.words}` | {_mark(pair.second)} | {pair.reason} | {pair.instead} | {pair.scope.value} |"
+        for pair in INCOMPATIBLE
     ]
-    return "\n".join(["| this | and this | why not | instead |", "|---|---|---|---|", *rows]) + "\n"
+    header = ["| this | and this | why not | instead | refused by |", "|---|---|---|---|---|"]
+    return "\n".join([*header, *rows]) + "\n"
 
 
 def _mark(feature: Feature) -> str:

@@ -85,9 +85,9 @@ def _find_entry(name: str, config: RunConfig) -> int:
     return next((number for number, entry in entries if re.search(entry.pattern, name)), 0)
 
 
-def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
-    """Check the entries of `parameter_groups`. Raises UserError for a pattern that is invalid or matches no trained
-    parameter, and for a number out of range."""
+def check_group_keys(config: RunConfig) -> None:
+    """Raises UserError for an entry of `parameter_groups` that is wrong whatever the model is: an invalid pattern, a
+    number out of range."""
     for number, entry in enumerate(config.parameter_groups, start=1):
         where = f"parameter_groups, entry {number}"
         try:
@@ -105,6 +105,10 @@ def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: 
                 f"{where}: learning_rate={entry.learning_rate}, but the run's learning_rate is 0: its schedule, as a "
                 "share of that, scales each group's; give learning_rate more than 0"
             )
+
+
+def check_parameter_groups(config: RunConfig, layers: Sequence[Layer], adapter: Adapter | None = None) -> None:
+    """Raises UserError for an entry of `parameter_groups` whose pattern matches no trained parameter."""
     if not config.parameter_groups:
         return
     names = _list_trained(config, layers, adapter)

@@ -41,7 +41,7 @@ from training.objectives.objective import Objective
 from training.objectives.registry import check_objective, get_objective
 from training.objectives.user_loss import build_run_loss
 from training.optim.optimizer import check_optimizer
-from training.optim.parameter_groups import check_parameter_groups
+from training.optim.parameter_groups import check_group_keys, check_parameter_groups
 from training.pipeline.activation_checkpoint import ActivationCheckpointing, build_activation_checkpointing
 from training.pipeline.partition import split_layers
 from training.pipeline.pass_times import time_passes
@@ -106,6 +106,7 @@ def check_keys(config: RunConfig, has_accelerator: bool) -> None:
     check_objective(config)
     build_collator(config.data)
     build_encoder(config.data)
+    check_group_keys(config)
     needs_bitsandbytes = config.optimizer.name is OptimizerName.adamw_8bit
     if not config.evaluate_only and (has_package(BITSANDBYTES) or not needs_bitsandbytes):
         check_optimizer(config)

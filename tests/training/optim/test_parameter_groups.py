@@ -16,7 +16,13 @@ from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.config.schema import ParameterGroup, RunConfig
 from training.optim.optimizer import describe_updates
-from training.optim.parameter_groups import LR_RATIO, check_parameter_groups, group_parameters, separate_copies
+from training.optim.parameter_groups import (
+    LR_RATIO,
+    check_group_keys,
+    check_parameter_groups,
+    group_parameters,
+    separate_copies,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +83,14 @@ def test_an_entry_that_would_do_nothing_is_refused(
     config.freeze = ["embed_tokens"]
     config.parameter_groups.append(entry)
     with pytest.raises(UserError, match=f"^parameter_groups, {error}"):
+        check_group_keys(config)
         check_parameter_groups(config, layers)
 
 
-def test_a_schedule_of_nothing_scales_nothing(config: RunConfig, layers: list[Layer]) -> None:
+def test_a_schedule_of_nothing_scales_nothing(config: RunConfig) -> None:
     config.learning_rate = 0.0
     with pytest.raises(UserError, match="entry 1: learning_rate=0.0001, but the run's learning_rate is 0"):
-        check_parameter_groups(config, layers)
+        check_group_keys(config)
 
 
 def test_copies_are_apart_from_what_this_rank_alone_has() -> None:

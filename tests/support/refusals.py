@@ -1,0 +1,198 @@
+"""What to write to get each refusal of the table of pairs: a start of the message -> overrides, in its order."""
+
+from __future__ import annotations
+
+TWO_RANKS, SCRATCH = "tensor_parallel_size=2", "init=random"
+SHARED_SEQUENCES = "context_parallel_size=2"
+# A start of the message -> what to write to get it, of each pair of the table in turn.
+EXAMPLES = {
+    "precision=fp16 does not go together with a machine without a GPU: ": ("precision=fp16",),
+    "attn_implementation=flash_attention_3 does not go together with a machine": (
+        "attn_implementation=flash_attention_3",
+    ),
+    "attn_implementation=flex_attention does not go together with a machine": ("attn_implementation=flex_attention",),
+    "attn_implementation=flash_attention_2 does not go together with precision=fp32: ": (
+        "attn_implementation=flash_attention_2",
+        "precision=fp32",
+    ),
+    "fused_kernels=auto does not go together with compile=true: ": ("fused_kernels=auto", "compile=true"),
+    "activation_checkpoint_mode=every does not go together with activation_checkpoint_interval=0: ": (
+        "activation_checkpoint_mode=every",
+        "activation_checkpoint_interval=0",
+    ),
+    "activation_offload=true does not go together with activation_checkpoint_interval=0: ": (
+        "activation_offload=true",
+        "activation_checkpoint_interval=0",
+    ),
+    "activation_offload=true does not go together with compile=true: ": ("activation_offload=true", "compile=true"),
+    "schedule=interleaved does not go together with num_stages=1: ": ("schedule=interleaved",),
+    "schedule=zero_bubble does not go together with compile=true: ": (
+        "num_stages=2",
+        "schedule=zero_bubble",
+        "compile=true",
+    ),
+    "tensor_parallel_size=2 does not go together with precision=fp16: ": (TWO_RANKS, "precision=fp16"),
+    "tensor_parallel_size=2 does not go together with compile=true: ": (TWO_RANKS, "compile=true"),
+    "tensor_parallel_size=2 does not go together with loss={_target_: ...}: ": (TWO_RANKS, "loss={_target_: my.Loss}"),
+    "tensor_parallel_size=2 does not go together with adapter.lora_dropout=0.1: ": (
+        TWO_RANKS,
+        "adapter=lora",
+        "adapter.lora_dropout=0.1",
+    ),
+    "tensor_parallel_size=2 does not go together with adapter.use_dora=true: ": (TWO_RANKS, "adapter.use_dora=true"),
+    "tensor_parallel_size=2 does not go together with adapter.load_in_4bit=true: ": (
+        TWO_RANKS,
+        "adapter.load_in_4bit=true",
+    ),
+    "sequence_parallel=true does not go together with tensor_parallel_size=1: ": ("sequence_parallel=true",),
+    "tensor_parallel_size=2 does not go together with plan=true with hardware=here: ": (
+        TWO_RANKS,
+        "plan=true",
+        "hardware=here",
+        "hardware.peak_flops=null",
+    ),
+    "context_parallel_mode=ring does not go together with context_parallel_size=1: ": ("context_parallel_mode=ring",),
+    **{
+        f"context_parallel_size=2 does not go together with {other}: ": (SHARED_SEQUENCES, *keys)
+        for other, keys in {
+            "plan=true with hardware=here": ("plan=true", "hardware=here", "hardware.peak_flops=null"),
+            "loss={_target_: ...}": ("loss={_target_: my.Loss}",),
+            "attn_implementation=flash_attention_2": ("attn_implementation=flash_attention_2",),
+            "compile=true": ("compile=true",),
+            "precision=fp16": ("precision=fp16",),
+        }.items()
+    },
+    "optimizer=adamw_8bit does not go together with offload_optimizer=cpu: ": (
+        "optimizer=adamw_8bit",
+        "offload_optimizer=cpu",
+    ),
+    "optimizer.state_dtype=bf16 does not go together with optimizer=lion: ": (
+        "optimizer=lion",
+        "optimizer.state_dtype=bf16",
+    ),
+    "zero_stage=3 does not go together with num_stages=2: ": ("zero_stage=3", "num_stages=2"),
+    "zero_stage=3 does not go together with tensor_parallel_size=2: ": ("zero_stage=3", TWO_RANKS),
+    "zero_stage=2 does not go together with precision=fp16: ": ("zero_stage=2", "precision=fp16"),
+    "zero_stage=3 does not go together with compile=true: ": ("zero_stage=3", "compile=true"),
+    "zero_stage=2 does not go together with offload_optimizer=cpu: ": ("zero_stage=2", "offload_optimizer=cpu"),
+    "zero_stage=3 does not go together with optimizer=adamw_8bit: ": ("zero_stage=3", "optimizer=adamw_8bit"),
+    "zero_stage=2 does not go together with adapter.load_in_4bit=true: ": (
+        "zero_stage=2",
+        "adapter.load_in_4bit=true",
+    ),
+    "zero_stage=3 does not go together with adapter.use_dora=true: ": ("zero_stage=3", "adapter.use_dora=true"),
+    "sharding_parallel_size does not go together with zero_stage=3: ": ("sharding_parallel_size=2", "zero_stage=3"),
+    "sharding_parallel_size does not go together with offload_optimizer=cpu: ": (
+        "sharding_parallel_size=2",
+        "offload_optimizer=cpu",
+    ),
+    "sharding_parallel_size does not go together with precision=fp16: ": ("sharding_parallel_size=2", "precision=fp16"),
+    "sharding_parallel_size does not go together with plan=search: ": ("sharding_parallel_size=2", "plan=search"),
+    "offload_parameters=cpu does not go together with zero_stage=1: ": ("offload_parameters=cpu",),
+    "zero_stage=3 does not go together with evaluate_only=true: ": (
+        "zero_stage=3",
+        "evaluate_only=true",
+        "eval_file=eval.jsonl",
+    ),
+    "freeze does not go together with adapter=lora: ": ("freeze=[norm]", "adapter=lora"),
+    "moe.update_router_bias=0.001 does not go together with adapter=lora: ": (
+        "moe.update_router_bias=0.001",
+        "adapter=lora",
+    ),
+    "data=pretrain does not go together with data.packing=false: ": (
+        "data=pretrain",
+        "data.packing=false",
+        "data.length_policy=split",
+    ),
+    "data=pretrain does not go together with data.length_policy=truncate: ": ("data=pretrain", "data.packing=true"),
+    "data.chat_template does not go together with data=pretrain: ": (
+        "data=pretrain",
+        "data.packing=true",
+        "data.length_policy=split",
+        "data.chat_template=chatml",
+    ),
+    "data.train_on=last_turn does not go together with data=preference: ": (
+        "data=preference",
+        "data.train_on=last_turn",
+    ),
+    "rope_parameters.rope_type=dynamic does not go together with data.packing=true: ": (
+        "rope_parameters.rope_type=dynamic",
+        "data.packing=true",
+    ),
+    "data=preference does not go together with data.packing=true: ": ("data=preference", "data.packing=true"),
+    "data=preference does not go together with data.length_policy=split: ": (
+        "data=preference",
+        "data.length_policy=split",
+    ),
+    "data=unpaired_preference does not go together with data.packing=true: ": (
+        "data=unpaired_preference",
+        "data.packing=true",
+    ),
+    "data=unpaired_preference does not go together with data.length_policy=split: ": (
+        "data=unpaired_preference",
+        "data.length_policy=split",
+    ),
+    "label_smoothing=0.1 does not go together with loss={_target_: ...}: ": (
+        "label_smoothing=0.1",
+        "loss={_target_: my.Loss}",
+    ),
+    "data=preference does not go together with loss={_target_: ...}: ": ("data=preference", "loss={_target_: my.Loss}"),
+    "data=unpaired_preference does not go together with loss={_target_: ...}: ": (
+        "data=unpaired_preference",
+        "loss={_target_: my.Loss}",
+    ),
+    "task=reward does not go together with adapter=lora: the new head": (
+        "data=preference",
+        "task=reward",
+        "adapter=lora",
+    ),
+    "dpo.label_smoothing=0.1 does not go together with dpo.loss_type=ipo: ": (
+        "data=preference",
+        "dpo.label_smoothing=0.1",
+        "dpo.loss_type=ipo",
+    ),
+    "warmup_steps=10 does not go together with warmup_ratio=0: ": ("warmup_steps=10", "warmup_ratio=0"),
+    **{
+        f"lr_scheduler_kwargs.{key}={value} does not go together with lr_scheduler_type=cosine: ": (
+            f"lr_scheduler_kwargs.{key}={value}",
+        )
+        for key, value in {"power": "2.0", "num_cycles": "3", "decay_ratio": "0.2", "decay_type": "sqrt"}.items()
+    },
+    "init=random does not go together with model=from_checkpoint: ": (SCRATCH, "tokenizer_name_or_path=t"),
+    "init=random does not go together with tokenizer_name_or_path=null: ": (SCRATCH, "model={model_type: llama}"),
+    **{
+        f"init=random does not go together with {other}: ": (
+            SCRATCH,
+            "model={model_type: llama}",
+            "tokenizer_name_or_path=t",
+            "eval_file=a.jsonl",
+            other,
+        )
+        for other in ("adapter=lora", "data=preference", "data=unpaired_preference", "evaluate_only=true")
+    },
+    "evaluate_only=true does not go together with eval_file=null: ": ("evaluate_only=true",),
+    "evaluate_only=true does not go together with callbacks: ": (
+        "evaluate_only=true",
+        "eval_file=a.jsonl",
+        "callbacks=[{_target_: my.Callback}]",
+    ),
+    "evaluate_only=true does not go together with overwrite_output_dir=true: ": (
+        "evaluate_only=true",
+        "eval_file=a.jsonl",
+        "overwrite_output_dir=true",
+    ),
+    "resume does not go together with overwrite_output_dir=true: ": ("resume=latest", "overwrite_output_dir=true"),
+    "eval_steps does not go together with eval_epochs: ": ("eval_steps=2", "eval_epochs=1"),
+    "save_steps does not go together with save_epochs: ": ("save_steps=2", "save_epochs=1"),
+    "keep_best does not go together with keep_last=null: ": ("keep_best=1", "eval_file=a.jsonl"),
+    "keep_best does not go together with eval_file=null: ": ("keep_best=1", "keep_last=1"),
+    "load_best_model_at_end=true does not go together with eval_file=null: ": ("load_best_model_at_end=true",),
+    "early_stopping_patience does not go together with eval_file=null: ": (
+        "early_stopping_patience=1",
+        "eval_steps=1",
+    ),
+    "early_stopping_patience does not go together with eval_steps=null and eval_epochs=null: ": (
+        "early_stopping_patience=1",
+        "eval_file=a.jsonl",
+    ),
+}

@@ -1,0 +1,124 @@
+"""A plan refuses what its run would, in the same words; the table of pairs marks what only one of them refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from support.configs import build_config, set_keys
+from support.refusals import EXAMPLES
+from support.tiny import save_llama, save_tokenizer
+
+from errors import UserError
+from training import setup
+from training.config.incompatible import INCOMPATIBLE, Pair, Scope
+from training.config.schema import RunConfig
+from training.distributed.ranks import Ranks
+from training.planner.run import resolve_planned
+from training.resolution.resolve import resolve_layout
+from training.resolution.target import Target
+from training.setup import check_run
+
+RANKS = Ranks(rank=0, world_size=24, local_rank=0, local_size=8)
+
+
+def build_run(folder: Path, *overrides: str) -> RunConfig:
+    """A run that would start, but for the overrides."""
+    return build_config(
+        f"model_name_or_path={folder}/hf", f"output_dir={folder}/out", "micro_batch_size=1", "global_batch_size=48",
+        "precision=bf16", *overrides,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refusals")
+    save_llama(folder / "hf")
+    save_tokenizer(folder / "hf")
+    check_run(build_run(folder), RANKS)
+    return folder
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is started where the plan expects it."""
+    monkeypatch.setattr(setup, "has_accelerator", lambda: True)
+    monkeypatch.setattr(setup, "describe_device", lambda: "NVIDIA H100 80GB HBM3")
+
+
+def find_refusal(config: RunConfig) -> str | None:
+    """What a run with these keys is refused with."""
+    try:
+        check_run(config, RANKS)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def find_planned_refusal(config: RunConfig) -> str | None:
+    """What the plan of a run with these keys is refused with, unless they ask for a search."""
+    keys = dataclasses.replace(config, plan=config.plan or True, world_size=RANKS.world_size)
+    try:
+        model = resolve_planned(keys)
+        resolve_layout(model, keys, Target(RANKS.world_size, has_accelerator=True, is_planned=True))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("pair", "message", "overrides"),
+    [(pair, *example) for pair, example in zip(INCOMPATIBLE, EXAMPLES.items(), strict=True)],
+    ids=[f"{pair.first.words} + {pair.second.words}" for pair in INCOMPATIBLE],
+)
+def test_who_refuses_a_pair(
+    folder: Path, pair: Pair, message: str, overrides: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    if pair.scope is not Scope.run:
+        request.getfixturevalue("on_gpus")
+    config = set_keys(build_run(folder), *overrides)
+    refused, planned = find_refusal(config), find_planned_refusal(config)
+    if pair.scope is Scope.plan:
+        assert planned is not None and planned.startswith(message)
+        return
+    assert refused is not None and refused.startswith(message)
+    assert planned == (refused if pair.scope is Scope.both else None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=custom",),
+        ("optimizer=custom", "optimizer.custom={_target_: torch.optim.LBFGS}"),
+        ("parameter_groups=[{pattern: nowhere, learning_rate: 1e-5}]",),
+        ("parameter_groups=[{pattern: '(', learning_rate: 1e-5}]",),
+        ("loss={_target_: no_such_module.Loss}",),
+        ("data.collator={_target_: no_such_module.Collator}",),
+        ("data.encoder={_target_: no_such_module.Encoder}",),
+        ("callbacks=[{_target_: no_such_module.Callback}]",),
+        ("adapter=lora", "adapter.target_modules=[no_such_projection]"),
+        ("adapter=lora", "adapter.modules_to_save=[no_such_module]"),
+        ("adapter=lora", "adapter.r=0"),
+        ("adapter=lora", "data=chat", "data.chat_template=chatml"),
+        ("freeze=[no_such_weight]",),
+        ("task=reward", "data=sft"),
+        ("data.chat_template=no_such_template", "data=chat"),
+        ("num_stages=24",),
+        ("tensor_parallel_size=3",),
+        ("context_parallel_size=2", "max_seq_length=33"),
+        ("moe.aux_loss_coef=1",),
+        ("rope_parameters.rope_type=yarn",),
+        ("+model.hidden_size=64",),
+        ("partition_method=nonsense",),
+        ("partition_method='type:nowhere'",),
+        ("metric_for_best_model=eval_bliss", "eval_file=a.jsonl"),
+    ],
+    ids=" ".join,
+)
+def test_what_the_model_and_the_keys_cannot_do_is_refused_by_both(
+    folder: Path, on_gpus: None, overrides: tuple[str, ...]
+) -> None:
+    config = build_run(folder, *overrides)
+    refused = find_refusal(config)
+    assert refused is not None and find_planned_refusal(config) == refused
