@@ -7,7 +7,7 @@ peak memory of a forward and backward pass, as ratios.
 (Zipf). LoRA of rank 8 on all of them, beside the same experts trained as they are, and beside the same experts frozen
 without it. One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the
 machine's speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a
-GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a card's allocator does; with
+GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a GPU's allocator does; with
 --fresh_memory the kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all
 tensors that live at once, beside inputs and weights. --tiny: small ones, to see that it works.
 """

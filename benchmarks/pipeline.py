@@ -21,7 +21,7 @@ micro-batches and AdamW:
 
 The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach.
 Printed are medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
-All of them keep the memory that they free, as on a card (`--fresh_memory`: glibc's own way, by which every large tensor
+All of them keep the memory that they free, as on a GPU (`--fresh_memory`: glibc's own way, by which every large tensor
 comes from the kernel page by page). Of ours also the host's time around a pass: the CPU time of a step's thread outside
 of its passes and the optimizer step, over the number of passes.
 """

@@ -13,7 +13,7 @@ run() {
     "$@"
 }
 
-# Two stages on one card would be two ranks on it, which NCCL refuses: they share the CPU instead
+# Two stages on one GPU would be two ranks on it, which NCCL refuses: they share the CPU instead
 if [[ -z ${DS_ACCELERATOR:-} && $(python -c 'import torch; print(torch.accelerator.device_count())') == 1 ]]; then
     run export DS_ACCELERATOR=cpu
 fi

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """#!/bin/bash
-[[ $1 == -c ]] && { echo "$CARDS"; exit; }
+[[ $1 == -c ]] && { echo "$GPUS"; exit; }
 echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
 """
 
@@ -27,7 +27,7 @@ def list_calls(folder: Path, script: str, *programs: str, words: Sequence[str] =
 
 
 @pytest.mark.parametrize(
-    ("cards", "variables", "accelerator"),
+    ("gpus", "variables", "accelerator"),
     [
         ("0", {}, ""),
         ("1", {}, "cpu"),
@@ -37,10 +37,10 @@ def list_calls(folder: Path, script: str, *programs: str, words: Sequence[str] =
         ("1", {"DS_ACCELERATOR": "cuda"}, "cuda"),
     ],
 )
-def test_the_demo_takes_the_cards_of_a_machine_that_has_two(
-    cards: str, variables: dict[str, str], accelerator: str, tmp_path: Path
+def test_the_demo_takes_the_gpus_of_a_machine_that_has_two(
+    gpus: str, variables: dict[str, str], accelerator: str, tmp_path: Path
 ) -> None:
-    calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", CARDS=cards, **variables)
+    calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", GPUS=gpus, **variables)
     assert len(calls) == 5 and {call.partition(" ")[0] for call in calls} == {accelerator}
     assert calls[2].startswith(f"{accelerator} deepspeed --quiet --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2")
 

@@ -32,7 +32,7 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run. beside: the row that it is a variation of. needs: as in `right.Case`, or "2 cards". size: how many times
+    """A run. beside: the row that it is a variation of. needs: as in `right.Case`, or "2 GPUs". size: how many times
     as long as one of 1B it is expected to take. runner: ours, or the process that is measured beside it."""
 
     name: str
@@ -77,8 +77,8 @@ CASES = (
     Case("3b", "3b", size=1.5),
     Case("1b, Trainer, bf16", "1b", beside="1b", runner="trainer", weights="bf16"),
     Case("8b LoRA, Trainer, bf16", "8b", ("adapter=lora",), "8b LoRA", runner="trainer", weights="bf16", size=2),
-    Case(f"{_STAGE}, pp2", _STAGE, _PP2, _STAGE, ("2 cards",), world_size=2),
-    Case(f"{_STAGE}, pp2, torch", _STAGE, _PP2, f"{_STAGE}, pp2", ("2 cards",), world_size=2, runner="torch"),
+    Case(f"{_STAGE}, pp2", _STAGE, _PP2, _STAGE, ("2 GPUs",), world_size=2),
+    Case(f"{_STAGE}, pp2, torch", _STAGE, _PP2, f"{_STAGE}, pp2", ("2 GPUs",), world_size=2, runner="torch"),
 )  # fmt: skip
 
 
@@ -116,12 +116,12 @@ class Fast:
 
         if "fused_kernels" in needs and "fused_kernels" not in {field.name for field in fields(RunConfig)}:
             raise NotRun("there is no key fused_kernels")
-        if "2 cards" in needs and not self.machine.is_cpu and len(self.machine.cards) < 2:
-            raise NotRun("needs 2 cards")
-        check_needs([need for need in needs if need not in ("fused_kernels", "2 cards")], self.machine)
+        if "2 GPUs" in needs and not self.machine.is_cpu and len(self.machine.gpus) < 2:
+            raise NotRun("needs 2 GPUs")
+        check_needs([need for need in needs if need not in ("fused_kernels", "2 GPUs")], self.machine)
 
     def _complete(self, speed: Speed, case: Case) -> Speed:
-        """With the MFU of a peer that trains the same model on as many cards: by the same count of FLOPs."""
+        """With the MFU of a peer that trains the same model on as many GPUs: by the same count of FLOPs."""
         ours = self._speeds.get(case.beside)
         if case.runner == "ours" or ours is None or ours.mfu is None:
             return speed
@@ -148,7 +148,7 @@ class Fast:
         self.logs.mkdir(parents=True, exist_ok=True)
         job.save(file := self.logs / f"{name}.job.json")
         words = ["-m", "benchmarks.gpu_parts.trainer_peer", str(file)]
-        run_python(self.machine.first_card(), words, self.logs / f"{name}.log", deadline)
+        run_python(self.machine.first_gpu(), words, self.logs / f"{name}.log", deadline)
         return Speed(**json.loads(result.read_text()))
 
     def _measure_torch(self, case: Case, deadline: Deadline) -> Speed:

@@ -25,7 +25,7 @@ _DOCUMENTS_A_ROW = 4  # of packed data
 
 @dataclass(frozen=True)
 class Speed:
-    """Of the steps behind the first two, which warm up. tokens_per_second: median. peak: bytes of the fullest card."""
+    """Of the steps behind the first two, which warm up. tokens_per_second: median. peak: bytes of the fullest GPU."""
 
     tokens_per_second: float
     mfu: float | None
@@ -92,7 +92,7 @@ class MeasuredRuns:
         return given, output
 
     def predict(self, overrides: Sequence[str], world_size: int, measured: float | None) -> Prediction | None:
-        """None where the card is in no file of conf/hardware, or the plan refuses the run."""
+        """None where the GPU is in no file of conf/hardware, or the plan refuses the run."""
         from errors import UserError
 
         hardware = find_hardware(self.machine)
@@ -124,7 +124,7 @@ def measure(
 
 
 def find_hardware(machine: Machine) -> str | None:
-    """The file of conf/hardware that describes the card."""
+    """The file of conf/hardware that describes the GPU."""
     from training.config.schema import load_hardware
 
     name = "cpu" if machine.is_cpu else machine.name

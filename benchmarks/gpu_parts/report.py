@@ -70,7 +70,8 @@ class Report:
             part: [{**asdict(result), "status": result.status.value} for result in results]
             for part, (_, _, results) in self._parts.items()
         }
-        machine = {**asdict(self._machine), "cards": len(self._machine.cards)}
+        machine = asdict(self._machine)
+        machine["cards"] = len(machine.pop("gpus"))
         document = {"machine": machine, "arguments": self._arguments, "parts": parts}
         (self.folder / "report.json").write_text(json.dumps(document, indent=1) + "\n")
 

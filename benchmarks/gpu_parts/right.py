@@ -138,8 +138,8 @@ class Right:
         return Status.ok if right else Status.wrong, {**ranks, **cells}
 
     def _describe_ranks(self, world_size: int) -> str:
-        cards = min(world_size, len(self.machine.cards))
-        return f"{world_size}" if self.machine.is_cpu else f"{world_size} on {cards} card{'s' if cards > 1 else ''}"
+        gpus = min(world_size, len(self.machine.gpus))
+        return f"{world_size}" if self.machine.is_cpu else f"{world_size} on {gpus} GPU{'s' if gpus > 1 else ''}"
 
     def _list_overrides(self, case: Case) -> list[str]:
         batch = self._count_rows() if case.packed else len(LENGTHS)
@@ -238,7 +238,7 @@ class Right:
         return Status.ok if right else Status.wrong, {"loss": f"eval_loss {completed['eval_loss']:.3f}"}
 
     def build_demo_command(self) -> Command:
-        """As a user starts it: whether two stages run on cards or on the CPU is for the script to choose. Where the
+        """As a user starts it: whether two stages run on GPUs or on the CPU is for the script to choose. Where the
         packages lie in a folder of their own (`pip install --target`), so do their commands."""
         import importlib.util
 

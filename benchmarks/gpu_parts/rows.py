@@ -28,7 +28,7 @@ class Status(Enum):
 
     @property
     def is_bad(self) -> bool:
-        """The report ends with exit code 1. A card that is too small is no mistake."""
+        """The report ends with exit code 1. A GPU that is too small is no mistake."""
         return self in (Status.wrong, Status.failed, Status.timed_out)
 
 

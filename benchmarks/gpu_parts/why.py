@@ -60,8 +60,8 @@ class Why:
         return [Row(case.name, partial(self._trace, case), expected, limit) for case in CASES]
 
     def _trace(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
-        if case.world_size > max(1, len(self.machine.cards)) and not self.machine.is_cpu:
-            raise NotRun(f"needs {case.world_size} cards")
+        if case.world_size > max(1, len(self.machine.gpus)) and not self.machine.is_cpu:
+            raise NotRun(f"needs {case.world_size} GPUs")
         name = write_name(case.name)
         overrides = (*case.overrides, f"profile_trace={_STEP}")
         _, output = self.runs.run(name, case.shape, overrides, deadline, case.world_size)

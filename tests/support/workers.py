@@ -22,7 +22,7 @@ from typing import Any
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
-CARD_WATCH = "tests.support.card_watch"
+GPU_WATCH = "tests.support.gpu_watch"
 FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 _SECONDS_A_CASE = 600
 
