@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --device cpu --tiny      everything that a CPU can run, small, to see that all works
 
 *right* trains a small model in every way and compares with the plain Hugging Face model in one process. *fast* measures
-1B, 3B and 8B beside the `Trainer` of transformers, the plan and known figures, and each lever on and off. *why* traces
-one step: top kernels, idle share, waits. Each row is a run of the trainer's own command in processes of its own, with a
-time limit; out of memory, a crash and a hang are rows too. A part ends within its minutes: rows that no time is left
-for say so.
+1B, 3B and 8B next to the `Trainer` of transformers, the plan and known figures, and each feature on and off. *why*
+traces one step: top kernels, idle share, waits. Each row is a run of the trainer's own command in processes of its own,
+with a time limit; out of memory, a crash and a hang are rows too. A part ends within its minutes: rows that no time is
+left for say so.
 
 The report (report.md, report.json, logs/) is written row by row, into benchmarks/results/GPU-DATE/ unless --output
 says otherwise; what only shows that all runs (a CPU, --tiny) goes to outputs/gpu/. Exit code 1 when a figure is wrong

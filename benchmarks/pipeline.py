@@ -1,4 +1,5 @@
-"""How close a pipeline of two stages comes to its bubble bound, and how it stands beside its peers, on two CPU cores.
+"""Measures how close a pipeline of two stages comes to its bubble bound, and compares it with its peers, on two CPU
+cores.
 
     python benchmarks/pipeline.py [--micro_batches 16] [--rounds 9]             against the bound and bare DeepSpeed
     python benchmarks/pipeline.py --runners all [--vocab_size 32000]            against everybody
@@ -209,7 +210,7 @@ def build_runners(
 
 
 class OurStep:
-    """One optimizer step of this trainer."""
+    """One optimizer step of this trainer, as a callable."""
 
     def __init__(self, engine: Any, step: Callable[[], object]) -> None:
         self._engine, self._step = engine, step

@@ -1,4 +1,4 @@
-"""What the shell scripts start, seen by programs of the same names that only write down how they were called."""
+"""The commands that the shell scripts start, recorded by stub programs of the same names."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, take
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "1"}, 1),
     ],
 )
-def test_slurm_shares_out_the_cores_of_the_job(variables: dict[str, str], cpus: int, tmp_path: Path) -> None:
+def test_slurm_divides_the_cores_of_the_job(variables: dict[str, str], cpus: int, tmp_path: Path) -> None:
     (call,) = list_calls(
         tmp_path, "slurm.sh", "srun", "scontrol", SLURM_JOB_NODELIST="node-[1-2]", SLURM_SUBMIT_DIR=str(tmp_path),
         **variables,

@@ -46,13 +46,13 @@ class Machine:
         return replace(self, gpus=self.gpus[:1])
 
     def environment(self) -> dict[str, str]:
-        """What a process gets that may use the whole machine."""
+        """Returns the environment of a process that may use the whole machine."""
         if self.is_cpu:  # a thread a process: rows run side by side, and small models gain nothing from more
             return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
     def rank_environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What a rank gets beyond the variables of its rank. Where there are fewer GPUs than ranks, all share the
+        """Returns the environment of a rank, without its rank variables. With fewer GPUs than ranks, all share the
         first one.
 
         NCCL refuses two ranks on a GPU when their hosts are the same (`ncclInvalidUsage`, "Duplicate GPU detected"),

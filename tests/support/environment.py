@@ -1,4 +1,4 @@
-"""One environment for the whole suite, whoever's shell it is started from: on the CPU, online, in UTF-8.
+"""One environment for the whole suite, whatever shell starts it: on the CPU, online, in UTF-8.
 
 DS_ACCELERATOR alone says otherwise: `DS_ACCELERATOR=cuda make test` lets the tests see the GPUs. Cleaned before
 anything is imported that reads it (torch, huggingface_hub). Workers and launches inherit it.
@@ -26,7 +26,7 @@ _GPU_VARIABLES = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a shell has set, without what would change how a test goes."""
+    """Returns the environment without variables that would change the result of a test."""
     kept = {key: text for key, text in environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
     wants_gpus = environ.get("DS_ACCELERATOR", "") not in ("", "cpu")
     return (
@@ -45,7 +45,7 @@ def clean_this_process() -> None:
 
 
 def hostile_environment(folder: Path) -> dict[str, str]:
-    """What a shell may have set for other work, each of which has changed, or would change, how some test goes."""
+    """Returns variables that a shell may have set for other work, each of which would change some test's result."""
     return {
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/proc/none",
         "TRANSFORMERS_VERBOSITY": "debug", "TOKENIZERS_PARALLELISM": "maybe", "WANDB_MODE": "disabled",

@@ -1,4 +1,4 @@
-"""What the forkserver imports once, which takes seconds, and every worker that is forked from it has.
+"""The imports of the forkserver, done once since they take seconds, and inherited by every worker.
 
 None of it may start CUDA: tests/test_environment.py.
 """

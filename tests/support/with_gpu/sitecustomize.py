@@ -1,4 +1,4 @@
-"""On PYTHONPATH: torch says that this machine has a GPU; who takes it is written down in $GPU_LOG, and fails."""
+"""On PYTHONPATH: makes torch report a GPU; a process that uses it is logged in $GPU_LOG, and fails."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def _add_gpu(torch):
     def take(*arguments, **named):
         with open(os.environ["GPU_LOG"], "a") as log:
             log.write("".join(traceback.format_stack()[:-1]) + "\n")
-        raise RuntimeError("the GPU was taken")
+        raise RuntimeError("the GPU was used")
 
     torch.cuda._lazy_init = take
     torch.cuda.is_available = lambda: True
