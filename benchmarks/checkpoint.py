@@ -6,7 +6,7 @@ saving and resuming a training state, against copies of the same bytes in memory
 A model of 2.0 GB, and a random Llama in bf16 with fp32 weights and AdamW's moments, in one process (2.0 GB with 8
 layers). What is compared runs in turn:
 
-    stall    `save` until training can continue, asynchronously    : a copy of the state in memory
+    stall    `save` until training can continue, asynchronously       : a copy of the state in memory
     save     `save` to the last byte on the disk, synchronously       : `cp -r` of the checkpoint, each file synced
     resume   the manifest checked, weights, engine, optimizer's state : the same `cp -r`
 
