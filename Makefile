@@ -12,7 +12,7 @@ demo: venv
 # Two processes share the test files: two cores stand half idle under one, which mostly waits for the ranks that it started
 TEST_WORKERS ?= 2
 
-# On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its cards
+# On the CPU of any machine; `DS_ACCELERATOR=cuda make test` lets the tests see its GPUs
 test: venv
 	python -m pytest -m "not full" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
@@ -29,7 +29,7 @@ test-full-parity: venv
 test-full-rest: venv
 	$(TEST_FULL) $(AGAINST_ONE_PROCESS:%=--ignore=%)
 
-# On a machine with a card: is it right, is it fast, and why; benchmarks/gpu.py --help
+# On a machine with a GPU: is it right, is it fast, and why; benchmarks/gpu.py --help
 gpu: venv
 	python benchmarks/gpu.py
 

@@ -1,9 +1,8 @@
-"""What a person sees of a command: lines, panels, and one bar at a time. On a terminal they fit its width; elsewhere
-all is plain lines.
+"""Prints everything that a person sees of a command: lines, panels, and one bar at a time. They fit the width of a
+terminal; elsewhere all output is plain lines.
 
-Everything that is meant for a person is said here, on stderr as it was when the process started, even after
-`redirect_to_console` has sent the libraries' words elsewhere. A bar that begins takes the place of the one before it
-and gives it back when it ends.
+Output goes to stderr as it was when the process started, even after `redirect_to_console` has sent the output of
+libraries to a log. A new bar replaces the one before it until it ends.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ _SECONDS_BEFORE_BAR = 1.0  # work that takes less needs none
 _SECONDS_BEFORE_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0  # where there is no terminal
 _WIDTH = 80  # of a terminal that does not say
 _BAR = "{desc} {n_fmt}/{total_fmt}{unit} |{bar}| {remaining} left{postfix}"
-_COUNT = "{desc} {n_fmt}{unit}, {elapsed}"  # of how many is not known
+_COUNT = "{desc} {n_fmt}{unit}, {elapsed}"  # when the total is not known
 Item = TypeVar("Item")
 
 _kept: TextIO | None = None
-_alive: list[Progress] = []  # the last of them is to be seen
+_alive: list[Progress] = []  # the last of them is visible
 
 
 def stream() -> TextIO:
-    """Where the person is."""
+    """Returns the stream that the person reads."""
     found = _kept or sys.__stderr__
     assert found is not None
     return found
 
 
 def redirect_to_console(log: Path) -> None:
-    """What this process, libraries of other languages included, writes to stdout and stderr goes to `log`; what is
-    said here does not."""
+    """Redirects stdout and stderr of this process, native libraries included, to `log`; output of this module is not
+    redirected."""
     global _kept
     _kept = open(os.dup(stream().fileno()), "w", buffering=1, errors="backslashreplace")
     with open(log, "a") as file:
@@ -51,19 +50,19 @@ def is_terminal() -> bool:
     return stream().isatty()
 
 
-def measure_width(of: TextIO) -> int | None:
-    """Columns of the terminal that is written to; None where there is no terminal, and nothing needs to fit."""
-    if not of.isatty():
+def measure_width(output: TextIO) -> int | None:
+    """Returns the columns of a terminal, or None for any other stream, where nothing needs to fit."""
+    if not output.isatty():
         return None
     try:
-        return os.get_terminal_size(of.fileno()).columns or _WIDTH
+        return os.get_terminal_size(output.fileno()).columns or _WIDTH
     except OSError:
         return _WIDTH
 
 
 def fit(text: str, width: int | None, indent: str = "  ") -> str:
-    """Breaks lines between words where they are longer than `width`, and indents what follows. A path is never
-    broken, so it can be copied."""
+    """Wraps lines that are longer than `width` between words, and indents the rest. A path is never broken, so that it
+    can be copied."""
     if width is None:
         return text
     return "\n".join(line if len(line) <= width else _wrap(line, width, indent) for line in text.split("\n"))
@@ -82,7 +81,7 @@ def _wrap(line: str, width: int, indent: str, first: str = "") -> str:
 
 
 def say(text: str) -> None:
-    """Lines, above the bar if there is one."""
+    """Prints lines, above the bar if there is one."""
     _write(fit(text, measure_width(stream())))
 
 
@@ -92,20 +91,20 @@ def _write(text: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """Says it after all else: no bar comes behind it, however the process ends."""
+    """Prints the last output of a process: ends all bars first, so that none is drawn after it."""
     for progress in reversed(list(_alive)):
         progress.end()
     say(text)
 
 
 def show_panel(title: str, facts: Mapping[str, str]) -> None:
-    """A title over named facts. Without a terminal a line each, `name: fact`."""
+    """Prints a title over named facts; without a terminal one line each, `name: fact`."""
     rule = "\u2500" if "utf" in (stream().encoding or "").lower() else "-"
     _write(render_panel(title, facts, measure_width(stream()), rule))
 
 
 def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: str) -> str:
-    """Rules above and below but not beside, so that a path or a command can be copied."""
+    """Returns a panel with rules above and below, but not at the sides, so that a path or a command can be copied."""
     if width is None:
         return "\n".join([title, *(f"{name}: {fact}" for name, fact in facts.items())])
     longest = max(map(len, facts))
@@ -115,7 +114,7 @@ def render_panel(title: str, facts: Mapping[str, str], width: int | None, rule: 
 
 
 class Progress:
-    """How far a piece of work is: a bar on a terminal; elsewhere a line now and then, when it takes long."""
+    """The progress of a task: a bar on a terminal, elsewhere a line from time to time if it takes long."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class Progress:
         shown: bool = True,
         stays: bool = False,
     ) -> None:
-        """unit: "B" is scaled. shown: False on a rank that keeps quiet. stays: the bar is left on the screen at the
+        """unit: "B" is scaled. shown: False on a rank that prints nothing. stays: the bar stays on the screen at the
         end."""
         self._what, self._total, self._unit, self._done, self._shown = what, total, unit, done, shown
         self._next_line = time.monotonic() + _SECONDS_BEFORE_LINE
@@ -156,7 +155,7 @@ class Progress:
         self.reach(self._done + count)
 
     def reach(self, done: float, total: float | None = None) -> None:
-        """total: where it was not known before."""
+        """Sets the progress to `done`. total: where it was not known before."""
         self._done, self._total = done, total or self._total
         if self._bar is not None:
             if self._total != self._bar.total:
@@ -174,13 +173,13 @@ class Progress:
         return f"{self._done / self._total:.0%} of {total}" if self._total else done
 
     def follow(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, each of them counted when the next is asked for."""
+        """Yields the items, and counts each when the next is requested."""
         for item in items:
             yield item
             self.advance()
 
     def note(self, text: str) -> None:
-        """Figures behind the bar."""
+        """Shows `text` at the end of the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
@@ -198,7 +197,7 @@ class Progress:
 
 @contextmanager
 def progress(what: str, total: float | None = None, unit: str = "", shown: bool = True) -> Iterator[Progress]:
-    """For the block's duration; arguments as of `Progress`."""
+    """Shows progress during the block; arguments as for `Progress`."""
     shows = Progress(what, total, unit, shown=shown)
     try:
         yield shows

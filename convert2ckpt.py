@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Checks what the command line alone can tell, then converts. Raises UserError."""
+    """Checks the command line, then converts. Raises UserError."""
     tokens = SpecialTokens(args.bos_token, args.eos_token, args.pad_token, tuple(args.add_special_tokens))
     if args.to_hf and tokens:
         raise UserError("special tokens are added on the way to a pipeline checkpoint; omit them with --to_hf")
@@ -149,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MB", "2GiB" or a plain number. Raises UserError."""
+    """Returns the bytes of "5GB", "500MB", "2GiB" or a plain number. Raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
     if match is None or match[2] not in SIZE_UNITS or float(match[1]) * SIZE_UNITS[match[2]] < 1:
         raise UserError(f"--max_shard_size '{text}' is not a valid size; write for instance 5GB or 500MB")

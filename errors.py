@@ -15,7 +15,8 @@ class UserError(ValueError):
 
 
 def explain_refusal(error: OSError) -> UserError | None:
-    """What to say of a file that may not be touched, or for which there is no room; None for what is a bug."""
+    """Returns the UserError for a file without permission or a full disk, or None for any other error, which is a
+    bug."""
     where = error.filename or "a file"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(f"{where}: {error.strerror}; ask its owner, or take another path")

@@ -1,4 +1,4 @@
-"""What is on a disk, whole or not at all: atomic writes and renames, flushing, and locks between processes.
+"""Atomic writes and renames, flushing to disk, and locks between processes.
 
 A rename is atomic and a flush is not, so whatever must not be seen in part is written under a temporary name, flushed,
 and renamed.
@@ -29,10 +29,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_atomically(file: Path, content: str | Callable[[Any], object], writer: str = "") -> None:
-    """A reader sees the old content or the new, never a part; it is on disk when this returns.
+    """Writes a file so that a reader sees the old content or the new, never a part; it is on disk when this returns.
 
-    content: the text, or what writes bytes into the open file that it is given. writer: tells apart several processes
-    that write the same file at the same time; each has a temporary file of its own.
+    content: the text, or a function that writes bytes into the open file that it is given. writer: distinguishes
+    processes that write the same file at the same time; each has its own temporary file.
     """
     temporary = file.with_name(f".{file.name}.tmp{writer}")
     with open(temporary, "wb") as stream:
@@ -47,8 +47,8 @@ def write_atomically(file: Path, content: str | Callable[[Any], object], writer:
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Swaps two folders at once; on a file system that cannot (NFS) the old one moves aside first, to a name nothing
-    removes."""
+    """Swaps two folders atomically. On a file system that cannot do so (NFS) the old one is first moved to a name that
+    nothing removes."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 and renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
         return

@@ -33,24 +33,24 @@ DEFAULT_CONFIG = "base"
 @hydra.main(config_path=str(CONFIG_DIR), config_name=DEFAULT_CONFIG, version_base="1.3")
 def run_composed(config: DictConfig) -> None:
     if config.plan is not False:
-        # a plan lives for seconds, most of them imports, and looking for garbage would take a sixth of them
+        # a plan takes seconds, most of them imports, and garbage collection would take a sixth of them
         gc.disable()
-        from training.planner.run import run_plan  # without DeepSpeed: a plan is there before that is imported
+        from training.planner.run import run_plan  # without DeepSpeed, which takes longer to import than a plan takes
 
         run_plan(config)
-        gc.freeze()  # nor at its end
+        gc.freeze()  # nor at its end: no collection either
         return
     import_run()(config)
 
 
 def import_run() -> Callable[[DictConfig], None]:
-    """`run`, and with it torch and DeepSpeed: not above, since `--help` and a mistyped key need not wait for them.
+    """Imports `run`, and with it torch and DeepSpeed; not at the top, since `--help` and a mistyped key need neither.
 
-    Where a name is gone that they need while they are imported, the run ends with the line that names it.
+    If a name that they need at import is missing, the run ends with the line that names it.
     """
     # DeepSpeed reports its accelerator when it is imported, and keeps the stream; what packages warn of each other is
     # for their developers
-    gc.disable()  # what is imported is not garbage: to look through it takes two of six seconds, one at the end
+    gc.disable()  # imports leave no garbage, and searching them takes two of six seconds, one at the end
     with redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings(action="ignore"):
         try:
             from training.run import run
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def check_names(composed: DictConfig) -> None:
-    """Raises UserError for a key whose values are the names in a table, where the composed one is not among them."""
+    """Raises UserError for a key whose value has to be a name in a table and is not."""
     name = OmegaConf.select(composed, "schedule", throw_on_resolution_failure=False)
     if name is not None:
         find_schedule(name)

@@ -1,4 +1,4 @@
-"""The anonymous memory of this process: pages of mapped files, which the kernel takes back when it wants them, are
+"""The anonymous memory of this process: pages of mapped files, which the kernel can reclaim, are
 not counted."""
 
 from __future__ import annotations

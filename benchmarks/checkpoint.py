@@ -6,7 +6,7 @@ saving and resuming a training state, against copies of the same bytes in memory
 A model of 2.0 GB, and a random Llama in bf16 with fp32 weights and AdamW's moments, in one process (2.0 GB with 8
 layers). What is compared runs in turn:
 
-    stall    `save` until training can go on, asynchronously          : a copy of the state in memory
+    stall    `save` until training can continue, asynchronously       : a copy of the state in memory
     save     `save` to the last byte on the disk, synchronously       : `cp -r` of the checkpoint, each file synced
     resume   the manifest checked, weights, engine, optimizer's state : the same `cp -r`
 
@@ -153,7 +153,7 @@ def measure(folder: Path, config: LlamaConfig, pairs: int) -> None:
 
 
 def resume(step_dir: Path, run_config: Any) -> None:
-    """What a run does before its first step, but for the data and the engine's own buffers' allocation, which any
+    """Does what a run does before its first step, except the data and the allocation of the engine's buffers, which any
     start has."""
     assert find_damage(step_dir, 0, 1) is None
     engine = build_engine(open_weights(str(step_dir)), run_config)

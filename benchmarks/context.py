@@ -1,9 +1,9 @@
-"""What sharing each sequence saves, and what it costs, on two ranks of one core each.
+"""Measures what context parallelism saves and costs, on two ranks of one core each.
 
     python benchmarks/context.py [--rounds 3] [--memory_length 16384] [--longest 32768] [--mode ulysses]
 
-Printed are a rank's peak of activations at `memory_length`, beside that of one rank with whole sequences; the time a
-token takes beside two replicas with as many tokens a step, at 4,096; the share of a step in exchanges, waiting for the
+Prints a rank's peak of activations at `memory_length`, against that of one rank with whole sequences; the time per
+token against two replicas with as many tokens per step, at 4,096; the share of a step in exchanges, waiting for the
 other rank included; and the time a token takes as sequences double from 2,048 to `longest`. About 10 minutes, a third
 of them the longest sequences.
 """
@@ -32,7 +32,7 @@ from models.parallel.ring import Transfer
 VOCAB_SIZE, COMPARED_LENGTH, SHORTEST = 4096, 4096, 2048
 SEQUENCES = 2  # of a step whose time is taken
 LAYERS = 2
-# Of the memory's model: pieces of logits have one size whatever the length, which few layers would not outweigh
+# Of the memory's model: chunks of logits have one size at any length, which few layers would not outweigh
 LAYERS_HELD = 16
 ROUNDS_UP_TO = 8192  # tokens; of longer sequences one step takes minutes, and is measured once
 
@@ -59,13 +59,13 @@ def report_memory(seq_length: int, mode: str) -> None:
 
 
 def report_time(rounds: int, mode: str) -> None:
-    """In turn, twice each: the machine's own speed drifts."""
+    """Measures in turns, twice each, since the machine's speed drifts."""
     ratios, shares = [], []
     for _ in range(2):
-        seconds, of_exchanges = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, mode, rounds)[0]
+        seconds, exchange_shares = run_ranks(measure_steps, 2, 2, COMPARED_LENGTH, mode, rounds)[0]
         replicas, _ = run_ranks(measure_steps, 2, 1, COMPARED_LENGTH, mode, rounds)[0]
         ratios.append(statistics.median(seconds) / statistics.median(replicas))
-        shares += of_exchanges
+        shares += exchange_shares
     print(
         f"{COMPARED_LENGTH:,} tokens: a token takes {describe(ratios, '.2f')} of two replicas' time; "
         f"{describe(shares, '.1%')} of a step in exchanges",
@@ -141,7 +141,7 @@ def measure_memory(context_parallel_size: int, seq_length: int, mode: str) -> in
 def measure_steps(
     context_parallel_size: int, seq_length: int, mode: str, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each step, the share of it in exchanges), behind a short step."""
+    """Returns (seconds of each step, the share of it in exchanges), after a short warm-up step."""
     from training.engine.steps import train_step
 
     engine, config = build(context_parallel_size, seq_length, mode)

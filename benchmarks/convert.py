@@ -150,7 +150,7 @@ def run_in_fresh_process(direction: str, source: Path, target: Path) -> Measure:
 
 
 def measure_conversion(direction: str, source: Path, target: Path) -> Measure:
-    """One conversion in this process, with its anonymous memory."""
+    """Measures one conversion in this process, with its anonymous memory."""
     with AnonymousPeak() as memory:
         start = time.perf_counter()
         DIRECTIONS[direction](open_weights(str(source)), target)

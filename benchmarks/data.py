@@ -1,4 +1,4 @@
-"""What packing saves, what the loader costs, and tokenizing beside a bare `datasets.map`.
+"""Measures what packing saves, what the loader costs, and tokenizing against a plain `datasets.map`.
 
     python benchmarks/data.py --file train.jsonl [--prompt_field question --completion_field answer] [--rounds 5]
     [--steps 2] [--num_proc 1 2]
@@ -148,7 +148,7 @@ def take_time(run: Callable[[str], None], name: str) -> float:
 
 @dataclass
 class Way:
-    """One way to lay samples into rows, and what was measured of it."""
+    """One way to place samples in rows, with its measurements."""
 
     step: Callable[[int], object]  # takes optimizer step n
     loader: Any
@@ -170,7 +170,7 @@ class Way:
         self.rates.append(tokens / seconds)
 
     def forget(self) -> None:
-        """What was measured while warming up."""
+        """Discards the measurements of the warm-up."""
         self.rates.clear()
         self.waits.clear()
         self.seconds = 0.0

@@ -1,15 +1,15 @@
-"""The experts of a layer beside transformers' `grouped_mm` and beside a dense layer of the same active FLOPs: time and
+"""The experts of a layer against transformers' `grouped_mm` and a dense layer of the same active FLOPs: time and
 peak memory of a forward and backward pass, as ratios.
 
     python benchmarks/experts.py [--rounds 9] [--precisions fp32 bf16] [--intermediate_sizes 256 1408] [--tiny]
 
 64 experts, 8 for each token, 4,096 tokens of 512, each token's experts drawn at random: all alike, or some more often
-(Zipf). LoRA of rank 8 on all of them, beside the same experts trained as they are, and beside the same experts frozen
+(Zipf). LoRA of rank 8 on all of them, against the same experts trained in full, and against the same experts frozen
 without it. One thread; in this process, on the same tensors, in turns; ratios are taken within a round, since the
 machine's speed drifts. Time is the processor's, which other programs on the machine disturb less than a clock's; on a
-GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a card's allocator does; with
+GPU, if there is one, a clock's. Freed memory is kept for the next tensor, as a GPU's allocator does; with
 --fresh_memory the kernel hands out, and clears, large tensors page by page, as glibc has it. Memory is that of all
-tensors that live at once, beside inputs and weights. --tiny: small ones, to see that it works.
+tensors that live at once, without inputs and weights. --tiny: small ones, to see that it works.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def build_contenders(shape: Shape, precision: str, routing: str) -> dict[str, Contender]:
-    """On the same hidden states, gradient and experts of each token."""
+    """Returns the contenders, all on the same hidden states, gradient and experts of each token."""
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "dtype": DTYPES[precision],
@@ -122,7 +122,7 @@ def build_experts(shape: Shape, implementation: str, options: dict[str, Any]) ->
 
 
 def put_adapter_on(experts: nn.Module) -> nn.Module:
-    """As a run does, on both stacks."""
+    """Adds LoRA to both stacks of experts, as a run does."""
     layer = nn.ModuleDict({"experts": experts})
     stacks = ["experts.gate_up_proj", "experts.down_proj"]
     inject_adapter_in_model(LoraConfig(r=8, target_modules=[], target_parameters=stacks), layer)
@@ -173,7 +173,7 @@ def read_clock() -> float:
 
 
 def measure_peak(contender: Contender) -> int:
-    """Bytes of all storages that live at once, at most, beside the inputs."""
+    """Returns the peak bytes of all live storages, without the inputs."""
     with AllocationPeak(*contender.inputs) as counter:
         contender.run()
     return counter.peak

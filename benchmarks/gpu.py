@@ -4,12 +4,12 @@
     python benchmarks/gpu.py --device cpu --tiny      everything that a CPU can run, small, to see that all works
 
 *right* trains a small model in every way and compares with the plain Hugging Face model in one process. *fast* measures
-1B, 3B and 8B beside the `Trainer` of transformers, the plan and known figures, and each lever on and off. *why* traces
-one step: top kernels, idle share, waits. Each row is a run of the trainer's own command in processes of its own, with a
-time limit; out of memory, a crash and a hang are rows too. A part ends within its minutes: rows that no time is left
-for say so.
+1B, 3B and 8B next to the `Trainer` of transformers, the plan and known figures, and each feature on and off. *why*
+traces one step: top kernels, idle share, waits. Each row is a run of the trainer's own command in processes of its own,
+with a time limit; out of memory, a crash and a hang are rows too. A part ends within its minutes: rows that no time is
+left for say so.
 
-The report (report.md, report.json, logs/) is written row by row, into benchmarks/results/CARD-DATE/ unless --output
+The report (report.md, report.json, logs/) is written row by row, into benchmarks/results/GPU-DATE/ unless --output
 says otherwise; what only shows that all runs (a CPU, --tiny) goes to outputs/gpu/. Exit code 1 when a figure is wrong
 or a row failed. Nothing is installed or downloaded.
 """
@@ -33,7 +33,7 @@ from benchmarks.gpu_parts.rows import run_rows
 from benchmarks.gpu_parts.why import Why
 
 PARTS = {"right": Right, "fast": Fast, "why": Why}
-_MINUTES = {"cuda": 7.5, "cpu": 15.0}  # of a part: a session with a card is often cut into tens of minutes
+_MINUTES = {"cuda": 7.5, "cpu": 15.0}  # of a part: a session with a GPU is often cut into tens of minutes
 # Of right, whose rows say nothing of time and so run side by side; most of a row is imports, on one core.
 _CORES_PER_ROW = {"cuda": 4, "cpu": 1}
 _MOST_AT_ONCE = 4
@@ -44,7 +44,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit from outside ends the rows too
         signal.signal(number, stop_once)
     machine = find_machine(arguments.device)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # this process: the cards are for the rows
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # this process: the GPUs are for the rows
     folder = arguments.output or choose_folder(machine, arguments.tiny)
     report = Report(folder, machine, {key: str(value) for key, value in vars(arguments).items()})
     print(f"{machine.describe()}; report: {folder}", flush=True)

@@ -1,4 +1,4 @@
-"""What loading costs a stage: memory against the stage's own weights, and bytes read against the model.
+"""Measures what loading costs a stage: memory against the stage's own weights, and bytes read against the model.
 
     python benchmarks/load.py [--dir DIR] [--num_layers 17] [--num_stages 1 2 4]
 
@@ -91,7 +91,7 @@ def start_ranks(folder: Path, count: int) -> list[dict[str, int]]:
 
 
 def load_stage(folder: str) -> dict[str, int]:
-    """On a rank: builds and loads its stage. Imports and the process group are not measured."""
+    """Builds and loads the stage of a rank. Imports and the process group are not measured."""
     import torch
 
     from benchmarks.workload import compose_run

@@ -1,9 +1,9 @@
-"""The loss in pieces beside the plain one: time and peak memory of a forward and backward pass, as ratios.
+"""The loss in chunks against the plain one: time and peak memory of a forward and backward pass, as ratios.
 
     python benchmarks/loss.py [--vocab_size 128000] [--tokens 4096] [--hidden_size 512] [--precision bf16] [--rounds 7]
 
 Both run in this process on the same tensors, in turns; the ratios are taken within a round, since the machine's speed
-drifts. Memory is that of all tensors that live at once, beside the inputs. On a GPU if there is one.
+drifts. Memory is that of all tensors that live at once, without the inputs. On a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     inputs = make_inputs(arguments)
-    losses: dict[str, Loss] = {"plain": plain_loss, "in pieces": causal_lm_loss}
+    losses: dict[str, Loss] = {"plain": plain_loss, "in chunks": causal_lm_loss}
     peaks = {name: measure_peak(loss, *inputs) for name, loss in losses.items()}
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for number in range(arguments.rounds):
@@ -86,14 +86,14 @@ def measure_seconds(loss: Loss, *inputs: torch.Tensor) -> float:
 
 
 def measure_peak(loss: Loss, *inputs: torch.Tensor) -> int:
-    """Bytes of all storages that live at once, at most, beside the inputs."""
+    """Returns the peak bytes of all live storages, without the inputs."""
     with AllocationPeak(*inputs) as counter:
         take_pass(loss, *inputs)
     return counter.peak
 
 
 def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[str, list[float]]) -> None:
-    ratios = [ours / plain for ours, plain in zip(seconds["in pieces"], seconds["plain"], strict=True)]
+    ratios = [ours / plain for ours, plain in zip(seconds["in chunks"], seconds["plain"], strict=True)]
     print(
         f"vocabulary {arguments.vocab_size:,}, {arguments.tokens:,} tokens, hidden {arguments.hidden_size:,}, "
         f"{arguments.precision}"
@@ -101,9 +101,9 @@ def report(arguments: argparse.Namespace, peaks: dict[str, int], seconds: dict[s
     print("| loss | peak, GiB | s, median |\n|---|---|---|")
     for name, peak in peaks.items():
         print(f"| {name} | {peak / 2**30:.2f} | {statistics.median(seconds[name]):.2f} |")
-    print(f"peak: in pieces / plain = {peaks['in pieces'] / peaks['plain']:.3f}")
+    print(f"peak: in chunks / plain = {peaks['in chunks'] / peaks['plain']:.3f}")
     print(
-        f"time: in pieces / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, "
+        f"time: in chunks / plain = {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f}, "
         f"{arguments.rounds} rounds)"
     )
 

@@ -1,4 +1,4 @@
-"""What small optimizer states cost in quality: the same run with each, and its evaluation loss beside that of fp32.
+"""Measures what small optimizer states cost in quality: the same run with each, and its evaluation loss against fp32.
 
     python benchmarks/optimizer_states.py --train_file gsm8k/train.jsonl [--steps 200] [--kinds fp32 bf16 8bit]
 
@@ -42,10 +42,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         prepare(arguments, Path(work))
         found = {kind: train(arguments, Path(work), kind) for kind in arguments.kinds}
-    print("| state | eval loss | beside fp32 | seconds a step |\n|---|---|---|---|")
+    print("| state | eval loss | against fp32 | seconds per step |\n|---|---|---|---|")
     for kind, (loss, seconds) in found.items():
-        beside = f"{loss / found['fp32'][0] - 1:+.2%}" if "fp32" in found else ""
-        print(f"| {kind} | {loss:.4f} | {beside} | {seconds:.2f} |")
+        difference = f"{loss / found['fp32'][0] - 1:+.2%}" if "fp32" in found else ""
+        print(f"| {kind} | {loss:.4f} | {difference} | {seconds:.2f} |")
 
 
 def prepare(arguments: argparse.Namespace, work: Path) -> None:

@@ -1,7 +1,7 @@
-"""What `benchmarks/pipeline.py` compares with: each builder returns a function that takes one optimizer step of the
+"""The peers of `benchmarks/pipeline.py`: each builder returns a function that takes one optimizer step of the
 same work.
 
-All of them run the same layers with the same loss in pieces, AdamW, and clipping by the global norm; the `Trainer` of
+All of them run the same layers with the same loss in chunks, AdamW, and clipping by the global norm; the `Trainer` of
 transformers (`trainer_peer.py`) has its own model and loss. In bf16 the pipelines of torch keep fp32 master weights and
 sum gradients in fp32, as DeepSpeed's optimizer does.
 """
@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Work:
-    """What the runners have in common. setup: of this trainer, with the split that it chooses."""
+    """The common inputs of the runners. setup: of this trainer, with the split that it chooses."""
 
     config: Any
     setup: Any

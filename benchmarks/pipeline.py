@@ -1,4 +1,5 @@
-"""How close a pipeline of two stages comes to its bubble bound, and how it stands beside its peers, on two CPU cores.
+"""Measures how close a pipeline of two stages comes to its bubble bound, and compares it with its peers, on two CPU
+cores.
 
     python benchmarks/pipeline.py [--micro_batches 16] [--rounds 9]             against the bound and bare DeepSpeed
     python benchmarks/pipeline.py --runners all [--vocab_size 32000]            against everybody
@@ -21,7 +22,7 @@ micro-batches and AdamW:
 
 The bound of ours is M / (M + P - 1) of the copies' rate: what a pipeline without any cost but its bubble would reach.
 Printed are medians over the rounds of the ratios within a round, since the machine's speed drifts from one to the next.
-All of them keep the memory that they free, as on a card (`--fresh_memory`: glibc's own way, by which every large tensor
+All of them keep the memory that they free, as on a GPU (`--fresh_memory`: glibc's own way, by which every large tensor
 comes from the kernel page by page). Of ours also the host's time around a pass: the CPU time of a step's thread outside
 of its passes and the optimizer step, over the number of passes.
 """
@@ -216,7 +217,7 @@ def build_runners(
 
 
 class OurStep:
-    """One optimizer step of this trainer."""
+    """One optimizer step of this trainer, as a callable."""
 
     def __init__(self, engine: Any, step: Callable[[], object]) -> None:
         self._engine, self._step = engine, step

@@ -6,7 +6,7 @@ layouts.
 For each run the machine is measured as `plan=true hardware=here` does, then the run takes place: this trainer's stages,
 engine and step on random weights. Both alternate, `--rounds` times, and medians are compared, since the speed of a
 machine drifts. Memory is the most that is resident while training beyond what was after the imports, in a run of its
-own in which freed pieces go back to the system (MALLOC_MMAP_THRESHOLD_: glibc keeps those below 32 MB otherwise, some
+own in which freed blocks go back to the system (MALLOC_MMAP_THRESHOLD_: glibc keeps those below 32 MB otherwise, some
 hundred MB), and compared where a rank needs 1 GB or more. Prints a table and draws both against their predictions.
 """
 
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def memory_ratios(self) -> list[float]:
-        """Of stages on which a rank needs 1 GB or more."""
+        """Returns predicted / measured memory of the stages on which a rank needs 1 GB or more."""
         return [
             predicted / real for predicted, real in zip(self.predicted_bytes, self.bytes, strict=True) if real >= GB
         ]
@@ -173,7 +173,7 @@ def plan(run: Run) -> Any:
 
 
 def measure(run: Run, steps: int) -> tuple[list[float], int]:
-    """On a rank: seconds of each step after two that warm up, and the peak of memory."""
+    """Returns the seconds of each step of this rank after two warm-up steps, and its peak memory."""
     import torch.distributed as dist
 
     import training.run  # noqa: F401, all that a run imports, so that it does not count as the run's memory

@@ -1,4 +1,4 @@
-"""Start-up: from entering `PipelineModule`'s construction to weights loaded, beside DeepSpeed's own; and the time of a
+"""Start-up: from entering `PipelineModule`'s construction to weights loaded, against DeepSpeed's own; and the time of a
 plan.
 
     python benchmarks/startup.py [--pairs 7] [--num_layers 24] [--dir DIR]

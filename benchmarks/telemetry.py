@@ -1,9 +1,9 @@
-"""What it costs to time every instruction of a step.
+"""Measures the cost of timing every instruction of a step.
 
     python benchmarks/telemetry.py [--pairs 40] [--micro_batches 16]
 
 Two ranks of one core each, a Llama of two stages. One engine takes steps in pairs, one with the clock of
-`training/observability/stage_timer.py` and one without, in turns the first; printed is the median ratio, and beside it
+`training/observability/stage_timer.py` and one without, in turns the first; printed is the median ratio, and next to it
 what the clock itself takes of a step when its marks are made and read around nothing, since a per cent of a step is
 less than the noise of a shared machine.
 """

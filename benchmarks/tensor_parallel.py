@@ -1,5 +1,5 @@
-"""What sharing each layer costs beside stages and replicas: step times of the same global batch, and the share of them
-in the ranks' sums.
+"""The cost of tensor parallelism against stages and replicas: step times of the same global batch, and the share of
+them in the ranks' sums.
 
     python benchmarks/tensor_parallel.py [--rounds 15] [--ranks 2] [--hidden_size 512]
 

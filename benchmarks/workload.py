@@ -1,4 +1,4 @@
-"""What the benchmarks of training have in common: a Llama of random weights, micro-batches full of targets, ranks,
+"""Common parts of the training benchmarks: a Llama of random weights, micro-batches full of targets, ranks,
 and a run's config."""
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def take_turns(
 
 
 class RankFailed(Exception):
-    """What ended a rank, in one line; the rank itself has shown the whole of it."""
+    """A rank failed; the message is one line, and the rank itself has printed the trace."""
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returns on each of so many ranks of a process group, each with its share of the cores or
+    """Returns the results of `work(*arguments)` on each rank of a process group, each with its share of the cores or
     its GPU.
 
     Raises RankFailed as soon as one does, and ends the others.
@@ -143,7 +143,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any) -> lis
 
 
 def run_alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work(*arguments)` returns in a process of its own, which knows of no ranks. Raises RankFailed."""
+    """Returns the result of `work(*arguments)` in its own process, without ranks. Raises RankFailed."""
     return _run_processes([{}], work, arguments)[0]
 
 

@@ -1,4 +1,4 @@
-"""Replicas that share out sums of gradients (ZeRO-2) and weights (ZeRO-3) beside their peers, on two CPU cores.
+"""Replicas that shard accumulated gradients (ZeRO-2) and weights (ZeRO-3) against their peers, on two CPU cores.
 
     python benchmarks/zero.py [--rounds 9] [--micro_batches 4] [--stages 2 3] [--precision bf16]
 

@@ -1,10 +1,8 @@
-"""What a person sees: runs a command in a terminal of a given width and prints what is left on its screen.
+"""Runs a command in a terminal of a given width and prints what remains on its screen.
 
-    python scripts/capture_screen.py --width 80 deepspeed --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2
-    max_steps=3
+    python scripts/capture_screen.py --width 80 make demo
 
-Lines that the terminal had to break are marked with `>`, since nothing of ours should be longer than the terminal is
-wide.
+Lines that the terminal had to break are marked with `>`, since no output should be wider than the terminal.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|\x08|([^\x1b\r\n\x08]+)")
 class Capture:
     code: int
     written: str  # as it was sent to the terminal
-    lines: list[
-        str
-        # as they stand on the screen at the end, those that scrolled away first; longer than the terminal where it
-        # broke them
-    ]
+    # the screen at the end, after the lines that have scrolled off; longer than the terminal where it broke them
+    lines: list[str]
 
 
 def capture(

@@ -28,7 +28,7 @@ _MOST_SOURCES = 20
 
 
 class PipFailed(Exception):
-    """What pip said."""
+    """pip failed; the message is the end of its output."""
 
 
 def main() -> None:
@@ -54,21 +54,22 @@ def main() -> None:
 
 
 def list_target_options(python_version: str, machine: str) -> list[str]:
-    """pip's options for another Python than this one. It matches the number of a platform exactly."""
+    """Returns pip's options for another Python than this one. pip matches the number of a platform exactly."""
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in reversed(_GLIBC)]
     older = [f"--platform=manylinux{name}_{machine}" for name in ("2014", "2010", "1")]
     return [f"--python-version={python_version}", "--implementation=cp", *platforms, *older, "--only-binary=:all:"]
 
 
 def list_requirements(torch_version: str, drop: Sequence[str]) -> list[str]:
-    """The lines of requirements.txt, for a machine with another torch."""
+    """Returns the lines of requirements.txt for a machine with another torch, without the packages of `drop`."""
     lines = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
     dropped = {_normalize(name) for name in ("torch", *drop)}
     return [line for line in lines if _normalize(line.partition("==")[0]) not in dropped] + [f"torch=={torch_version}"]
 
 
 def resolve(requirements: Sequence[str], target: Sequence[str], folder: Path) -> dict[str, str]:
-    """Package -> version of all that they need. What has no wheel is built into `folder`. Raises PipFailed."""
+    """Returns package -> version of everything the requirements need. Builds a wheel into `folder` where none is
+    published. Raises PipFailed."""
     with tempfile.TemporaryDirectory() as scratch:
         wanted = Path(scratch) / "requirements.txt"
         wanted.write_text("\n".join(requirements))
@@ -86,13 +87,13 @@ def resolve(requirements: Sequence[str], target: Sequence[str], folder: Path) ->
 
 
 def read_pins(report: str) -> dict[str, str]:
-    """From the report of `pip install --report`."""
+    """Returns package -> version from the report of `pip install --report`."""
     installed = (entry["metadata"] for entry in json.loads(report)["install"])
     return {metadata["name"]: metadata["version"] for metadata in installed}
 
 
 def build(requirement: str, folder: Path) -> None:
-    """A wheel for every Python and machine, from source. Raises PipFailed for one that is not."""
+    """Builds a wheel for every Python and machine from source. Raises PipFailed if it fits this machine only."""
     print(f"building {requirement}: it is published as source only", flush=True)
     before = set(folder.iterdir())
     run_pip("wheel", "--no-deps", f"--wheel-dir={folder}", requirement)
@@ -102,7 +103,7 @@ def build(requirement: str, folder: Path) -> None:
 
 
 def choose(pins: dict[str, str], without: Sequence[str]) -> list[str]:
-    """Requirements of one version each, without what comes with torch and what the machine has."""
+    """Returns pinned requirements, without the packages that come with torch or that the machine has."""
     left_out = {_normalize(name) for name in without if name}
     return [
         f"{name}=={version}"
@@ -120,7 +121,7 @@ def download(requirements: Sequence[str], target: Sequence[str], folder: Path) -
 
 
 def describe(folder: Path) -> str:
-    """How much it is, the largest, and what installs it."""
+    """Returns the total size, the largest wheels, and the command that installs them."""
     sizes = sorted(((file.stat().st_size, file.name) for file in folder.glob("*.whl")), reverse=True)
     largest = ", ".join(f"{name.partition('-')[0]} {size / 2**20:.0f}" for size, name in sizes[:5])
     return "\n".join(
@@ -133,7 +134,7 @@ def describe(folder: Path) -> str:
 
 
 def run_pip(*words: str) -> str:
-    """Its output. Raises PipFailed."""
+    """Runs pip and returns its output. Raises PipFailed."""
     ended = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     if ended.returncode:
         raise PipFailed("\n".join(ended.stderr.strip().splitlines()[-5:]))

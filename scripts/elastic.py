@@ -1,4 +1,4 @@
-"""`scripts/supervise.py --elastic`: a command fitted to the hosts that are left, by `plan=search`."""
+"""`scripts/supervise.py --elastic`: fits a command to the remaining hosts, by `plan=search`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ FIRST_SLOTS = "first_slots"  # in output_dir
 
 
 class ElasticError(Exception):
-    """Why a run cannot be started on the hosts that are left."""
+    """A run cannot be started on the remaining hosts; the message says why."""
 
 
 class Elastic:
-    """Fits the command to the hosts that are left. hosts_command: a shell command that prints them. say: prints a
-    line to the user."""
+    """Fits the command to the remaining hosts. hosts_command: a shell command that prints them. say: prints a line to
+    the user."""
 
     def __init__(self, hosts_command: str, output_dir: Path, say: Callable[[str], None]) -> None:
         self._hosts_command, self._output_dir, self._say = hosts_command, output_dir, say
         self._num_slots: int | None = None  # of the first start
 
     def fit(self, command: Sequence[str]) -> list[str]:
-        """The command for the hosts that are left. Raises ElasticError when there are none, or nothing fits them."""
+        """Returns the command for the remaining hosts. Raises ElasticError when there are none, or no layout fits
+        them."""
         hosts = read_hosts(self._hosts_command)
         num_slots = sum(hosts.values())
         if self._num_slots is None:
@@ -43,7 +44,7 @@ class Elastic:
         raise ElasticError(f"no layout fits the slots that are left, {num_slots} of {self._num_slots}: {reason}")
 
     def _recall_slots(self, command: Sequence[str], num_slots: int) -> int:
-        """Those of the first start of the run, which this script has not seen where it was started again itself."""
+        """Returns the slots of the run's first start, read from `output_dir` if this script was restarted since."""
         file = self._output_dir / FIRST_SLOTS
         continues = any(word.startswith("resume=") for word in command) and "overwrite_output_dir=true" not in command
         if continues and file.is_file():
@@ -53,7 +54,7 @@ class Elastic:
         return num_slots
 
     def _find_batch(self, command: Sequence[str], num_slots: int) -> list[str]:
-        """The keys that keep the global batch of the first start, which may follow from its number of ranks."""
+        """Returns the keys that keep the global batch of the first start, which may depend on its number of ranks."""
         keys, reason = search_layout(command, num_slots)
         batch = next((key for key in keys if key.startswith("global_batch_size=")), None)
         if batch is None:
@@ -73,7 +74,7 @@ class Elastic:
 
 
 def read_hosts(hosts_command: str) -> dict[str, int]:
-    """Host -> slots, as the command prints them. Raises ElasticError when it fails or prints none."""
+    """Returns host -> slots, as the command prints them. Raises ElasticError when it fails or prints none."""
     ended = subprocess.run(hosts_command, shell=True, capture_output=True, text=True)
     found = re.findall(r"^\s*([^\s#]+)\s+slots=(\d+)", ended.stdout, re.MULTILINE)
     hosts = {name: int(slots) for name, slots in found if int(slots)}
@@ -86,7 +87,7 @@ def read_hosts(hosts_command: str) -> dict[str, int]:
 
 
 def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], str]:
-    """The keys of the fastest layout that fits so many ranks, by `plan=search`; none, and why, where nothing fits."""
+    """Returns the keys of the fastest layout for `num_ranks` by `plan=search`, or no keys and the reason."""
     script = next((place for place, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise ElasticError("--elastic: the command names no .py file whose plan could be asked for")
@@ -102,7 +103,8 @@ def search_layout(command: Sequence[str], num_ranks: int) -> tuple[list[str], st
 
 
 def change_keys(command: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """The command with these keys in place of its own; `partition_method` as a list is for another layout."""
+    """Returns the command with these keys in place of its own, without a list in `partition_method`, which would be for
+    another layout."""
     names = {key.partition("=")[0] for key in keys}
     kept = [
         word for word in command if word.partition("=")[0] not in names and not word.startswith("partition_method=[")

@@ -1,13 +1,11 @@
-"""Text from a trained model: the folder that a run exports, any training checkpoint, a converted folder, or a peft
-folder.
+"""Generates text with a trained model: the folder that a run exports, a training checkpoint, a converted folder, or a
+peft folder.
 
     python scripts/generate.py --model_name_or_path outputs/demo/hf --prompt "What does json.loads do?"
-    python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file prompts.jsonl --output
-    answers.jsonl
-    python scripts/generate.py --model_name_or_path outputs/my_chat/hf            # a chat in the terminal; an empty
-    line or Ctrl-C ends it
+    python scripts/generate.py --model_name_or_path outputs/demo/checkpoints --prompt_file in.jsonl --output out.jsonl
+    python scripts/generate.py --model_name_or_path outputs/my_chat/hf     # a chat; an empty line or Ctrl-C ends it
 
-A prompt is put into the tokenizer's chat template where it has one, else into `--prompt_template`.
+A prompt is formatted by the tokenizer's chat template, or by `--prompt_template` if it has none.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ DEFAULT_TEMPLATE = "{prompt}\n"
 
 
 def load_model(source: WeightSource) -> PreTrainedModel:
-    """The Hugging Face model with the weights of `source`, an adapter merged in, in the dtype that they have; of a
-    wrapped model its text model. Raises UserError."""
+    """Returns the Hugging Face model with the weights of `source` in their dtype, an adapter merged in. Of a wrapped
+    model only the text model is loaded. Raises UserError for a reward model or missing weights."""
     if is_reward_model(source.config):
         raise UserError(
             f"{source.path} is a reward model ({source.config.architectures[0]}): it scores text and writes none; load "
@@ -70,13 +68,13 @@ def load_model(source: WeightSource) -> PreTrainedModel:
 
 
 def choose_device() -> torch.device:
-    """The accelerator where there is one; DS_ACCELERATOR chooses here as in training."""
+    """Returns the accelerator if there is one, else the CPU; DS_ACCELERATOR overrides it, as in training."""
     chosen = os.environ.get("DS_ACCELERATOR") or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return torch.device(chosen)
 
 
 class Generator:
-    """Answers to messages, or to text that is to be continued."""
+    """Generates answers to messages, or continues text."""
 
     def __init__(
         self, source: WeightSource, prompt_template: str | None, max_new_tokens: int, temperature: float
@@ -96,7 +94,7 @@ class Generator:
         }
 
     def answer(self, messages: Messages, streamer: TextStreamer | None = None) -> str:
-        """What comes after `messages`. Without a chat template only the last of them counts."""
+        """Returns the answer to `messages`. Without a chat template only the last message is used."""
         if self._template is None:
             inputs = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -111,7 +109,7 @@ class Generator:
         return self.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
 
     def chat(self, read: Callable[[str], str] = input) -> None:
-        """Turn after turn in the terminal, until an empty line or the end of the input."""
+        """Chats in the terminal until an empty line or the end of the input."""
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         messages: Messages = []
         while text := _read_line(read):
@@ -127,7 +125,8 @@ def _read_line(read: Callable[[str], str]) -> str:
 
 
 def read_prompts(file: Path) -> Iterator[Messages]:
-    """From text, a prompt a line, or from JSON lines with `prompt` or `messages`. Raises UserError."""
+    """Yields the prompts of a text file, one per line, or of JSON lines with `prompt` or `messages`. Raises UserError
+    for any other line."""
     if not file.is_file():
         raise UserError(f"--prompt_file {file} is not there")
     with open(
@@ -151,11 +150,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--prompt", nargs="+", default=[], help="one or more prompts")
-    parser.add_argument("--prompt_file", type=Path, help="a prompt a line, or .jsonl with `prompt` or `messages`")
+    parser.add_argument("--prompt_file", type=Path, help="one prompt per line, or .jsonl with `prompt` or `messages`")
     parser.add_argument("--output", type=Path, help="JSON lines of prompts and answers; without it they are printed")
     parser.add_argument(
         "--prompt_template",
-        help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} where there is no chat template",
+        help=f"as data.prompt_template in training; {DEFAULT_TEMPLATE!r} if there is no chat template",
     )
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument(
@@ -163,7 +162,7 @@ def main() -> None:
         action="store_true",
         help="accept a config.json that points to custom code; it is never run",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
     arguments = parser.parse_args()
     disable_progress_bar()  # of tensors that have been read already
     try:

@@ -30,7 +30,7 @@ HEAD = ("| model_type | how | gradients | 5 SGD steps | what stands in the way |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", metavar="MODEL_TYPE", help="print the rows of these alone")
+    parser.add_argument("--families", nargs="+", metavar="MODEL_TYPE", help="print the rows of these only")
     parser.add_argument("--train", action="store_true", help="with five SGD steps through the engine on two stages")
     parser.add_argument("--check", action="store_true", help="fail where the table in docs/models.md says otherwise")
     parser.add_argument("--workers", type=int, default=2, help="families that are tried at a time (2)")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def list_families() -> list[str]:
-    """Each model_type once: causal language models, and those that wrap one beside images."""
+    """Returns each model_type once: causal language models, and multimodal models that wrap one."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -66,7 +66,7 @@ def report_progress(model_type: str, trial: Trial) -> None:
 
 
 def count_proven(trials: Mapping[str, Trial]) -> int:
-    """Text models and those around them once."""
+    """Returns the number of proven model types; text models and their wrappers count once."""
     return sum(trial.how in ("file", "generic") for trial in trials.values())
 
 
@@ -76,7 +76,7 @@ def write_row(model_type: str, trial: Trial) -> str:
 
 
 def write_reason(trial: Trial) -> str:
-    """In a cell of a table."""
+    """Returns the reason as the text of a table cell."""
     return trial.reason.replace("|", "/").encode("ascii", "replace").decode()
 
 
@@ -87,7 +87,7 @@ def replace_table(page: str, trials: Mapping[str, Trial]) -> str:
 
 
 def read_table(page: str) -> dict[str, tuple[str, str]]:
-    """model_type -> how, and what stands in the way."""
+    """Returns model_type -> (how, reason) of the table on the page."""
     rows = page.split(START)[1].split(END)[0].strip().splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {name.strip("`"): (how, reason) for name, how, _, _, reason in cells}

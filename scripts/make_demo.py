@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def read_docstrings(library: Path) -> Iterator[dict[str, str]]:
-    """{"prompt": "What does json.loads do?", "completion": the docstring's first sentence} for whatever has one."""
+    """Yields {"prompt": "What does json.loads do?", "completion": first sentence of its docstring}."""
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).with_suffix("").parts
         if SKIPPED_FOLDERS & set(parts) or any(part.startswith(("_", "config-")) for part in parts):
@@ -78,7 +78,7 @@ def _describe(node: ast.AST, name: str) -> Iterator[dict[str, str]]:
 
 
 def first_sentence(docstring: str) -> str:
-    """One line, without markup; empty when it is too short or too long to be an answer."""
+    """Returns the first sentence in one line, without markup; empty if it is too short or too long to be an answer."""
     text = re.sub(r"\s+", " ", docstring.split("\n\n")[0]).strip()
     sentence = re.split(r"(?<=[.!?]) ", text)[0]
     return sentence if 15 <= len(sentence) <= 300 else ""
@@ -89,7 +89,7 @@ def write_jsonl(file: Path, records: list[dict[str, str]]) -> None:
 
 
 def train_tokenizer(records: list[dict[str, str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts."""
+    """Trains a byte-level BPE tokenizer on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,7 +97,7 @@ def train_tokenizer(records: list[dict[str, str]], vocab_size: int) -> PreTraine
         vocab_size=vocab_size,
         special_tokens=["<pad>", "<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,  # empty lines where there is no terminal
+        show_progress=False,  # it prints empty lines without a terminal
     )
     tokenizer.train_from_iterator((text for record in records for text in record.values()), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 demo=outputs/demo
 
-# Says the command so that it can be pasted, and runs it
+# Prints the command so that it can be pasted, and runs it
 run() {
     local word said=
     for word; do [[ $word == *\ * ]] && said+=" \"$word\"" || said+=" $word"; done
@@ -13,7 +13,7 @@ run() {
     "$@"
 }
 
-# Two stages on one card would be two ranks on it, which NCCL refuses: they share the CPU instead
+# NCCL refuses two ranks on one GPU, so with one GPU both stages run on the CPU
 if [[ -z ${DS_ACCELERATOR:-} && $(python -c 'import torch; print(torch.accelerator.device_count())') == 1 ]]; then
     run export DS_ACCELERATOR=cpu
 fi

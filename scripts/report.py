@@ -1,4 +1,4 @@
-"""What a run has done: a short table, and the loss as a picture, from its `metrics.jsonl`.
+"""Prints a short table of a run, and draws its loss, from its `metrics.jsonl`.
 
 python scripts/report.py --output_dir outputs/demo         # also writes outputs/demo/loss.png
 """

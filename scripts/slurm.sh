@@ -1,11 +1,11 @@
 #!/bin/bash
-# One run on a Slurm cluster: one srun, no ssh, one task a GPU. The resources are those of your job:
+# One run on a Slurm cluster: one srun, no ssh, one task per GPU. The resources are those of your job:
 #
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 --cpus-per-task=12 scripts/slurm.sh -cn llama_65b_pp8 train_file=data.jsonl
 #
-# Submitted from the project's folder, which all hosts must see, with its .venv. Preempted or timed out, it saves and leaves
+# Submitted from the project's folder, which all hosts must see, with its .venv. When preempted or timed out, it saves and exits
 # (--signal below); submitted again with resume=latest it continues. A job that Slurm puts back in the queue continues by
-# itself, from its newest checkpoint; where the run had finished, it ends at once with code 0.
+# itself, from its newest checkpoint; if the run had finished, it ends at once with code 0.
 #SBATCH --job-name=pipeline
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
@@ -27,8 +27,8 @@ fi
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 gpus="${SLURM_GPUS_ON_NODE:-1}"
-# The job's cores, shared out: since Slurm 22.05 srun no longer takes --cpus-per-task over from sbatch, and a task without
-# it is bound to one core, which its loaders and an optimizer on the host (offload_optimizer=cpu) would share
+# The job's cores are divided among its tasks: since Slurm 22.05 srun no longer inherits --cpus-per-task from sbatch, and a
+# task without it is bound to one core, which its loaders and an optimizer on the host (offload_optimizer=cpu) would share
 cpus=$((${SLURM_CPUS_ON_NODE:-$gpus} / gpus))
 unset SLURM_CPUS_PER_GPU # of sbatch --cpus-per-gpu, which srun does not take together with --cpus-per-task
 exec srun --ntasks-per-node="$gpus" --gpus-per-node="$gpus" --cpus-per-task="$((cpus > 0 ? cpus : 1))" --kill-on-bad-exit=1 --label \

@@ -1,4 +1,4 @@
-"""Runs a training command until the run has finished, and starts it again from the newest whole checkpoint when it
+"""Runs a training command until the run has finished, and restarts it from the newest complete checkpoint when it
 fails.
 
     python scripts/supervise.py --output_dir outputs/llama_7b_pp4 --max_restarts 3 -- \\
@@ -7,16 +7,16 @@ fails.
     python scripts/supervise.py --output_dir outputs/X --elastic --hosts_command "cat hostfile" -- \\
         deepspeed --hostfile {hostfile} trainer_base_ds_mp.py -cn X global_batch_size=64 train_file=data.jsonl
 
-With `--elastic` the command of `--hosts_command` is run before each start: it prints the hosts that are left, a line
-"NAME slots=N" each. The first start takes the layout that is given. Where a later one, also one of this script started
-again, finds another number of slots, `plan=search` chooses the layout, of as many ranks as can be used; the global
-batch stays. In the command, {hostfile} is a file of the hosts that are used and {num_ranks} the number of ranks.
+With `--elastic` the command of `--hosts_command` is run before each start: it prints the remaining hosts, one line
+"NAME slots=N" each. The first start takes the given layout. If a later one, also after a restart of this script, finds
+another number of slots, `plan=search` chooses a layout with as many ranks as can be used; the global batch stays. In
+the command, {hostfile} is a file of the hosts that are used and {num_ranks} the number of ranks.
 
-Started again itself, such as by a scheduler, it continues what is there, and ends when that has finished. Whether a
+When it is restarted itself, such as by a scheduler, it continues the run, and ends if that has finished. Whether a
 run has finished is read from `completed.json`, not from the launcher's exit code, which hides the ranks'. The
-command gets a process group of its own; whatever is left of it when its launcher has ended is killed before the next
-start, and so is all of it when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT go on to
-its ranks: they save and leave, and nothing is started again. Exit code: 0 when the run has finished, 128 + N after
+command runs in its own process group; processes that remain after its launcher has ended are killed before the next
+start, as are all of them when nothing in `output_dir` has changed for `--stuck_minutes`. SIGTERM and SIGINT are passed
+to its ranks: they save and exit, and nothing is restarted. Exit code: 0 when the run has finished, 128 + N after
 signal N, else the command's own (1 when that is 0).
 """
 
@@ -43,7 +43,7 @@ WATCHED = ("metrics.jsonl", "checkpoints", "logs", "logs/*", "checkpoints/*", "h
 
 
 class Supervisor:
-    """One command at a time, and the signals that are for it."""
+    """Runs one command at a time, and forwards signals to it."""
 
     def __init__(self, output_dir: Path, stuck_seconds: float | None) -> None:
         self._output_dir, self._stuck_seconds = output_dir, stuck_seconds
@@ -56,19 +56,18 @@ class Supervisor:
 
     @property
     def finished(self) -> bool:
-        """Whether a run has ended, or has found itself ended, since; the record of an earlier one says nothing about
-        this one."""
+        """Whether the run has finished since this object was made; the record of an earlier run does not count."""
         return self._read_record() not in (None, self._record_before)
 
     def _read_record(self) -> int | None:
-        """When it was written, in ns; None where there is none."""
+        """Returns when the completion record was written, in ns, or None where there is none."""
         try:
             return (self._output_dir / "completed.json").stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def run(self, command: Sequence[str]) -> int:
-        """Starts the command and waits for its end, and for that of all its processes; its exit code."""
+        """Runs the command, waits until all its processes have ended, and returns its exit code."""
         started = time.time()
         self._mark = uuid.uuid4().hex.encode()
         self._process = subprocess.Popen(command, start_new_session=True, env={**os.environb, MARK: self._mark})
@@ -87,7 +86,7 @@ class Supervisor:
         return self._process.wait()
 
     def _last_change(self) -> float:
-        """Seconds since the epoch; 0 when there is nothing yet."""
+        """Returns when `output_dir` last changed, in seconds since the epoch; 0 when it is empty."""
         times = [0.0]
         for pattern in WATCHED:
             for path in self._output_dir.glob(pattern):
@@ -96,10 +95,10 @@ class Supervisor:
         return max(times)
 
     def _end_all(self) -> None:
-        """Ends what is left of the command. A launcher's ranks may have sessions of their own (torchrun's do), so it
-        goes by the mark."""
-        for signum, pause_watchdog in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
-            deadline = time.monotonic() + pause_watchdog
+        """Ends the remaining processes of the command, found by their mark, since ranks may have their own sessions
+        (torchrun's do)."""
+        for signum, seconds in ((signal.SIGTERM, SECONDS_TO_LEAVE), (signal.SIGKILL, SECONDS_TO_LEAVE)):
+            deadline = time.monotonic() + seconds
             _signal(self._processes(), signum)
             while self._processes():
                 if time.monotonic() > deadline:
@@ -107,8 +106,8 @@ class Supervisor:
                 time.sleep(0.05)
 
     def _forward(self, signum: int, frame: object) -> None:
-        """To the ranks alone where there are any: launchers kill theirs when they are asked to end, and a save takes
-        its time."""
+        """Forwards a signal to the ranks alone if there are any: launchers kill theirs when they get one, before a save
+        is complete."""
         self.signum = signum
         processes = self._processes()
         ranks = {
@@ -119,9 +118,9 @@ class Supervisor:
         _signal(ranks or processes, signum)
 
     def _processes(self) -> dict[int, tuple[int, dict[bytes, bytes]]]:
-        """Process id -> (parent, environment at its start), of all living processes that the command has started."""
+        """Returns process id -> (parent, initial environment) of all living processes that the command has started."""
         if self._process is not None:
-            self._process.poll()  # a child that nobody has waited for counts as alive
+            self._process.poll()  # without a wait an ended child counts as alive
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -143,15 +142,14 @@ def _signal(pids: Iterable[int], signum: int) -> None:
 
 
 def build_restart(command: Sequence[str], output_dir: Path) -> list[str]:
-    """The command with `resume=latest` where there is something to resume; it never deletes what the first start has
-    made."""
+    """Returns the command with `resume=latest` if there is a checkpoint; it never deletes one of the first start."""
     kept = [word for word in command if not word.startswith(("resume=", "overwrite_output_dir="))]
     return [*kept, "resume=latest"] if (output_dir / "checkpoints" / "latest").is_file() else list(command)
 
 
 def build_start(command: Sequence[str], output_dir: Path) -> list[str]:
-    """The first start: the command, which continues what is there already (the whole job may have been started again)
-    unless it says itself what is to become of it."""
+    """Returns the command of the first start. It resumes an existing run (the whole job may have been restarted) unless
+    it has `resume` or `overwrite_output_dir` itself."""
     if any(word.startswith("resume=") or word == "overwrite_output_dir=true" for word in command):
         return list(command)
     return build_restart(command, output_dir)
@@ -164,7 +162,7 @@ def supervise(
     stuck_minutes: float | None = None,
     elastic: Elastic | None = None,
 ) -> int:
-    """The exit code of this script."""
+    """Runs the command until it has finished or `max_restarts` is reached, and returns the exit code of this script."""
     supervisor = Supervisor(output_dir, None if stuck_minutes is None else 60 * stuck_minutes)
     attempt = build_start(command, output_dir)
     for restarts in range(max_restarts + 1):

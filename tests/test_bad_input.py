@@ -1,4 +1,4 @@
-"""Bad input as a user meets it: one line that names the key or the file and the way out, and no rank left behind.
+"""Bad input as a user meets it: one line that names the key or the file and the way out, and no rank left running.
 
 Most of it in this process, through the same functions in the same order as a run; a few through the real launcher,
 where it matters which rank finds the mistake.
@@ -26,7 +26,7 @@ from training.inputs.datasets import load_tokenizer, tokenize
 from training.inputs.step_budget import compute_step_budget
 from training.setup import check_run
 
-SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is no test of speed
+SECONDS = 60  # from the message to the end of all ranks: a few on an idle machine, but this is not a test of speed
 OUR_FRAMES = 'trainer_base_ds_mp.py", line'  # in a stack trace; torchrun prints one of its own
 
 
@@ -60,7 +60,7 @@ def arguments(root: Path, out: Path, *overrides: str) -> list[str]:
 
 
 def prepare_run(line: list[str], world_size: int) -> None:
-    """What a run does before its first step, but for the process group and the weights."""
+    """Does what a run does before its first step, except the process group and the weights."""
     register_schema()
     cleaned = clean_arguments(["trainer_base_ds_mp.py", *line])[1:]
     composed = check_command_line(cleaned, CONF, "llama_tiny_pp2")

@@ -31,7 +31,7 @@ def first_line(name: str) -> str:
 
 
 def overrides_of(name: str) -> list[str]:
-    """What the config's own command line gives beside its name (the user's data)."""
+    """Returns the overrides of the config's own command line, such as the user's data."""
     return [argument for argument in shlex.split(first_line(name)) if "=" in argument]
 
 
@@ -93,7 +93,7 @@ def test_a_group_is_a_key_of_the_schema(group: str) -> None:
 
 @pytest.mark.parametrize("name", [option.partition("=")[2] for option in OPTIONS if option.startswith("model=")])
 def test_a_size_is_a_config_of_transformers(name: str) -> None:
-    """What `conf/model/` says, `transformers` takes: a model that the layers can be built of."""
+    """`transformers` accepts the fields of `conf/model/`, and layers can be built from them."""
     from models.architecture.lookup import build_layers
     from models.weights.config_file import parse_config
 

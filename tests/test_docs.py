@@ -1,10 +1,9 @@
-"""Every command on a page works. Cheaply, of all of them: the command line is understood, as by the real command. In
-full: it is run.
+"""Every command on a page works. In the short run each command line is parsed as the real command would; in the full
+run it is executed.
 
-What stands in a ```bash block is a command; other languages are not. Words in front of a block, in an HTML comment that
-no reader sees:
+The lines of a ```bash block are commands; blocks of other languages are not. An HTML comment above a block marks it:
 
-    <!-- needs: GPUs -->                         its commands are understood here, and not run
+    <!-- needs: GPUs -->                         its commands are parsed here, and not run
     <!-- changes the machine: why -->            the same
     <!-- writes: NAME -->                        no command: this block, of another language, is the content of a file
 """
@@ -68,7 +67,7 @@ OF_THE_SHELL = {
     "wandb",
     ".",
 }
-LAUNCHER_OPTIONS = {  # of each the number of words
+LAUNCHER_OPTIONS = {  # option -> number of arguments
     "deepspeed": {
         "--num_gpus": 1,
         "--num_nodes": 1,
@@ -88,7 +87,7 @@ FILE_OPTIONS = ("--model_name_or_path", "--prompt_file")
 
 @dataclass(frozen=True)
 class Block:
-    """line: of the fence, for messages. words: kind -> rest, of the comments in front, such as "needs" -> "GPUs"."""
+    """line: of the fence, for messages. words: kind -> rest of the comments above it, such as "needs" -> "GPUs"."""
 
     page: Path
     line: int
@@ -105,7 +104,7 @@ class Block:
         return not {"needs", "changes the machine"} & self.words.keys()
 
     def commands(self) -> list[list[str]]:
-        """The words of each command; `a | b`, `a && b` and `a &` are commands of their own."""
+        """Returns the words of each command; `a | b`, `a && b` and `a &` are separate commands."""
         commands: list[list[str]] = [[]]
         for line in self.body.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
@@ -153,7 +152,7 @@ class Understood(Exception):
 
 
 def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts a script of ours up to where it has read its command line."""
+    """Runs a script of this project until it has parsed its command line."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *given: Sequence[str]) -> None:
@@ -169,8 +168,8 @@ def take_arguments(script: Path, arguments: Sequence[str], monkeypatch: pytest.M
 
 
 def take_overrides(arguments: Sequence[str], folder: Path) -> str:
-    """What the trainer does with its command line before it looks at the machine: the run's output_dir. folder:
-    where it is typed."""
+    """Checks a command line as the trainer does before it looks at the machine, and returns the run's output_dir.
+    folder: the working directory."""
     arguments = clean_arguments([TRAINER, *arguments])[1:]
     arguments = [
         str(folder / argument) if before == "--config-dir" else argument
@@ -199,7 +198,7 @@ def take_overrides(arguments: Sequence[str], folder: Path) -> str:
 
 
 def read_launcher(command: Sequence[str]) -> list[str]:
-    """The words after the launcher's own: the script and its arguments."""
+    """Returns the words after the launcher's own: the script and its arguments."""
     known, position = LAUNCHER_OPTIONS[command[0]], 1
     while command[position].startswith("--"):
         name, _, value = command[position].partition("=")
@@ -208,7 +207,7 @@ def read_launcher(command: Sequence[str]) -> list[str]:
 
 
 def list_files(words: Sequence[str]) -> Iterator[str]:
-    """What a command reads."""
+    """Yields the files that a command reads."""
     for key, value in (word.split("=", 1) for word in words if re.match(r"\w+=", word)):
         if key in FILE_KEYS and value not in ("latest", "auto", "null") and not value.startswith(("[", "{", "hf:")):
             yield value
@@ -218,12 +217,12 @@ def list_files(words: Sequence[str]) -> Iterator[str]:
 
 
 class Reader:
-    """Reads the commands of one page in order, and knows which files those before have made."""
+    """Checks the commands of one page in order, and tracks which files earlier ones have made."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
         shutil.copytree(CONF, folder / "conf")
-        self.made = {"outputs/demo"}  # by `make demo`, which each page may take for granted
+        self.made = {"outputs/demo"}  # by `make demo`, which each page may assume
 
     def write(self, block: Block) -> None:
         file = self.folder / block.words["writes"]
@@ -303,13 +302,13 @@ def test_links_lead_somewhere() -> None:
 
 
 def list_anchors(page: Path) -> list[str]:
-    """As GitHub makes them of headings."""
+    """Returns the anchors that GitHub derives from headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def copy_project(folder: Path) -> Path:
-    """The files of the project as a stranger gets them, and `make` finds its environment there already."""
+    """Copies the files that a fresh clone has, with an environment that `make` takes as installed."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -324,7 +323,7 @@ def copy_project(folder: Path) -> Path:
 
 
 def run_commands(body: str, folder: Path) -> None:
-    """As typed, but for the port: several launches may run on this machine."""
+    """Runs commands as typed, except for the port, since several launches may run on this machine."""
     body = re.sub(r"\bdeepspeed (?=-|trainer)", lambda _: f"deepspeed --master_port {free_port()} ", body)
     launched = {
         name: value
@@ -348,7 +347,7 @@ def run_commands(body: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project with what `make demo` makes."""
+    """A copy of the project after `make demo`."""
     folder = copy_project(tmp_path_factory.mktemp("demo"))
     run_commands("make demo", folder)
     return folder
@@ -359,7 +358,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "page", [page for page in PAGES if any(b.language == "bash" and b.runs_here for b in BLOCKS[page])], ids=name_page
 )
 def test_commands_run(page: Path, demo: Path, tmp_path: Path) -> None:
-    """Those that need nothing that is not here, in their order, one page after the other in a copy of its own."""
+    """Runs the commands of a page that need nothing special, in order, in a copy of the project."""
     folder = shutil.copytree(demo, tmp_path / "project", symlinks=True)
     for block in BLOCKS[page]:
         if "writes" in block.words:

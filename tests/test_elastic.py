@@ -1,4 +1,4 @@
-"""scripts/supervise.py --elastic: a run goes on, at the same global batch, on the hosts that are left."""
+"""scripts/supervise.py --elastic: a run continues, with the same global batch, on the remaining hosts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ print(f"use: num_stages={ranks} global_batch_size={16 if given else 4 * ranks}")
 
 @pytest.mark.parametrize("fewest", [1, 3])
 def test_the_largest_layout_that_fits_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture, fewest: int) -> None:
-    """Of three ranks two; the batch is that of the four of the first start, though the config makes it of the ranks."""
+    """Two of three ranks are used; the batch stays that of the first start's four, though it follows from the ranks."""
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(PLAN.replace("FEWEST", str(fewest)))
     elastic = Elastic(f"cat {hosts}", tmp_path / "out", say)

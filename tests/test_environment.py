@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.environment import clean, hostile_environment
-from support.workers import CARD_WATCH, WorkerGroup
+from support.workers import GPU_WATCH, WorkerGroup
 
 PRINT = """
 import json, locale, os, sys
@@ -21,23 +21,23 @@ print(json.dumps([dict(os.environ), os.umask(0), locale.getpreferredencoding(Fal
 
 
 @pytest.mark.parametrize("chosen", [{}, {"DS_ACCELERATOR": ""}, {"DS_ACCELERATOR": "cpu"}])
-def test_the_tests_run_on_the_cpu_of_a_machine_with_cards(chosen: dict[str, str]) -> None:
+def test_the_tests_run_on_the_cpu_of_a_machine_with_gpus(chosen: dict[str, str]) -> None:
     cleaned = clean({"CUDA_VISIBLE_DEVICES": "0,1", **chosen})
     assert (cleaned["DS_ACCELERATOR"], cleaned["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
 
 
-@pytest.mark.parametrize("cards", [{}, {"CUDA_VISIBLE_DEVICES": "1"}])
-def test_who_asks_for_the_cards_gets_them(cards: dict[str, str]) -> None:
-    cleaned = clean({"DS_ACCELERATOR": "cuda", **cards})
-    assert cleaned == {"DS_ACCELERATOR": "cuda", **cards, "LC_ALL": "C.UTF-8"}
+@pytest.mark.parametrize("gpus", [{}, {"CUDA_VISIBLE_DEVICES": "1"}])
+def test_who_asks_for_the_gpus_gets_them(gpus: dict[str, str]) -> None:
+    cleaned = clean({"DS_ACCELERATOR": "cuda", **gpus})
+    assert cleaned == {"DS_ACCELERATOR": "cuda", **gpus, "LC_ALL": "C.UTF-8"}
 
 
 def find_inherited() -> tuple[bool, list[str], bool]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    card_watch = sys.modules[CARD_WATCH]  # the forkserver's
-    inherited = [name for process_id, name in card_watch.calls if process_id == card_watch.process_id]
+    gpu_watch = sys.modules[GPU_WATCH]  # the forkserver's
+    inherited = [name for process_id, name in gpu_watch.calls if process_id == gpu_watch.process_id]
     return torch.cuda.is_initialized(), inherited, get_accelerator().device_name() == os.environ["DS_ACCELERATOR"]
 
 

@@ -1,4 +1,4 @@
-"""docs/errors.md lists every message that ends a run, and none that nothing says any more."""
+"""docs/errors.md lists every message that ends a run, and no stale ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from support.messages import HOLE, ROOT, Message, Sources, normalize, read_sources
 
 PAGE = ROOT / "docs" / "errors.md"
-# Functions that put a reason into words, which stands inside a message or is said alone.
+# Functions that return a reason, which is part of a message or a message itself.
 REASONS = {
     "models/generic/family.py": ("find_fault", "_find_leak"),
     "models/generic/wrapped_proof.py": ("_find_fault",),
     "training/checkpoint/manifest.py": ("find_wrong_size", "find_wrong_content"),
     "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
-# What is said by other means than an exception: file -> the function that says it.
+# Messages that are not raised: file -> the function that prints them.
 SAID = {
     "training/distributed/watchdog.py": "self._report",
     "training/distributed/interrupts.py": "_say",
@@ -59,12 +59,12 @@ def test_the_page_lists_every_message_and_no_other(sources: Sources) -> None:
     messages, entries = list_messages(sources), list_entries(PAGE.read_text())
     unlisted, stale = compare(messages, entries)
     assert unlisted == [], "docs/errors.md does not list these messages"
-    assert stale == [], "docs/errors.md lists these messages, which nothing says any more"
+    assert stale == [], "docs/errors.md lists these messages, which nothing prints any more"
     assert len(entries) == len(set(entries)), "listed twice"
 
 
 def test_the_reader_sees_what_raises_in_the_real_sources(sources: Sources) -> None:
-    """In every file where a plain search finds it, so that it misses none; and none whose words it cannot read."""
+    """It finds a message in every file where a plain search does, and can read the words of each."""
     texts = read_sources()
     found = {message.place.partition(":")[0] for message in sources.calls("UserError")}
     assert found == {
@@ -85,7 +85,7 @@ def test_every_link_on_the_page_leads_somewhere() -> None:
 
 
 def list_headings(page: str) -> list[str]:
-    """As links name them."""
+    """Returns the anchors of the headings."""
     return [heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)]
 
 

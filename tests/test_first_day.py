@@ -1,5 +1,5 @@
 """A stranger's first day, through the real commands: a base model and a file of questions and answers become a chat
-model by LoRA, the run ends early and exports its best checkpoint, is asked to start again after its end, and goes on
+model by LoRA, the run ends early and exports its best checkpoint, is started again after its end, and continues
 with one rank fewer."""
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def compute_exported_loss(root: Path, folder: Path) -> float:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """What a run that has nothing left to do leaves as it is: all but its logs."""
+    """Returns what a run with nothing left to do must not change: everything but its logs."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] != "logs"]
     return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.mark.full
 def test_with_one_rank_fewer(root: Path) -> None:
-    """With the losses of a run that loses none. SGD: Adam would divide the rounding of another layout by itself."""
+    """The losses are those of a run without a loss of ranks. SGD: Adam amplifies the rounding of another layout."""
     whole, out, hosts = root / "whole", root / "out", root / "hosts"
     keys = ("optimizer=sgd", "max_steps=12", "save_steps=2", "load_best_model_at_end=false")
     keys += ("early_stopping_patience=null",)
@@ -129,7 +129,7 @@ def supervise(arguments: list[str], hosts: Path, out: Path, while_running: objec
 
 
 def read_losses(out: Path) -> list[float]:
-    """Of the steps and of the evaluations."""
+    """Returns the losses of steps and of evaluations."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     evaluations = {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}

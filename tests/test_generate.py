@@ -80,7 +80,7 @@ def test_a_build_for_gpus_answers_on_the_cpu_where_there_is_none(root: Path, mon
 
 def test_it_answers_where_training_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # on a machine with a card
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # on a machine with a GPU
     assert generate.choose_device() == torch.device("cpu")
     monkeypatch.delenv("DS_ACCELERATOR")
     assert generate.choose_device() == torch.device("cuda")

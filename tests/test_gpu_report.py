@@ -128,8 +128,8 @@ def test_what_is_killed_on_purpose_has_not_failed(tmp_path: Path) -> None:
     assert run([start(code)], tmp_path / "log", Deadline(20), until=file.exists) < 10
 
 
-def test_ranks_share_a_card_where_there_is_one_only() -> None:
-    """Each on a host of its own, or NCCL refuses them; on several cards and on a CPU they are one host's."""
+def test_ranks_share_a_gpu_where_there_is_only_one() -> None:
+    """Each rank then is its own host for NCCL, which would refuse them; on several GPUs and on a CPU they share one."""
     first, second = (H200.rank_environment(rank, 2) for rank in (0, 1))
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
     for environment in (first, second):
@@ -229,7 +229,7 @@ def test_documents_are_as_long_as_they_are_meant_to_be(tmp_path: Path) -> None:
     assert len(LENGTHS) % 8 == 0 and right._count_rows() % 8 == 0
 
 
-def test_the_plan_of_a_row_is_that_of_its_card(tmp_path: Path) -> None:
+def test_the_plan_of_a_row_is_that_of_its_gpu(tmp_path: Path) -> None:
     runs = MeasuredRuns(H200, tmp_path, tmp_path / "logs", tiny=True)
     save_model(tmp_path / "model", **find_shape("1b", True, runs.seq_length))
     overrides = [*runs.list_overrides(tmp_path / "model", ()), f"output_dir={tmp_path}"]
@@ -242,7 +242,7 @@ def test_the_plan_of_a_row_is_that_of_its_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("machine", "accelerator"), [(CPU, "cpu"), (H200, "")])
 def test_the_demo_chooses_its_devices_itself(machine: Machine, accelerator: str, tmp_path: Path) -> None:
-    """On one card its two ranks need the CPU, which the script takes unless DS_ACCELERATOR is set."""
+    """With one GPU its two ranks need the CPU, which the script chooses unless DS_ACCELERATOR is set."""
     command = Right(machine, tmp_path, tmp_path / "logs", tiny=True).build_demo_command()
     before_script = command.words[: command.words.index("bash")]
     words = [*before_script, "bash", "-c", 'echo "${DS_ACCELERATOR:-}"']
@@ -253,12 +253,12 @@ def test_names_of_rows_are_unique() -> None:
     for cases in (CASES, SPEED_CASES):
         assert len({case.name for case in cases}) == len(cases)
     assert {case.precision for case in CASES} == set(BOUNDS)
-    assert {case.beside for case in SPEED_CASES} - {""} <= {case.name for case in SPEED_CASES}
+    assert {case.baseline for case in SPEED_CASES} - {""} <= {case.name for case in SPEED_CASES}
 
 
 @pytest.mark.full
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    """One row of each part runs to its end, and what a CPU cannot run says why."""
+    """One row of each part runs to its end, and rows that a CPU cannot run say why."""
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu.py"),

@@ -197,14 +197,14 @@ def test_a_run_on_a_terminal_shows_what_is_meant_for_a_person_and_nothing_else(r
 
 
 @pytest.mark.full
-def test_a_run_on_the_cpu_of_a_machine_with_a_card_leaves_it_alone(
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_leaves_it_alone(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `make demo` runs there, down to the answer of the exported model: a card is seen by torch, and is not taken by
-    anyone. (The launcher lists it in CUDA_VISIBLE_DEVICES for each rank, whatever that was before.)"""
-    log = tmp_path / "card.log"
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "with_card"))
-    monkeypatch.setenv("CARD_LOG", str(log))
+    """Runs `make demo` up to the answer of the exported model: a GPU is visible to torch, and no process
+    uses it. (The launcher lists it in CUDA_VISIBLE_DEVICES for each rank, whatever that was before.)"""
+    log = tmp_path / "gpu.log"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "with_gpu"))
+    monkeypatch.setenv("GPU_LOG", str(log))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     ended = run_deepspeed(arguments(root, tmp_path / "out", "precision=bf16", "num_workers=1"), tmp_path)
     assert (ended.code, ended.errors()) == (0, []), ended.output

@@ -1,4 +1,4 @@
-"""Faults through the real launcher, at random moments: after each the run goes on, and ends with the losses of one
+"""Faults through the real launcher, at random moments: after each the run continues, and ends with the losses of one
 that nothing befell."""
 
 from __future__ import annotations

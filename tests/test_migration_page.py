@@ -16,13 +16,13 @@ from training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "migration.md"
-# Code in a right column that is no key: commands, files, metrics, and what the text says of the other trainer.
+# Code in a right column that is not a key: commands, files, metrics, and what the text says of the other trainer.
 OTHERS = re.compile(
     r".*\.py\b.*|--.*|hf/|.*\.json|deepspeed .*|\.\.\./.*|messages|eval_\w+_loss|eval_token_accuracy"
     r"|null|best|orpo|simpo|stage\d|disable_p2p_cache_shape|epochs: 0.1|\+deepspeed.*|bf16"
     r"|offload_optimizer: \{.*|hf:NAME|\{_target_.*"
 )
-# What the page says already, and is not there yet. Take out what is.
+# Keys that the page names and that do not exist yet.
 COMING: set[str] = set()
 
 
@@ -35,10 +35,10 @@ def list_named(page: str) -> Iterator[str]:
 
 
 def find_wrong(named: str) -> str | None:
-    """What is wrong with a key, `key=value` or `key: value`; None when nothing is."""
+    """Returns what is wrong with a key, `key=value` or `key: value`; None if nothing is."""
     match = re.fullmatch(r"([\w.]+)(?:[=:](.*))?", named)
     if match is None:
-        return "that is no key"
+        return "that is not a key"
     key, value = match[1], (match[2] or "").strip()
     hint: Any = RunConfig
     for name in key.split("."):

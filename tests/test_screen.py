@@ -1,4 +1,4 @@
-"""What a person sees: on terminals of several widths, in a log file, and beside what libraries say."""
+"""The output that a person sees: on terminals of several widths, in a log file, and mixed with library output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def show(width: int) -> Capture:
 def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
     shown = show(width)
     assert shown.code == 0 and not [line for line in shown.lines if len(line) > width and PATH not in line]
-    assert "\x1b[A" not in shown.written  # a second bar would stand on a line of its own
+    assert "\x1b[A" not in shown.written  # a second bar would be on its own line
     assert (
         sum(
             line.startswith(("step 0/", "step 1/", "step 2/", "step 3/", "evaluating", "saving"))
@@ -63,7 +63,7 @@ def test_on_a_terminal_all_fits_and_one_bar_is_to_be_seen(width: int) -> None:
         f"step {step}: eval_loss 1.5" for step in (1, 2, 3)
     ]
     after = text.partition("step 3/4")[2].split("\n", 1)[1]
-    assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing behind it
+    assert " ".join(after.split()) == "error: " + " ".join(30 * ["much went wrong"])  # and nothing after it
 
 
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the shell scripts start, seen by programs of the same names that only write down how they were called."""
+"""The commands that the shell scripts start, recorded by stub programs of the same names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """#!/bin/bash
-[[ $1 == -c ]] && { echo "$CARDS"; exit; }
+[[ $1 == -c ]] && { echo "$GPUS"; exit; }
 echo "${DS_ACCELERATOR:-} ${0##*/} $*" >> "$CALLS"
 """
 
@@ -27,7 +27,7 @@ def list_calls(folder: Path, script: str, *programs: str, words: Sequence[str] =
 
 
 @pytest.mark.parametrize(
-    ("cards", "variables", "accelerator"),
+    ("gpus", "variables", "accelerator"),
     [
         ("0", {}, ""),
         ("1", {}, "cpu"),
@@ -37,10 +37,10 @@ def list_calls(folder: Path, script: str, *programs: str, words: Sequence[str] =
         ("1", {"DS_ACCELERATOR": "cuda"}, "cuda"),
     ],
 )
-def test_the_demo_takes_the_cards_of_a_machine_that_has_two(
-    cards: str, variables: dict[str, str], accelerator: str, tmp_path: Path
+def test_the_demo_takes_the_gpus_of_a_machine_that_has_two(
+    gpus: str, variables: dict[str, str], accelerator: str, tmp_path: Path
 ) -> None:
-    calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", CARDS=cards, **variables)
+    calls = list_calls(tmp_path, "quickstart.sh", "python", "deepspeed", GPUS=gpus, **variables)
     assert len(calls) == 5 and {call.partition(" ")[0] for call in calls} == {accelerator}
     assert calls[2].startswith(f"{accelerator} deepspeed --quiet --num_gpus 2 trainer_base_ds_mp.py -cn llama_tiny_pp2")
 
@@ -70,7 +70,7 @@ def test_a_job_that_slurm_has_put_back_continues(restarts: str, given: str, take
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "1"}, 1),
     ],
 )
-def test_slurm_shares_out_the_cores_of_the_job(variables: dict[str, str], cpus: int, tmp_path: Path) -> None:
+def test_slurm_divides_the_cores_of_the_job(variables: dict[str, str], cpus: int, tmp_path: Path) -> None:
     (call,) = list_calls(
         tmp_path, "slurm.sh", "srun", "scontrol", SLURM_JOB_NODELIST="node-[1-2]", SLURM_SUBMIT_DIR=str(tmp_path),
         **variables,

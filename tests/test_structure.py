@@ -63,7 +63,7 @@ DEEPSPEED_WINGS = (
     "training/pipeline/weight_sharding.py",
     "training/distributed/process.py",
 )
-# Where Hydra and OmegaConf end: behind these, only typed objects.
+# Only these use Hydra and OmegaConf; everything after them gets typed objects.
 CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
     "training/cli/command_line.py",
@@ -149,7 +149,7 @@ def test_deepspeed_is_imported_by_the_engine_and_the_stage_alone() -> None:
 
 
 def list_calls(file: Path) -> set[str]:
-    """The names that a file calls, and the attributes that it reads or calls, without what is in front of the last
+    """Returns the names that a file calls and the attributes that it reads or calls, without what precedes the last
     dot."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -157,13 +157,13 @@ def list_calls(file: Path) -> set[str]:
 
 
 def list_users(names: set[str]) -> list[str]:
-    """The files, tests included, that call or read one of `names`."""
+    """Returns the files, tests included, that call or read one of `names`."""
     files = [*list_sources(), *(ROOT / "tests").rglob("*.py")]
     return sorted(file.relative_to(ROOT).as_posix() for file in files if list_calls(file) & names)
 
 
 def test_one_assembly() -> None:
-    """The run, the evaluation, tests and benchmarks build what runs in one place."""
+    """The run, the evaluation, tests and benchmarks build stages and engines in one place."""
     assert list_users({"StageModule", "start_engine"}) == ["training/build.py"]
 
 

@@ -104,7 +104,7 @@ def test_what_a_launcher_leaves_behind_is_ended(tmp_path: Path) -> None:
     code, _, starts = run(tmp_path, "orphan,finish")
     assert code == 0 and len(starts) == 2
     state = Path("/proc", (tmp_path / "orphan").read_text(), "stat")
-    assert not state.exists() or " Z " in state.read_text()  # nobody may have waited for it
+    assert not state.exists() or " Z " in state.read_text()  # a zombie if its parent has not waited for it
 
 
 def test_a_stuck_run_is_ended_and_started_again(tmp_path: Path) -> None:

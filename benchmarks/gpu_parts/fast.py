@@ -1,4 +1,4 @@
-"""*fast*: tokens/s, MFU and peak memory of the usual sizes, and what each lever does to a stage of 8B.
+"""*fast*: tokens/s, MFU and peak memory of the usual sizes, and the effect of each feature on a stage of 8B.
 
 Random weights, bf16 (fp32 on a CPU), rows of 4,096 tokens, one a micro-batch, 8 a step, every layer recomputed, AdamW,
 clipping. tokens/s is the median of four steps after two that warm up; MFU by the convention of docs/plan.md, LoRA as if
@@ -32,13 +32,13 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run. beside: the row that it is a variation of. needs: as in `right.Case`, or "2 cards". size: how many times
-    as long as one of 1B it is expected to take. runner: ours, or the process that is measured beside it."""
+    """A run. baseline: the row that it is a variation of. needs: as in `right.Case`, or "2 GPUs". size: how many times
+    as long as one of 1B it is expected to take. runner: ours, or the peer process that it is compared with."""
 
     name: str
     shape: str
     overrides: tuple[str, ...] = ()
-    beside: str = ""
+    baseline: str = ""
     needs: tuple[str, ...] = ()
     world_size: int = 1
     size: float = 1.0
@@ -69,16 +69,16 @@ _NEEDS = {
 _PP2 = ("num_stages=2", "activation_checkpoint_interval=0")
 CASES = (
     Case("1b", "1b"),
-    Case("1b, Trainer", "1b", beside="1b", runner="trainer"),
+    Case("1b, Trainer", "1b", baseline="1b", runner="trainer"),
     Case("8b LoRA", "8b", ("adapter=lora",), size=2),
     Case("8b full", "8b", size=2.5),
     Case(_STAGE, _STAGE),
     *(Case(f"{_STAGE}, {name}", _STAGE, keys, _STAGE, _NEEDS.get(name, ())) for name, keys in _LEVERS.items()),
     Case("3b", "3b", size=1.5),
-    Case("1b, Trainer, bf16", "1b", beside="1b", runner="trainer", weights="bf16"),
+    Case("1b, Trainer, bf16", "1b", baseline="1b", runner="trainer", weights="bf16"),
     Case("8b LoRA, Trainer, bf16", "8b", ("adapter=lora",), "8b LoRA", runner="trainer", weights="bf16", size=2),
-    Case(f"{_STAGE}, pp2", _STAGE, _PP2, _STAGE, ("2 cards",), world_size=2),
-    Case(f"{_STAGE}, pp2, torch", _STAGE, _PP2, f"{_STAGE}, pp2", ("2 cards",), world_size=2, runner="torch"),
+    Case(f"{_STAGE}, pp2", _STAGE, _PP2, _STAGE, ("2 GPUs",), world_size=2),
+    Case(f"{_STAGE}, pp2, torch", _STAGE, _PP2, f"{_STAGE}, pp2", ("2 GPUs",), world_size=2, runner="torch"),
 )  # fmt: skip
 
 
@@ -116,22 +116,22 @@ class Fast:
 
         if "fused_kernels" in needs and "fused_kernels" not in {field.name for field in fields(RunConfig)}:
             raise NotRun("there is no key fused_kernels")
-        if "2 cards" in needs and not self.machine.is_cpu and len(self.machine.cards) < 2:
-            raise NotRun("needs 2 cards")
-        check_needs([need for need in needs if need not in ("fused_kernels", "2 cards")], self.machine)
+        if "2 GPUs" in needs and not self.machine.is_cpu and len(self.machine.gpus) < 2:
+            raise NotRun("needs 2 GPUs")
+        check_needs([need for need in needs if need not in ("fused_kernels", "2 GPUs")], self.machine)
 
     def _complete(self, speed: Speed, case: Case) -> Speed:
-        """With the MFU of a peer that trains the same model on as many cards: by the same count of FLOPs."""
-        ours = self._speeds.get(case.beside)
+        """Adds the MFU of a peer that trains the same model on as many GPUs: by the same count of FLOPs."""
+        ours = self._speeds.get(case.baseline)
         if case.runner == "ours" or ours is None or ours.mfu is None:
             return speed
         return replace(speed, mfu=ours.mfu * speed.tokens_per_second / ours.tokens_per_second)
 
     def _compare(self, speed: Speed, case: Case) -> str:
-        """The row's tokens/s by those of what it stands beside."""
+        """Returns the row's tokens/s relative to its baseline."""
         rate, compared = speed.tokens_per_second, []
-        if case.beside in self._speeds:
-            compared.append(f"{rate / self._speeds[case.beside].tokens_per_second:.2f} of {case.beside}")
+        if case.baseline in self._speeds:
+            compared.append(f"{rate / self._speeds[case.baseline].tokens_per_second:.2f} of {case.baseline}")
         if case.name in MARKS and not self.machine.is_cpu:
             mark, where = MARKS[case.name]
             compared.append(f"{rate / mark:.2f} of {mark:,} ({where})")
@@ -148,7 +148,7 @@ class Fast:
         self.logs.mkdir(parents=True, exist_ok=True)
         job.save(file := self.logs / f"{name}.job.json")
         words = ["-m", "benchmarks.gpu_parts.trainer_peer", str(file)]
-        run_python(self.machine.first_card(), words, self.logs / f"{name}.log", deadline)
+        run_python(self.machine.first_gpu(), words, self.logs / f"{name}.log", deadline)
         return Speed(**json.loads(result.read_text()))
 
     def _measure_torch(self, case: Case, deadline: Deadline) -> Speed:
@@ -161,12 +161,12 @@ class Fast:
         return Speed(**json.loads(result.read_text()))
 
 
-def render(speed: Speed, prediction: Prediction | None, beside: str) -> Cells:
+def render(speed: Speed, prediction: Prediction | None, compared: str) -> Cells:
     cells = {
         "tokens/s": f"{speed.tokens_per_second:,.0f}",
         "MFU": "-" if speed.mfu is None else f"{speed.mfu:.1%}",
         "peak GiB": f"{speed.peak / GIB:.1f}",
-        "beside": beside,
+        "beside": compared,
     }
     if prediction is not None:
         cells |= {"plan tokens/s": f"{prediction.tokens_per_second:,.0f}", "plan GiB": f"{prediction.peak / GIB:.1f}"}

@@ -1,4 +1,4 @@
-"""The machine that is measured, as a process that may touch its cards sees it; this one leaves them alone."""
+"""The machine that is measured, as a process that may touch its GPUs sees it; this one leaves them alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ASK = """
 import json, sys, torch, transformers, deepspeed
 found = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
 if torch.cuda.is_available():
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    found |= {"cuda": torch.version.cuda, "names": [card.name for card in cards],
-              "memory": cards[0].total_memory, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found |= {"cuda": torch.version.cuda, "names": [gpu.name for gpu in gpus],
+              "memory": gpus[0].total_memory, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 print("\\n" + json.dumps(found))
 """
 
 
 @dataclass(frozen=True)
 class Machine:
-    """device: cuda or cpu. cards: as CUDA_VISIBLE_DEVICES names them; empty on a CPU. memory: bytes of one card."""
+    """device: cuda or cpu. gpus: as CUDA_VISIBLE_DEVICES names them; empty on a CPU. memory: bytes of one GPU."""
 
     device: str
     name: str
-    cards: tuple[str, ...]
+    gpus: tuple[str, ...]
     memory: int
     versions: dict[str, str]
 
@@ -39,31 +39,31 @@ class Machine:
 
     def describe(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        what = f"CPU, {os.cpu_count()} cores" if self.is_cpu else f"{len(self.cards)} x {self.name}"
+        what = f"CPU, {os.cpu_count()} cores" if self.is_cpu else f"{len(self.gpus)} x {self.name}"
         return f"{what}; {versions}"
 
-    def first_card(self) -> Machine:
-        return replace(self, cards=self.cards[:1])
+    def first_gpu(self) -> Machine:
+        return replace(self, gpus=self.gpus[:1])
 
     def environment(self) -> dict[str, str]:
-        """What a process gets that may use the whole machine."""
+        """Returns the environment of a process that may use the whole machine."""
         if self.is_cpu:  # a thread a process: rows run side by side, and small models gain nothing from more
             return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        return {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(self.cards)}
+        return {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
     def rank_environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What a rank gets beyond the variables of its rank. Where there are fewer cards than ranks, all share the
+        """Returns the environment of a rank, without its rank variables. With fewer GPUs than ranks, all share the
         first one.
 
-        NCCL refuses two ranks on a card when their hosts are the same (`ncclInvalidUsage`, "Duplicate GPU detected"),
+        NCCL refuses two ranks on a GPU when their hosts are the same (`ncclInvalidUsage`, "Duplicate GPU detected"),
         so each gets a host of its own, whose only local rank it is, and they talk over the loopback.
         """
         if self.is_cpu:
             return {**self.environment(), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(world_size)}
-        if len(self.cards) >= world_size:
+        if len(self.gpus) >= world_size:
             return {**self.environment(), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(world_size)}
         return {
-            "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": self.cards[0], "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
+            "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": self.gpus[0], "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
             "NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1",
             "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
@@ -85,10 +85,10 @@ def find_machine(device: str) -> Machine:
 def _build(device: str, found: dict[str, Any]) -> Machine:
     names = found.get("names", []) if device == "cuda" else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",")[: len(names)] if visible else [str(index) for index in range(len(names))]
+    gpus = visible.split(",")[: len(names)] if visible else [str(index) for index in range(len(names))]
     kept = ("torch", "cuda", "nccl", "transformers", "deepspeed") if names else ("torch", "transformers", "deepspeed")
     versions = {"Python": sys.version.split()[0], **{key: str(found[key]) for key in kept if found.get(key)}}
-    return Machine(device, names[0] if names else "CPU", tuple(cards), found.get("memory", 0), versions)
+    return Machine(device, names[0] if names else "CPU", tuple(gpus), found.get("memory", 0), versions)
 
 
 def is_installed(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the rows train on, made once per part: a Llama of random weights, a tokenizer whose words are tokens, records.
+"""The inputs of the rows, made once per part: a Llama of random weights, a tokenizer whose words are tokens, records.
 
 A word is a token, so that lengths are what they are meant to be.
 

@@ -25,7 +25,8 @@ _DOCUMENTS_A_ROW = 4  # of packed data
 
 @dataclass(frozen=True)
 class Speed:
-    """Of the steps behind the first two, which warm up. tokens_per_second: median. peak: bytes of the fullest card."""
+    """Measurements of the steps after the first two, which warm up. tokens_per_second: median. peak: bytes of the
+    fullest GPU."""
 
     tokens_per_second: float
     mfu: float | None
@@ -42,7 +43,7 @@ class Prediction:
 
 
 class MeasuredRuns:
-    """One shape's weights lie on the disk at a time."""
+    """Runs that are measured. Only one shape's weights are on disk at a time."""
 
     def __init__(self, machine: Machine, folder: Path, logs: Path, tiny: bool) -> None:
         self.machine, self.folder, self.logs, self._tiny = machine, folder, logs, tiny
@@ -82,7 +83,7 @@ class MeasuredRuns:
     def run(
         self, name: str, shape: str, overrides: Sequence[str], deadline: Deadline, world_size: int = 1
     ) -> tuple[list[str], Path]:
-        """What the run was started with, and its output_dir."""
+        """Runs the trainer; returns its arguments and output_dir."""
         given = self.list_overrides(self.prepare_model(shape, deadline), overrides)
         output = self.folder / "runs" / name
         train(
@@ -92,7 +93,7 @@ class MeasuredRuns:
         return given, output
 
     def predict(self, overrides: Sequence[str], world_size: int, measured: float | None) -> Prediction | None:
-        """None where the card is in no file of conf/hardware, or the plan refuses the run."""
+        """Returns the plan of a run; None if no file of conf/hardware describes the GPU or the plan refuses the run."""
         from errors import UserError
 
         hardware = find_hardware(self.machine)
@@ -124,7 +125,7 @@ def measure(
 
 
 def find_hardware(machine: Machine) -> str | None:
-    """The file of conf/hardware that describes the card."""
+    """Returns the file of conf/hardware that describes the GPU."""
     from training.config.schema import load_hardware
 
     name = "cpu" if machine.is_cpu else machine.name

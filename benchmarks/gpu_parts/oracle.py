@@ -1,4 +1,4 @@
-"""What every row of *right* is compared with: a plain Hugging Face model in one process, by SGD.
+"""The oracle of every row of *right*: a plain Hugging Face model in one process, by SGD.
 
     python -m benchmarks.gpu_parts.oracle JOB.json
 

@@ -1,4 +1,4 @@
-"""Starts what a row runs, gives it a time limit, and leaves nothing of it behind."""
+"""Starts the processes of a row with a time limit, and ends all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAIL = 25  # lines of a log that a report shows
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory", "DefaultCPUAllocator: can't")
 
 
-STOPPED = threading.Event()  # whoever waits for the report has asked it to end: every wait ends, and its processes
+STOPPED = threading.Event()  # the user has asked to end: every wait ends, and its processes
 
 
 class RowFailed(Exception):
@@ -54,14 +54,14 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Command:
-    """One process: what it is started with beyond this process's own environment."""
+    """One process to start. environment: added to that of this process."""
 
     words: Sequence[str]
     environment: dict[str, str]
 
 
 def list_ranks(machine: Machine, world_size: int, words: Sequence[str]) -> list[Command]:
-    """One command per rank, with the variables that `torchrun` would set."""
+    """Returns one process per rank, with the variables that `torchrun` would set."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,7 +90,7 @@ def run(commands: Sequence[Command], log: Path, deadline: Deadline, until: Calla
 
 
 def run_python(machine: Machine, words: Sequence[str], log: Path, deadline: Deadline) -> float:
-    """One Python process that may use the whole machine; see `run`."""
+    """Runs one Python process that may use the whole machine; see `run`."""
     return run([Command([sys.executable, *words], machine.environment())], log, deadline)
 
 

@@ -1,4 +1,4 @@
-"""What is shown of each row while a part runs, and the report that is left: report.json, report.md, and logs/."""
+"""Prints each row while a part runs, and writes the report: report.json, report.md, and logs/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.rows import Result, Status
 
 
 def choose_folder(machine: Machine, tiny: bool) -> Path:
-    """Where a report goes unless --output says otherwise: a real one is kept, one that only shows that all runs is
+    """Returns the folder of a report without --output: a real one is kept, one that only shows that everything runs is
     not."""
     name = re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-")
     kept = ROOT / ("outputs/gpu" if tiny or machine.is_cpu else "benchmarks/results")
@@ -41,7 +41,7 @@ def render_header(columns: Sequence[str]) -> list[str]:
 
 
 class Report:
-    """Of all parts. It is written anew after each row, so that a report that is cut short has all that was run."""
+    """The report of all parts, rewritten after each row, so that an interrupted report has all completed rows."""
 
     def __init__(self, folder: Path, machine: Machine, arguments: dict[str, object]) -> None:
         self.folder, self._machine, self._arguments = folder, machine, arguments
@@ -70,7 +70,8 @@ class Report:
             part: [{**asdict(result), "status": result.status.value} for result in results]
             for part, (_, _, results) in self._parts.items()
         }
-        machine = {**asdict(self._machine), "cards": len(self._machine.cards)}
+        machine = asdict(self._machine)
+        machine["cards"] = len(machine.pop("gpus"))
         document = {"machine": machine, "arguments": self._arguments, "parts": parts}
         (self.folder / "report.json").write_text(json.dumps(document, indent=1) + "\n")
 

@@ -138,8 +138,8 @@ class Right:
         return Status.ok if right else Status.wrong, {**ranks, **cells}
 
     def _describe_ranks(self, world_size: int) -> str:
-        cards = min(world_size, len(self.machine.cards))
-        return f"{world_size}" if self.machine.is_cpu else f"{world_size} on {cards} card{'s' if cards > 1 else ''}"
+        gpus = min(world_size, len(self.machine.gpus))
+        return f"{world_size}" if self.machine.is_cpu else f"{world_size} on {gpus} GPU{'s' if gpus > 1 else ''}"
 
     def _list_overrides(self, case: Case) -> list[str]:
         batch = self._count_rows() if case.packed else len(LENGTHS)
@@ -215,7 +215,7 @@ class Right:
         return output
 
     def _check_resume(self, deadline: Deadline) -> tuple[Status, Cells]:
-        """A run that is killed behind a checkpoint and continues, against one that was left alone."""
+        """Compares a run that is killed after a checkpoint and resumed with one that was not."""
         self.prepare()
         overrides = [
             *self._shared_overrides(), f"global_batch_size={len(LENGTHS)}", "precision=fp32", "optimizer=adamw",
@@ -238,15 +238,15 @@ class Right:
         return Status.ok if right else Status.wrong, {"loss": f"eval_loss {completed['eval_loss']:.3f}"}
 
     def build_demo_command(self) -> Command:
-        """As a user starts it: whether two stages run on cards or on the CPU is for the script to choose. Where the
+        """Runs it as a user would: the script chooses whether two stages run on GPUs or on the CPU. Where the
         packages lie in a folder of their own (`pip install --target`), so do their commands."""
         import importlib.util
 
         unset = [] if self.machine.is_cpu else ["env", "-u", "DS_ACCELERATOR"]
         script = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *(["max_steps=6"] if self._tiny else [])]
         spec = importlib.util.find_spec("deepspeed")
-        beside = Path(spec.origin or "").parents[1] / "bin" if spec is not None else Path()
-        environment = {**self.machine.environment(), "PATH": f"{beside}:{os.environ['PATH']}"}
+        scripts = Path(spec.origin or "").parents[1] / "bin" if spec is not None else Path()
+        environment = {**self.machine.environment(), "PATH": f"{scripts}:{os.environ['PATH']}"}
         return Command([*unset, *script], environment)
 
 

@@ -14,7 +14,7 @@ from enum import Enum
 from benchmarks.gpu_parts.machine import Machine, is_installed
 from benchmarks.gpu_parts.processes import STOPPED, Deadline, RowFailed, TimeLimit
 
-Cells = dict[str, str]  # column -> what stands there
+Cells = dict[str, str]  # column -> text
 
 
 class Status(Enum):
@@ -28,12 +28,12 @@ class Status(Enum):
 
     @property
     def is_bad(self) -> bool:
-        """The report ends with exit code 1. A card that is too small is no mistake."""
+        """Returns whether the report ends with exit code 1. A GPU that is too small is not an error."""
         return self in (Status.wrong, Status.failed, Status.timed_out)
 
 
 class NotRun(Exception):
-    """Why a row cannot run on this machine."""
+    """A row cannot run on this machine; the message says why."""
 
 
 def check_needs(needs: Sequence[str], machine: Machine) -> None:

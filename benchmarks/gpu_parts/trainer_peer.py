@@ -1,4 +1,4 @@
-"""The `Trainer` of transformers on the same work, in a process alone with one card.
+"""The `Trainer` of transformers on the same work, in a process alone with one GPU.
 
 python -m benchmarks.gpu_parts.trainer_peer JOB.json
 """

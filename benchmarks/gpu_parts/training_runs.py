@@ -24,7 +24,7 @@ def train(
     until: Callable[[], bool] | None = None,
     script: Path = TRAINER,
 ) -> float:
-    """One run; returns its seconds. until, deadline: as in `processes.run`. script: what is started in each rank."""
+    """Runs it and returns its seconds. until, deadline: as in `processes.run`. script: what is started in each rank."""
     words = [sys.executable, str(script), *overrides]
     return run(list_ranks(machine, world_size, words), log, deadline, until)
 
@@ -37,5 +37,5 @@ def read_metrics(output_dir: Path) -> list[Record]:
 
 
 def write_name(name: str) -> str:
-    """Of a file or folder."""
+    """Returns the bytes of a file or folder."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)

@@ -60,8 +60,8 @@ class Why:
         return [Row(case.name, partial(self._trace, case), expected, limit) for case in CASES]
 
     def _trace(self, case: Case, deadline: Deadline) -> tuple[Status, Cells]:
-        if case.world_size > max(1, len(self.machine.cards)) and not self.machine.is_cpu:
-            raise NotRun(f"needs {case.world_size} cards")
+        if case.world_size > max(1, len(self.machine.gpus)) and not self.machine.is_cpu:
+            raise NotRun(f"needs {case.world_size} GPUs")
         name = write_name(case.name)
         overrides = (*case.overrides, f"profile_trace={_STEP}")
         _, output = self.runs.run(name, case.shape, overrides, deadline, case.world_size)
@@ -73,7 +73,7 @@ class Why:
 
 
 def read_profiles(output: Path) -> Iterator[StepProfile]:
-    """Of each rank, from the traces that a run has left."""
+    """Yields the profile of each rank, from the traces of a run."""
     from training.observability.trace_summary import summarize_trace
 
     for rank in range(len(list((output / "traces").glob("rank_*.json.gz")))):
@@ -82,7 +82,7 @@ def read_profiles(output: Path) -> Iterator[StepProfile]:
 
 
 def render(profiles: list[StepProfile]) -> Cells:
-    """Of several ranks, one after the other; what took most of the first one's time."""
+    """Returns the cells of several ranks, one after the other, and what took most of the first one's time."""
     first = profiles[0]
     ops = first.device_ops or first.host_ops
     top = "; ".join(f"{op.seconds / first.step:.0%} {op.name[:40]} x {op.calls}" for op in ops[:_TOP])

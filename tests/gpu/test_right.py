@@ -1,4 +1,4 @@
-"""On a card: the rows of `python benchmarks/gpu.py --parts right`, each as a test.
+"""On a GPU: the rows of `python benchmarks/gpu.py --parts right`, each as a test.
 
 Run by `DS_ACCELERATOR=cuda make test`; without that the suite keeps to the CPU.
 """
@@ -29,7 +29,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Right:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_on_the_card_is_right(right: Right, name: str) -> None:
+def test_a_run_on_the_gpu_is_right(right: Right, name: str) -> None:
     row = next(row for row in right.list_rows() if row.name == name)
     result = run_row(row, SECONDS)
     if result.status is Status.not_run:

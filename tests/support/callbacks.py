@@ -12,7 +12,7 @@ from training.callbacks import RunView
 
 @dataclass
 class Diary:
-    """Notes what it is called with on each rank, and asks for what it is told to, on the last rank alone."""
+    """Records its calls on each rank, and makes the requests it is configured with on the last rank only."""
 
     save_at: int = 0
     stop_at: int = 0

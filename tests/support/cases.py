@@ -1,4 +1,4 @@
-"""What a rank does in a distributed test: the trainer's own parts around a model and a data set. And the oracle beside
+"""A rank's part in a distributed test: the trainer's own parts around a model and a data set. And the oracle next to
 it."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
         return deepcopy(self.__dict__.get("_composed") or _compose(self.list_overrides()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the ranks are sent: with the config, which each of them would compose again."""
+        """Returns a copy with the composed config, to send to ranks that would otherwise compose it again."""
         return {**self.__dict__, "_composed": self.config()}
 
     def list_overrides(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def build_engine(case: Case) -> tuple[Engine, Any, RunConfig, Layout, list[int]]
 
 
 def this_rank() -> Ranks:
-    """Of a process group whose ranks are all on this host."""
+    """Returns this rank of a process group whose ranks are all on this host."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return Ranks(rank, world_size, rank, world_size)
 
@@ -144,7 +144,7 @@ def train_run(case: Case) -> None:
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result of all ranks: they must agree on losses and norms, and on weights that several of them hold."""
+    """Merges the results of all ranks, which must agree on losses, norms, and weights that several of them hold."""
     merged = dict(results[0], weights={})
     for result in results:
         assert result["losses"] == merged["losses"] and result["norms"] == merged["norms"]
@@ -234,7 +234,7 @@ def worst_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 BOUND = 1e-5
 
 
-# Two replicas that share out sums of gradients, and weights too; the digit is `zero_stage`
+# Two replicas that shard accumulated gradients, and weights too; the digit is `zero_stage`
 ZERO_LAYOUTS = {"zero2": (1, 2), "zero3": (1, 2)}
 
 

@@ -36,7 +36,7 @@ class Chain(nn.Module):
         self.stages = nn.ModuleList(built)
 
     def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last layer hands to the loss: hidden states [B, T, D], head weight [V, D]."""
+        """Returns what the last layer passes to the loss: hidden states [B, T, D], head weight [V, D]."""
         inputs = (input_ids, position_ids, count_segments(position_ids))
         for layer, module in zip(self.layers, self.stages, strict=True):
             inputs = layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)

@@ -1,4 +1,4 @@
-"""Two steps of a row of `support.combinations` through real workers, and the plain Hugging Face model beside it.
+"""Two steps of a row of `support.combinations` through real workers, and through the plain Hugging Face model.
 
 The oracle takes the documents of a global batch one by one, so it knows nothing of micro-batches, packing or padding.
 """
@@ -42,7 +42,7 @@ BATCH = ("global_batch_size=8", "max_seq_length=160")
 # A pair's gradient is in DPO that of sums over tokens
 LEARNING_RATES = {"sft": 0.05, "pretrain": 0.05, "dpo": 0.02, "orpo": 0.05}
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = {  # adapters beside them
+EXPERTS = {  # with adapters
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "gpt_oss": _ATTENTION,
     "llama4_text": _ATTENTION,
@@ -103,7 +103,7 @@ class Material:
         return save_pairs(file, 40) if objective in ("dpo", "orpo") else save_records(file, 60)
 
     def tokenizer(self) -> Path:
-        folder = self.root / "tokenizer"  # not beside a model: transformers adds tokens of its own to a qwen2's
+        folder = self.root / "tokenizer"  # not in a model's folder: transformers adds tokens of its own to a qwen2's
         if not folder.exists():
             save_tokenizer(folder)
         return folder

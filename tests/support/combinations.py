@@ -1,4 +1,4 @@
-"""The axes and levers of a run as a table of values, and the smallest sets of runs that cover them.
+"""The axes and features of a run as a table of values, and the smallest sets of runs that cover them.
 
 `cover` makes rows in which every value, or every pair of values of two axes, occurs, but for what the table of
 training/config/incompatible.py refuses. It is greedy and draws nothing, so it gives the same rows each time.
@@ -127,7 +127,7 @@ class Refusals:
         return {key for key, feature in self._listed.items() if feature.holds(run)}
 
     def refuses(self, first: tuple[str, str], second: tuple[str, str]) -> bool:
-        """Whether a pair of the table has both, or one of them and the machine."""
+        """Returns whether the table of incompatible pairs has both, or one of them and the machine."""
         if (first, second) not in self._known:
             having = self._having[first] | self._having[second] | self._always
             refused = any(id(pair.first) in having and id(pair.second) in having for pair in self._table)
@@ -161,7 +161,7 @@ def cover(refusals: Refusals, strength: int, without: frozenset[tuple[str, str]]
 def _complete(
     row: Row, refusals: Refusals, pending: Mapping[Values, None], without: frozenset[tuple[str, str]]
 ) -> Row | None:
-    """The row with values of all axes, chosen for the pending combinations that it adds; None where there is none."""
+    """Returns the row with values for all axes that covers the most pending combinations, or None if there is none."""
     given = list(row.items())
     if any(refusals.refuses(one, other) for one in given for other in given):
         return None

@@ -24,8 +24,8 @@ REQUIRED = ("model_name_or_path=model", "train_file=train.jsonl", "output_dir=ou
 
 
 def compose_config(name: str, *overrides: str) -> DictConfig:
-    """What Hydra composes. It takes a tenth of a second and more, and hundreds of tests ask for a config: so what the
-    groups alone give is composed once, and values are set on copies of it, as Hydra sets them."""
+    """Returns what Hydra composes. Composing takes a tenth of a second and more, and hundreds of tests need a config,
+    so each choice of groups is composed once, and values are set on copies of it, as Hydra sets them."""
     parsed = [_parse(override) for override in overrides]
     groups = [override for override, read in zip(overrides, parsed) if (CONF / read.key_or_group).is_dir()]
     values = [read for read in parsed if not (CONF / read.key_or_group).is_dir()]

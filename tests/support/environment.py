@@ -1,6 +1,6 @@
-"""One environment for the whole suite, whoever's shell it is started from: on the CPU, online, in UTF-8.
+"""One environment for the whole suite, whatever shell starts it: on the CPU, online, in UTF-8.
 
-DS_ACCELERATOR alone says otherwise: `DS_ACCELERATOR=cuda make test` lets the tests see the cards. Cleaned before
+DS_ACCELERATOR alone says otherwise: `DS_ACCELERATOR=cuda make test` lets the tests see the GPUs. Cleaned before
 anything is imported that reads it (torch, huggingface_hub). Workers and launches inherit it.
 """
 
@@ -19,17 +19,19 @@ _KEPT = {
 }  # fmt: skip
 _KEPT_BEGINNINGS = ("PYTEST_", "COV_", "COVERAGE_")
 _SET = {"LC_ALL": "C.UTF-8"}
-# Both: the deepspeed launcher lists a card for each rank, whether there are any or not, and so shows them again; and
+# Both: the deepspeed launcher lists a GPU for each rank, whether there are any or not, and so shows them again; and
 # DeepSpeed's choice is not torch's.
 _ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-_CARDS = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
+_GPU_VARIABLES = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a shell has set, without what would change how a test goes."""
+    """Returns the environment without variables that would change the result of a test."""
     kept = {key: text for key, text in environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
-    wants_cards = environ.get("DS_ACCELERATOR", "") not in ("", "cpu")
-    return kept | _SET | ({key: environ[key] for key in _CARDS if key in environ} if wants_cards else _ON_THE_CPU)
+    wants_gpus = environ.get("DS_ACCELERATOR", "") not in ("", "cpu")
+    return (
+        kept | _SET | ({key: environ[key] for key in _GPU_VARIABLES if key in environ} if wants_gpus else _ON_THE_CPU)
+    )
 
 
 def clean_this_process() -> None:
@@ -43,7 +45,7 @@ def clean_this_process() -> None:
 
 
 def hostile_environment(folder: Path) -> dict[str, str]:
-    """What a shell may have set for other work, each of which has changed, or would change, how some test goes."""
+    """Returns variables that a shell may have set for other work, each of which would change some test's result."""
     return {
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/proc/none",
         "TRANSFORMERS_VERBOSITY": "debug", "TOKENIZERS_PARALLELISM": "maybe", "WANDB_MODE": "disabled",

@@ -37,7 +37,7 @@ _ROPE_LONG = {
     "partial_rotary_factor": 0.5,
 }
 
-# model_type -> fields of its config beside the common sizes.
+# model_type -> fields of its config in addition to the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama4_text": {
@@ -297,8 +297,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 
-# Other families without a file in models/, likewise; a name that is no model_type is a form of one. Where keys are not
-# turned by positions they have no bias here: a softmax does not see it, and its gradient is rounding alone.
+# Other families without a file in models/, likewise; a name that is not a model_type is a variant of one. Keys that are
+# not rotated by positions have no bias here: a softmax does not see it, and its gradient is rounding alone.
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "head_dim": 16,
@@ -382,7 +382,7 @@ _OWN_SIZES = ("mpt", "gpt2")  # families that name their sizes themselves
 
 
 def has_sharding_plan(family: str) -> bool:
-    """Whether tensor parallelism can cut the family's layers, by its file or by the plan that transformers has."""
+    """Returns whether tensor parallelism can shard the family's layers, by its file or by the plan of transformers."""
     try:
         return bool(get_tensor_parallel_plan(build_family_config(family)))
     except UserError:

@@ -37,9 +37,9 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it. how: "file", "generic" or "refused". gradients: the largest relative difference of the loss and
-    of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32; None where
-    they were not run. reason: why it is refused."""
+    """The result of a trial. how: "file", "generic" or "refused". gradients: the largest relative difference of the
+    loss and of all gradients, in fp64. steps: of losses, norms and weights of five SGD steps on two stages, in fp32;
+    None where they were not run. reason: why it is refused."""
 
     how: str
     gradients: float | None = None
@@ -143,7 +143,7 @@ def try_families(
     report: Callable[[str, Trial], None] = lambda model_type, trial: None,
     trial: Callable[[str, bool], Trial] | None = None,
 ) -> dict[str, Trial]:
-    """By model_type, in the order given. seconds: of one family, until its process is ended.
+    """Returns the trials by model_type, in the given order. seconds: of one family, until its process is ended.
 
     report: is called with each result. trial: what is run instead of trying, of a module that the processes can import.
     """
@@ -184,7 +184,7 @@ class _Worker:
         self._is_up = False
 
     def start(self, model_type: str, train: bool) -> None:
-        if not self._is_up:  # its imports are no family's time
+        if not self._is_up:  # the time of its imports counts for no family
             self.pipe.recv()
             self._is_up = True
         self.model_type, self._since = model_type, time.monotonic()

@@ -28,7 +28,7 @@ def rotate(
 
 
 class Played:
-    """In place of `models.layers.liger`: the same functions in plain torch, counted by the name of the kernel."""
+    """A replacement for `models.layers.liger`: the same functions in plain torch, with calls counted per kernel."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -51,7 +51,7 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
     def cut_the_cable(self) -> None:
-        """No packet passes any more, and nobody is notified: as when a switch dies."""
+        """Drops all packets without notifying either side, as when a switch dies."""
         _ip("-n", self.names[1], "link", "set", self._cables[1], "down")
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
@@ -90,7 +90,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot play two hosts, or None."""
+    """Returns why this machine cannot simulate two hosts, or None."""
     probe = f"probe-{os.getpid()}"
     try:
         _ip("netns", "add", probe)

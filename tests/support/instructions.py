@@ -15,7 +15,7 @@ Link = tuple[UnitKind, int, int]  # what crosses it, the stages that it leads fr
 
 
 def play(schedule: Schedule, forward_only: bool = False) -> list[int]:
-    """With sends that nothing buffers: on a link the n-th send goes to the n-th receive that is posted.
+    """Executes a schedule with unbuffered sends: on a link the n-th send goes to the n-th receive that is posted.
 
     Returns how many instructions each rank could not execute, because all wait for each other.
     """
@@ -23,7 +23,7 @@ def play(schedule: Schedule, forward_only: bool = False) -> list[int]:
 
 
 class _Player:
-    """What crosses a link is named (chunk that it is for, micro-batch)."""
+    """Executes the instructions of all ranks. A message on a link is named (receiving chunk, micro-batch)."""
 
     def __init__(self, schedule: Schedule, forward_only: bool) -> None:
         self.schedule = schedule
@@ -50,7 +50,7 @@ class _Player:
         return [len(commands) for commands in left]
 
     def link_to(self, kind: UnitKind, chunk: int) -> Link:
-        """By which what a pass through `chunk` needs comes."""
+        """Returns the link by which the input of a pass through `chunk` arrives."""
         source = chunk - 1 if kind is UnitKind.forward else chunk + 1
         return kind, self.schedule.find_stage(source), self.schedule.find_stage(chunk)
 

@@ -30,7 +30,7 @@ class Ended:
     code: int
     output: str  # stdout and stderr as they came
     seconds_after_error: float  # from our first error message to the launcher's end; 0 without one
-    left_alive: list[int]  # processes that the launcher left behind
+    left_alive: list[int]  # processes that outlive the launcher
 
     def errors(self) -> list[str]:
         """The lines that our own commands say."""
@@ -75,7 +75,7 @@ def run_alone(arguments: Sequence[str], cwd: Path) -> Ended:
 
 
 def run_forked(arguments: Sequence[str], cwd: Path) -> Ended:
-    """As `run_alone`, in a fork of a process that has imported what the trainer does, which takes seconds."""
+    """Does what `run_alone` does in a fork of a process that has already imported what the trainer needs."""
     log = cwd / "launch.log"
     process = FORKSERVER.Process(target=_run_trainer, args=(list(arguments), cwd, log))
     process.start()

@@ -64,7 +64,8 @@ class Sources:
                             self._constants.setdefault(target.id, set()).add(node.value.value)
 
     def calls(self, callee: str, argument: int | str = 0, file: str | None = None) -> list[Message]:
-        """What is given to `callee` (`UserError`, `self._report`), as its `argument`, in all files or in one."""
+        """Returns the messages passed to `callee` (`UserError`, `self._report`) as `argument`, in all files or in
+        one."""
         found = []
         for name, tree in self._trees.items():
             if file in (None, name):
@@ -74,7 +75,7 @@ class Sources:
         return found
 
     def returns(self, function: str, file: str) -> list[Message]:
-        """What a function returns as text."""
+        """Returns the texts that a function returns."""
         found = [
             message
             for name, node in self._functions[function]

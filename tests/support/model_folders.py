@@ -28,7 +28,7 @@ def export(source: Path, output: Path, **options: Any) -> Path:
 
 
 def load_transformers(folder: Path) -> Tensors:
-    """What the oracle makes of the folder, in the dtype it finds there."""
+    """Returns the weights of the folder as `transformers` loads them, in their dtype."""
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     return model.state_dict()

@@ -39,7 +39,7 @@ def save_material(root: Path) -> Path:
 def build_case(
     root: Path, workdir: Path, layout: str, *overrides: str, tied: bool = False, steps: int = 3, file: str = "train"
 ) -> Case:
-    """Of what `save_material` has left in `root`."""
+    """Returns a run on the model and data that `save_material` has saved in `root`."""
     num_stages, world_size = (LAYOUTS | TENSOR_PARALLEL | CONTEXT_PARALLEL | ZERO_LAYOUTS)[layout]
     if layout in TENSOR_PARALLEL:
         overrides = ("tensor_parallel_size=2", *overrides)
@@ -85,9 +85,9 @@ def train_oracle(
         optimizer.zero_grad()
         ids, loss, reported = order.sample_ids(step).tolist(), 0.0, []
         terms, summarize = compute_step(ids)
-        for of_sample, report in terms:
-            (of_sample / len(ids)).backward()
-            loss += of_sample.item() / len(ids)
+        for sample_loss, report in terms:
+            (sample_loss / len(ids)).backward()
+            loss += sample_loss.item() / len(ids)
             reported.append(report)
         result["losses"].append(loss)
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or float("inf"))))
@@ -142,7 +142,7 @@ def check_continued(
 
 
 def find_dataset(folder: Path, num_samples: int | None = None) -> TokenizedDataset:
-    """What the runs of `folder` have tokenized. num_samples: where they have tokenized several files."""
+    """Returns the data set that the runs of `folder` have tokenized. num_samples: to choose among several files."""
     found = [TokenizedDataset(path, True, True) for path in (folder / "cache").iterdir() if path.is_dir()]
     return next(dataset for dataset in found if num_samples in (None, len(dataset)))
 

@@ -1,5 +1,5 @@
 """GPU kernels for packed rows, played on the CPU: the signatures of flash-attention's functions and of torch's
-`varlen_attn`, and behind them attention written out, one document after the other.
+`varlen_attn`, and below them plain attention, one document after the other.
 
 They refuse what the real ones cannot take, so what reaches them here would reach those.
 
@@ -23,7 +23,8 @@ Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def check_documents(query: torch.Tensor, offsets: torch.Tensor, longest: int) -> None:
-    """What a kernel reads beyond it, or leaves unwritten, nobody would notice."""
+    """Asserts that the offsets cover the rows: a real kernel that reads beyond them, or leaves rows unwritten, would
+    not fail."""
     assert offsets.dtype == torch.int32 and offsets.is_contiguous() and type(longest) is int
     lengths = offsets.diff()
     assert offsets[0] == 0 and offsets[-1] == query.shape[0] and lengths.min() >= 0 and lengths.max() <= longest
@@ -149,9 +150,9 @@ def _varlen_backward(
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for tokens, (q, k, v) in split(query, key, value, cu_seq_q):
         weights, grad = compute_weights(q, k, scale, window_size[0]), grad_out[tokens].transpose(0, 1)
-        of_weights = grad @ v.transpose(1, 2)
-        of_scores = weights * (of_weights - (of_weights * weights).sum(dim=-1, keepdim=True)) * factor
-        found = (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad)
+        grad_weights = grad @ v.transpose(1, 2)
+        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(dim=-1, keepdim=True)) * factor
+        found = (grad_scores @ k, grad_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad)
         for gradient, part in zip(gradients, found, strict=True):
             gradient[tokens] = part.transpose(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(dim=2)
     return gradients

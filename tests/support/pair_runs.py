@@ -63,9 +63,9 @@ def compute_orpo(config: RunConfig, chosen: Answer, rejected: Answer) -> PairRes
     beta = config.orpo.beta
     means = [answer.log_p / answer.length for answer in (chosen, rejected)]
     odds = [torch.exp(mean) / (1 - torch.exp(mean)) for mean in means]
-    of_ratio = -torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
-    reported = {"log_odds_ratio": torch.log(odds[0] / odds[1]).item(), "odds_ratio_loss": of_ratio.item()}
-    return add_nll(1.0, chosen, (beta * of_ratio, beta * means[0].item(), beta * means[1].item(), reported))
+    ratio_loss = -torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+    reported = {"log_odds_ratio": torch.log(odds[0] / odds[1]).item(), "odds_ratio_loss": ratio_loss.item()}
+    return add_nll(1.0, chosen, (beta * ratio_loss, beta * means[0].item(), beta * means[1].item(), reported))
 
 
 def compute_simpo(config: RunConfig, chosen: Answer, rejected: Answer) -> PairResult:
@@ -85,10 +85,10 @@ def compute_cpo(config: RunConfig, chosen: Answer, rejected: Answer) -> PairResu
     return add_nll(cpo.alpha, chosen, (loss, rewards[0].item(), rewards[1].item(), {}), per_token)
 
 
-def add_nll(coefficient: float, chosen: Answer, of_pair: PairResult, per_token: bool = True) -> PairResult:
-    loss, *rewards, reported = of_pair
+def add_nll(coefficient: float, chosen: Answer, pair_result: PairResult, per_token: bool = True) -> PairResult:
+    loss, *rewards, reported = pair_result
     if not coefficient:
-        return of_pair
+        return pair_result
     nll = -chosen.log_p / (chosen.length if per_token else 1)
     return loss + coefficient * nll, *rewards, {**reported, "nll_loss": nll.item()}
 

@@ -133,7 +133,7 @@ class Table:
         return Case(folder, self.records, self.root, num_stages, world_size, steps, given)
 
     def run_packed(self, case: Callable[..., Case], gradient: tuple[str, ...]) -> dict[str, Any]:
-        """One step on all samples, packed. How many rows they make is known once they are tokenized."""
+        """Runs one step on all samples, packed; the number of rows is known after tokenizing."""
         rows = self.run(case("data.packing=true"), count_packed_rows)[0]
         return merge(
             self.run(case(*gradient, "data.packing=true", "micro_batch_size=1", f"global_batch_size={rows}", steps=1))
@@ -204,7 +204,7 @@ def count_packed_rows(case: Case) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where the table goes, beside the terminal")
+    parser.add_argument("--output", type=Path, help="file for the table, in addition to the terminal")
     every_family = sorted(FAMILIES) + sorted(MIXTURES) + sorted(OTHERS)
     parser.add_argument("--families", nargs="+", default=every_family, choices=every_family)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))

@@ -1,4 +1,4 @@
-"""What the forkserver imports once, which takes seconds, and every worker that is forked from it has.
+"""The imports of the forkserver, done once since they take seconds, and inherited by every worker.
 
 None of it may start CUDA: tests/test_environment.py.
 """
@@ -8,7 +8,7 @@ from functools import cache
 
 gc.disable()  # nothing here is garbage, and to look through it takes a second
 
-import tests.support.card_watch  # noqa: E402, F401, I001  (before all else)
+import tests.support.gpu_watch  # noqa: E402, F401, I001  (before all else)
 import training.run  # noqa: E402, F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  (imported by every engine, and imports torch's compiler)
 import peft  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""What published configs of a family say where the default config of `transformers` says less.
+"""Fields of published configs that the default config of a family in `transformers` lacks.
 
 A row of docs/models.md is about models as they are published: with their multipliers, caps, windows, biases, norms and
 experts. Default configs mostly are such a config; these are the fields where they are not.

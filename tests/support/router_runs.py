@@ -71,7 +71,7 @@ def compute_cross_entropy(
 def compute_preferences(
     config: RunConfig, folder: Path, step: int, model: nn.Module, reference: nn.Module
 ) -> torch.Tensor:
-    """Of the objective of the run."""
+    """Returns the loss of the run's objective."""
     dataset = TokenizedDataset(folder, True, True)
     pairs = GlobalOrder(len(dataset) // 2, config.global_batch_size, config.seed).sample_ids(step).tolist()
     terms = [compute_pair(config, model, reference, dataset, pair)[0] for pair in pairs]

@@ -1,4 +1,4 @@
-"""What the routers of the plain Hugging Face model do, seen by hooks, a document at a time."""
+"""Records the routers of the plain Hugging Face model with hooks, one document at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_EXPERTS = 8
 
 @dataclass
 class Routed:
-    """What the hook has seen of one router in a step."""
+    """Records of one router in a step."""
 
     is_sigmoid: bool
     bias: torch.Tensor | None
@@ -74,8 +74,8 @@ def watch(model: nn.Module, family: str) -> list[Routed]:
     watched = []
     for name, module in model.named_modules():
         if name.endswith(("mlp.gate", "mlp.router", "feed_forward.router")):
-            of_block = dict(model.get_submodule(name.rpartition(".")[0]).state_dict(keep_vars=True))
-            bias = next((tensor for key, tensor in of_block.items() if key.endswith(BIAS)), None)
+            block_state = dict(model.get_submodule(name.rpartition(".")[0]).state_dict(keep_vars=True))
+            bias = next((tensor for key, tensor in block_state.items() if key.endswith(BIAS)), None)
             watched.append(Routed(family in SIGMOID, bias, torch.zeros(NUM_EXPERTS)))
             module.register_forward_hook(watched[-1].look)
     return watched
@@ -96,7 +96,7 @@ def list_documents(config: RunConfig, folder: Path, step: int) -> Iterator[tuple
 
 
 def add_router_losses(config: RunConfig, folder: Path, step: int, model: nn.Module, watched: Sequence[Routed]) -> None:
-    """Leaves the gradient of the routers' losses of a step in the parameters, beside what is there."""
+    """Adds the gradient of the routers' losses of a step to that of the parameters."""
     documents = [ids for ids, _ in list_documents(config, folder, step)]
     num_tokens = sum(map(len, documents))
     for routed in watched:

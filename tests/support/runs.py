@@ -95,5 +95,5 @@ def eval_dataset(root: Path) -> TokenizedDataset:
 
 
 def list_tokenized(root: Path) -> list[TokenizedDataset]:
-    """What the runs of a file have tokenized so far."""
+    """Returns what the runs of a file have tokenized so far."""
     return [TokenizedDataset(folder, True, True) for folder in (root / "cache").iterdir() if folder.is_dir()]

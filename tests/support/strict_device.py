@@ -32,7 +32,7 @@ _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_uniqu
 
 @dataclass(frozen=True)
 class Wait:
-    """What the host would wait for. unit: the instruction of the engine that it is in, or empty."""
+    """An operation that the host would wait for. unit: the engine's current instruction, or empty."""
 
     operation: str
     unit: str
@@ -123,7 +123,7 @@ def _check_together(function: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _crosses(tensors: list[torch.Tensor], goes: str | None) -> bool:
-    """Whether a copy is between host and device."""
+    """Returns whether a copy is between host and device."""
     sides = {isinstance(tensor, StrictTensor) for tensor in tensors} | ({goes == NAME} if goes else set())
     return len(sides) == 2
 
@@ -154,7 +154,7 @@ def _find_place() -> str:
 
 
 class _Event:
-    """Of the device's stream. Once the host has waited for anything later, it need not wait for this."""
+    """An event on the device's stream. Once the host has waited for a later one, it need not wait for this one."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._time, self._waits = 0.0, 0
@@ -179,7 +179,7 @@ def _is_of_objects() -> bool:
 
 
 class _Module:
-    """What torch asks of a device, as `torch.cuda`."""
+    """The device interface of torch, as `torch.cuda`."""
 
     Event = _Event
 
@@ -223,7 +223,7 @@ class _Module:
 
 
 def start_recording() -> Record:
-    """What is recorded from now on. The first call in a process makes the device."""
+    """Clears the record and returns it. The first call in a process creates the device."""
     if NAME not in _INSTALLED:
         _INSTALLED.add(NAME)
         _install()
@@ -252,7 +252,8 @@ _LIBRARY = library.Library("aten", "IMPL")
 
 
 def _implement_factory(name: str) -> None:
-    """Where an operation makes a tensor from none (`zeros`, `arange`, ...), nothing leads to `StrictTensor`."""
+    """Implements an operation that creates a tensor from none (`zeros`, `arange`, ...), which does not dispatch to
+    `StrictTensor`."""
     base, _, overload = name.partition(".")
     function = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
     if function is None:

@@ -75,7 +75,7 @@ def save_records(file: Path, count: int, seed: int = 0) -> Path:
 
 
 def save_pairs(file: Path, count: int, seed: int = 0) -> Path:
-    """Preferences of very different lengths, from real text: what follows a prompt against what stands elsewhere."""
+    """Preferences of very different lengths, from real text: the text after a prompt against text from elsewhere."""
     words = inspect.getsource(json).split()
     generator = torch.Generator().manual_seed(seed)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # By the folder that pytest is started in: the forkserver of Python 3.11 does not take over sys.path.
-CARD_WATCH = "tests.support.card_watch"
+GPU_WATCH = "tests.support.gpu_watch"
 FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 _SECONDS_A_CASE = 600
 
@@ -98,7 +98,7 @@ def free_port() -> int:
 
 
 def redirect_output(log: Path) -> None:
-    """Of this process: what it prints from now on is in `log`."""
+    """Redirects the output of this process to `log`."""
     with open(log, "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -127,7 +127,7 @@ def _work(pipe: Connection, rank: int, world_size: int, log: Path) -> None:
 
 
 def _run_in_group(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In a process group of its own. Every group of gloo keeps three threads, one of which wakes a hundred times a
+    """Runs in its own process group. Every gloo group keeps three threads, one of which wakes a hundred times a
     second, for as long as something holds the group; an engine makes several of them."""
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Tiny random models that wrap a text model, each with what is beside it: a tower for images or sound, a projector."""
+"""Tiny random multimodal models: a text model with a tower for images or sound, and a projector."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 
 
 def build_wrapped(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """The Hugging Face model: text in fp32, what is beside it in bf16; every vector away from its initial values."""
+    """Returns the Hugging Face model: text in fp32, the other parts in bf16; no vector has its initial values."""
     config = AutoConfig.for_model(model_type, **{**WRAPPED[model_type], **fields})
     torch.manual_seed(seed)
     model = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config)
@@ -174,12 +174,12 @@ def build_wrapped(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedMo
 
 
 def save_wrapped(folder: Path, model_type: str, **options: Any) -> PreTrainedModel:
-    """Saves the model as `transformers` does, with what is beside its text in bf16. Returns it in fp32."""
+    """Saves the model as `transformers` does, with the parts other than text in bf16. Returns it in fp32."""
     model = build_wrapped(model_type, **options)
     text = {id(tensor) for part in (model.get_decoder(), model.get_output_embeddings()) for tensor in part.parameters()}
-    beside = [parameter for parameter in model.parameters() if id(parameter) not in text]
-    assert beside
-    for parameter in beside:
+    others = [parameter for parameter in model.parameters() if id(parameter) not in text]
+    assert others
+    for parameter in others:
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.float32
     model.save_pretrained(folder)

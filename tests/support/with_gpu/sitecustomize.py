@@ -1,4 +1,4 @@
-"""On PYTHONPATH: torch says that this machine has a card; who takes it is written down in $CARD_LOG, and fails."""
+"""On PYTHONPATH: makes torch report a GPU; a process that uses it is logged in $GPU_LOG, and fails."""
 
 import os
 import sys
@@ -17,17 +17,17 @@ class _PatchTorch(MetaPathFinder):
 
         def load_and_patch(module):
             load(module)
-            _add_card(module)
+            _add_gpu(module)
 
         spec.loader.exec_module = load_and_patch
         return spec
 
 
-def _add_card(torch):
+def _add_gpu(torch):
     def take(*arguments, **named):
-        with open(os.environ["CARD_LOG"], "a") as log:
+        with open(os.environ["GPU_LOG"], "a") as log:
             log.write("".join(traceback.format_stack()[:-1]) + "\n")
-        raise RuntimeError("the card was taken")
+        raise RuntimeError("the GPU was used")
 
     torch.cuda._lazy_init = take
     torch.cuda.is_available = lambda: True
