@@ -351,3 +351,20 @@ def test_no_version_in_a_name() -> None:
     assert not [
         file for file in list_files() if re.search(r"_v\d+(?=[._]|$)|_(old|new|copy|final|bak)$", own_name(file))
     ]
+
+
+DECISIONS = re.findall(
+    r"^\| [^|`]+ \| `(\w+)` \| `([\w/]+\.py)` \|$", (ROOT / "docs" / "inside.md").read_text(), re.MULTILINE
+)
+
+
+def list_definitions(source: str) -> set[str]:
+    tree = ast.parse((ROOT / source).read_text())
+    return {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def test_each_decision_has_one_place() -> None:
+    """docs/inside.md says where; nothing else in the project has the name."""
+    assert len(DECISIONS) >= 10
+    for name, source in DECISIONS:
+        assert [other for other in SOURCES if name in list_definitions(other)] == [source], name
