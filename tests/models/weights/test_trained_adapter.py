@@ -59,7 +59,7 @@ def test_an_adapter_on_experts_compares_equal_after_renaming_for_peft(tmp_path: 
             {"trainable_token_indices": [3]},
             "has trainable_token_indices=[3], which is not supported; merge the adapter",
         ),
-        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path"),
         ({"base_model_name_or_path": "./nowhere"}, "its base model (base_model_name_or_path) cannot be opened"),
         ({}, "holds adapter_config.json but no adapter_model.safetensors"),
     ],
