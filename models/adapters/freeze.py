@@ -33,6 +33,8 @@ def choose_trained(
 def check_freeze(freeze: Sequence[str], layers: Sequence[Layer]) -> None:
     """Raises UserError for a pattern that is not a valid regular expression or matches nothing, and for patterns that
     leave nothing to train."""
+    if not freeze:
+        return
     names = {layer.hf_prefix + name for layer in layers for name in layer.shapes()}
     frozen: set[str] = set()
     for pattern in freeze:

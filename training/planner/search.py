@@ -27,7 +27,7 @@ from training.pipeline.schedules import SCHEDULES, schedule_layout
 from training.planner.plan import Plan, plan_resolved
 from training.planner.remedies import Remedy, describe_remedies
 from training.planner.report import largest_kind, render_rows, render_seconds
-from training.resolution.resolve import ResolvedModel, place_layers
+from training.resolution.resolve import ResolvedModel, place_layers, resolve_layout
 from training.resolution.sequences import check_run_sequences
 from training.resolution.target import Target
 
@@ -137,7 +137,7 @@ def search_plans(config: RunConfig, model: ResolvedModel, machine: Machine) -> l
             "give a multiple of a divisor of it"
         )
     found.sort(key=_rank)
-    return sorted([*found, *search.try_other_schedules(found)], key=_rank)
+    return search.drop_refused(sorted([*found, *search.try_other_schedules(found)], key=_rank))
 
 
 class _Search:
@@ -159,6 +159,26 @@ class _Search:
             return self._model
         keys = replace(self._config, context_parallel_size=sharing.size, context_parallel_mode=sharing.mode)
         return self._model.share_sequences(keys)
+
+    def drop_refused(self, ranked: Sequence[Candidate]) -> list[Candidate]:
+        """Without those, of the best that are shown, whose keys the run would refuse. Raises UserError, that of the
+        first, where it would refuse all of them."""
+        accepted: list[Candidate] = []
+        refusals = []
+        for number, candidate in enumerate(ranked):
+            if len(accepted) == SHOWN:
+                return [*accepted, *ranked[number:]]
+            try:
+                keys = replace(candidate.keys, plan=True)
+                check_config(keys, has_accelerator=True)
+                target = Target(self._world_size, True, self._machine, is_planned=True)
+                resolve_layout(self._models[candidate.sharing], keys, target)
+                accepted.append(candidate)
+            except UserError as error:
+                refusals.append(error)
+        if not accepted:
+            raise refusals[0]
+        return accepted
 
     def list_layouts(self, sharing: Sharing) -> Iterator[Layout]:
         """Under 1F1B and the schedule that the config asks for."""

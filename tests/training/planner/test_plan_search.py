@@ -12,9 +12,11 @@ from support.configs import compose_config
 from support.planned import plan_config, search_config
 
 from errors import UserError
+from training.config import incompatible
+from training.config.incompatible import INCOMPATIBLE, Feature, Pair
 from training.config.schema import ContextParallelMode, RunConfig, to_typed
 from training.planner.run import plan_run, resolve_planned
-from training.planner.search import CHECKPOINTING, FINALISTS, Candidate, list_sharings, render_search
+from training.planner.search import CHECKPOINTING, FINALISTS, SHOWN, Candidate, list_sharings, render_search
 
 KEEP_ALL = ("activation_checkpoint_interval=0", "activation_checkpoint_mode=grouped", "offload_optimizer=none")
 UNREAD = ("model_name_or_path", "train_file", "output_dir")
@@ -193,3 +195,14 @@ def test_the_overrides_share_sequences_too() -> None:
     again = build(*long, *best.overrides)
     plan = plan_config(again)
     assert plan.step_seconds == best.plan.step_seconds and plan.fullest.memory.peak == best.plan.fullest.memory.peak
+
+
+def test_what_the_run_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build("world_size=4", "hardware=a100_80g")
+    best, *_ = search_config(config)
+    mode, interval = best.checkpointing
+    taken = Feature("the best way", lambda run: run.config.activation_checkpoint_mode is mode)
+    much = Feature("as often", lambda run: run.config.activation_checkpoint_interval == interval)
+    monkeypatch.setattr(incompatible, "INCOMPATIBLE", (*INCOMPATIBLE, Pair(taken, much, "of a test", "give another")))
+    offered = search_config(config)[:SHOWN]
+    assert len(offered) == SHOWN and best.checkpointing not in [candidate.checkpointing for candidate in offered]
