@@ -68,6 +68,7 @@ CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
     "training/cli/command_line.py",
     "training/cli/sweep.py",
+    "training/config/ranges.py",
     "training/config/schema.py",
     "training/export.py",
     "training/observability/reporters.py",
