@@ -73,6 +73,17 @@ CONFIGURATION_FILES = {
     "training/export.py",
     "training/observability/reporters.py",
 }
+# Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
+# (`shards_weights`), or are handed the value.
+MOST_NAMED = {
+    "zero_stage": 6,
+    "offload_optimizer": 12,
+    "offload_parameters": 9,
+    "sequence_parallel": 8,
+    "activation_offload": 7,
+    "sharding_parallel_size": 6,
+    "schedule_memory_limit": 2,
+}
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -295,6 +306,14 @@ def test_rooms_stay_small() -> None:
     folders = Counter(Path(source).parent.as_posix() for source in SOURCES if not source.endswith("__init__.py"))
     too_many = {folder: count for folder, count in folders.items() if count > MOST_MODULES}
     assert not {folder: count for folder, count in too_many.items() if folder.partition("/")[0] in ROOMED}
+
+
+@pytest.mark.parametrize("key", MOST_NAMED)
+def test_a_key_is_named_by_few_modules(key: str) -> None:
+    training = [source for source in SOURCES if source.startswith("training/")]
+    naming = [source for source in training if re.search(rf"\b{key}\b", (ROOT / source).read_text())]
+    assert "training/config/schema.py" in naming
+    assert len(naming) <= MOST_NAMED[key], naming
 
 
 def test_bars_are_drawn_in_one_place() -> None:

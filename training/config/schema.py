@@ -389,6 +389,21 @@ class RunConfig:
         """Ranks that have a part of every sequence between the blocks of a layer."""
         return self.tensor_parallel_size if self.sequence_parallel else 1
 
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each replica holds a part of the gradients, which are then reduced in every backward pass."""
+        return self.zero_stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each replica holds a part of the weights."""
+        return self.zero_stage == 3
+
+    @property
+    def shards_gradients_only(self) -> bool:
+        """Whether gradients are sharded and weights whole: by `training/engine/zero2.py`, not by DeepSpeed."""
+        return self.shards_gradients and not self.shards_weights
+
 
 def register_schema() -> None:
     """Makes `run_schema` known to Hydra; `conf/base.yaml` starts from it."""
