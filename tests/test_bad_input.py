@@ -97,7 +97,7 @@ KEYS = {
         ("moe.aux_loss_coef=0.01",),
         "moe.aux_loss_coef=0.01: this 'llama' model has no experts; leave it at 0",
     ),
-    "a negative coefficient": (("moe.z_loss_coef=-1",), "moe.z_loss_coef=-1: 0 or more; 0 turns it off"),
+    "a negative coefficient": (("moe.z_loss_coef=-1",), "moe.z_loss_coef=-1.0: 0 or more; 0 turns it off"),
     "three batch sizes": (
         ("gradient_accumulation_steps=3",),
         "micro_batch_size=2 x gradient_accumulation_steps=3 x dp=1 is 6, not global_batch_size=4; give two of them",
@@ -188,7 +188,7 @@ KEYS = {
     "no room from the reference": (("data=preference", "dpo.beta=0"), "dpo.beta=0.0: more than 0"),
     "no preference left": (
         ("data=preference", "dpo.label_smoothing=0.5"),
-        "dpo.label_smoothing=0.5: must be at least 0 and below 0.5",
+        "dpo.label_smoothing=0.5: from 0 to below 0.5; at 0.5 no preference is left",
     ),
     "a smoothing that nothing reads": (
         ("data=preference", "dpo.loss_type=ipo", "dpo.label_smoothing=0.1"),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 from support.messages import HOLE, ROOT, Message, Sources, normalize, read_sources
+
+from training.config.ranges import list_ranges
+from training.config.schema import RunConfig
 
 PAGE = ROOT / "docs" / "errors.md"
 # Functions that return a reason, which is part of a message or a message itself.
@@ -15,6 +19,8 @@ REASONS = {
     "training/checkpoint/manifest.py": ("find_wrong_size", "find_wrong_content"),
     "training/checkpoint/resume.py": ("_find_quick_damage", "find_damage"),
 }
+# Raises with the words of a range, which the schema states.
+RANGES = "training/config/ranges.py"
 # Messages that are not raised: file -> the function that prints them.
 SAID = {
     "training/distributed/watchdog.py": "self._report",
@@ -27,15 +33,33 @@ SAID = {
 def list_messages(sources: Sources) -> list[Message]:
     raised = sources.calls("UserError") + sources.calls("ElasticError") + sources.calls("RawRecord", "problem")
     raised = [
-        message for message in raised if not message.code.endswith(".problem")
-    ]  # a RawRecord's, which is listed where it is made
+        message
+        for message in raised
+        if not message.code.endswith(".problem")  # a RawRecord's, which is listed where it is made
+        and message.place.partition(":")[0] != RANGES
+    ]
     reasons = [
         message
         for file, functions in REASONS.items()
         for function in functions
         for message in sources.returns(function, file)
     ]
-    return raised + reasons + [message for file, callee in SAID.items() for message in sources.calls(callee, 0, file)]
+    return (
+        raised
+        + list_range_messages()
+        + reasons
+        + [message for file, callee in SAID.items() for message in sources.calls(callee, 0, file)]
+    )
+
+
+def list_range_messages() -> list[Message]:
+    """Returns the message of each range; it names the key where no other key has the same words."""
+    ranges = list_ranges(RunConfig())
+    uses = Counter(allowed.words for allowed in ranges.values())
+    return [
+        Message(f"{key if uses[allowed.words] == 1 else HOLE}={HOLE}: {allowed.words}", f"{RANGES}:{key}", "")
+        for key, allowed in ranges.items()
+    ]
 
 
 def list_entries(page: str) -> list[str]:

@@ -68,9 +68,27 @@ CONFIGURATION_FILES = {
     "trainer_base_ds_mp.py",
     "training/cli/command_line.py",
     "training/cli/sweep.py",
+    "training/config/ranges.py",
     "training/config/schema.py",
     "training/export.py",
     "training/observability/reporters.py",
+}
+# Key of a run -> the most modules of training/ that name it. The others ask a property of the config for what it means
+# (`shards_weights`), or are handed the value.
+MOST_NAMED = {
+    "zero_stage": 6,
+    "offload_optimizer": 12,
+    "offload_parameters": 9,
+    "sequence_parallel": 8,
+    "activation_offload": 7,
+    "sharding_parallel_size": 6,
+    "schedule_memory_limit": 2,
+}
+MOST_PARAMETERS = 8  # of a function
+# Functions with more, until they have fewer.
+MORE_PARAMETERS = {
+    "models/conversion/convert.py: convert_to_pipeline",
+    "models/conversion/convert.py: export_hugging_face",
 }
 FORBIDDEN_FOLDERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -294,6 +312,60 @@ def test_rooms_stay_small() -> None:
     folders = Counter(Path(source).parent.as_posix() for source in SOURCES if not source.endswith("__init__.py"))
     too_many = {folder: count for folder, count in folders.items() if count > MOST_MODULES}
     assert not {folder: count for folder, count in too_many.items() if folder.partition("/")[0] in ROOMED}
+
+
+@pytest.mark.parametrize("key", MOST_NAMED)
+def test_a_key_is_named_by_few_modules(key: str) -> None:
+    training = [source for source in SOURCES if source.startswith("training/")]
+    naming = [source for source in training if re.search(rf"\b{key}\b", (ROOT / source).read_text())]
+    assert "training/config/schema.py" in naming
+    assert len(naming) <= MOST_NAMED[key], naming
+
+
+def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Returns the number of parameters, without the object that a method is called on, the context of an autograd
+    function, and what is passed on as a whole (`*rest`, `**options`)."""
+    named = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(named) - (named[:1] in (["self"], ["cls"], ["context"], ["ctx"]))
+
+
+def list_wide(tree: ast.AST, above: str = "") -> Iterator[str]:
+    """Yields the dotted names of the functions and methods with more than MOST_PARAMETERS."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        name = f"{above}{node.name}." if is_function or isinstance(node, ast.ClassDef) else above
+        if is_function and count_parameters(node) > MOST_PARAMETERS:
+            yield name.removesuffix(".")
+        yield from list_wide(node, name)
+
+
+def test_parameters_are_counted() -> None:
+    names = [f"p{number}" for number in range(MOST_PARAMETERS)]
+    allowed = ", ".join(names)
+    tree = ast.parse(
+        f"""
+class A:
+    def __init__(self, {allowed}): pass
+    def wide(self, {allowed}, *, one_more): pass
+    @staticmethod
+    def forward(context, {allowed}):
+        def inner({allowed}, one_more): pass
+def passes_on({allowed}, *rest, **options): pass
+async def wide({allowed}, one_more): pass
+"""
+    )
+    assert list(list_wide(tree)) == ["A.wide", "A.forward.inner", "wide"]
+
+
+def test_functions_have_few_parameters() -> None:
+    wide = {
+        f"{source}: {name}"
+        for source in SOURCES
+        if source.partition("/")[0] in ROOMED
+        for name in list_wide(ast.parse((ROOT / source).read_text()))
+    }
+    assert wide - MORE_PARAMETERS == set()
+    assert MORE_PARAMETERS - wide == set(), "these have few enough now: remove them from MORE_PARAMETERS"
 
 
 def test_bars_are_drawn_in_one_place() -> None:

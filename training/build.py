@@ -68,7 +68,7 @@ def build_stage(config: RunConfig, setup: RunSetup, ranks: Ranks, trains: bool =
 
 
 def _choose_weight_sharding(config: RunConfig) -> WeightSharding | None:
-    if config.zero_stage < 3:
+    if not config.shards_weights:
         return None
     return WeightSharding(config.offload_parameters is Offload.cpu, pins=has_accelerator())
 

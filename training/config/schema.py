@@ -1,7 +1,8 @@
 """The schema of a run. Hydra fills it from `conf/`, and from here on only typed objects travel.
 
 Names are those of DeepSpeed, Megatron and Hugging Face. Scalars of the run are top-level keys; a group holds only what
-differs between its options. Every key is described once, in `conf/base.yaml`.
+differs between its options. Every key is described once, in `conf/base.yaml`; a number states its range here
+(`ranges.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from data.options import LengthPolicy, MixtureUnit, OnBadRecord, PadTo, TrainOn
 from errors import UserError
 from models.adapters.options import AdapterOptions
 from models.losses.options import DPOLossType, NLLReduction
+from training.config.ranges import at_least, below, one_of, positive, share, zero_or_more
 
 Schema = TypeVar("Schema")
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -172,55 +174,55 @@ class RopeConfig:
 
 @dataclass
 class DPOConfig:
-    beta: float = MISSING
-    label_smoothing: float = MISSING
+    beta: float = positive()
+    label_smoothing: float = below(0.5, note="at 0.5 no preference is left")
     loss_type: DPOLossType = MISSING
-    sft_coef: float = MISSING
+    sft_coef: float = zero_or_more(note="0 turns it off")
 
 
 @dataclass
 class ORPOConfig:
-    beta: float = MISSING
+    beta: float = positive()
 
 
 @dataclass
 class SimPOConfig:
-    beta: float = MISSING
-    gamma: float = MISSING
-    sft_coef: float = MISSING
+    beta: float = positive()
+    gamma: float = zero_or_more(note="0 turns it off")
+    sft_coef: float = zero_or_more(note="0 turns it off")
 
 
 @dataclass
 class CPOConfig:
-    beta: float = MISSING
-    alpha: float = MISSING
+    beta: float = positive()
+    alpha: float = zero_or_more(note="0 turns it off")
     nll_reduction: NLLReduction = MISSING
 
 
 @dataclass
 class RewardConfig:
-    centering_coef: float = MISSING
+    centering_coef: float = zero_or_more(note="0 turns it off")
 
 
 @dataclass
 class KTOConfig:
-    beta: float = MISSING
-    desirable_weight: float = MISSING
-    undesirable_weight: float = MISSING
+    beta: float = positive()
+    desirable_weight: float = positive()
+    undesirable_weight: float = positive()
 
 
 @dataclass
 class MoEConfig:
-    aux_loss_coef: float = MISSING
-    z_loss_coef: float = MISSING
-    update_router_bias: float = MISSING
+    aux_loss_coef: float = zero_or_more(note="0 turns it off")
+    z_loss_coef: float = zero_or_more(note="0 turns it off")
+    update_router_bias: float = zero_or_more(note="0 turns it off")
 
 
 @dataclass
 class SchedulerConfig:
-    power: float | None = MISSING
-    num_cycles: int | None = MISSING
-    decay_ratio: float | None = MISSING
+    power: float | None = positive()
+    num_cycles: int | None = at_least(1)
+    decay_ratio: float | None = share()
     decay_type: DecayType | None = MISSING
 
 
@@ -228,7 +230,7 @@ class SchedulerConfig:
 class OptimizerConfig:
     name: OptimizerName = MISSING
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    eps: float = positive(default=1e-8)
     state_dtype: StateDtype = StateDtype.fp32
     custom: Any = None
 
@@ -312,67 +314,67 @@ class RunConfig:
     sequence_parallel: bool = MISSING
     context_parallel_size: int = MISSING
     context_parallel_mode: ContextParallelMode = MISSING
-    zero_stage: int = MISSING
-    sharding_parallel_size: int | None = MISSING
+    zero_stage: int = one_of(1, 2, 3, note="1 partitions the optimizer's state, 2 the gradients too, 3 the weights too")
+    sharding_parallel_size: int | None = at_least(1, note="null: all replicas")
     partition_method: Any = MISSING
     schedule: str = MISSING  # a name in SCHEDULES of training/pipeline/schedules.py, which checks it
-    virtual_stages_per_rank: int = MISSING
-    schedule_memory_limit: int | None = MISSING
+    virtual_stages_per_rank: int = at_least(2, note="with one chunk of layers per rank it is schedule=1f1b")
+    schedule_memory_limit: int | None = at_least(1, note="null derives it from num_stages")
     micro_batch_size: int | None = MISSING
     gradient_accumulation_steps: int | None = MISSING
     global_batch_size: int | None = MISSING
-    max_seq_length: int = MISSING
-    num_workers: int = MISSING
+    max_seq_length: int = at_least(1)
+    num_workers: int = zero_or_more()
     seed: int = MISSING
 
     loss: Any = MISSING
-    label_smoothing: float = MISSING
-    neftune_noise_alpha: float = MISSING
-    learning_rate: float = MISSING
+    label_smoothing: float = below(1, note="at 1 no target would be left")
+    neftune_noise_alpha: float = zero_or_more()
+    learning_rate: float = zero_or_more()
     lr_scheduler_type: SchedulerType = MISSING
     lr_scheduler_kwargs: SchedulerConfig = field(default_factory=SchedulerConfig)
-    min_lr_ratio: float = MISSING
-    warmup_ratio: float | None = MISSING
-    warmup_steps: int | None = MISSING
-    weight_decay: float = MISSING
+    min_lr_ratio: float = share()
+    warmup_ratio: float | None = share()
+    warmup_steps: int | None = zero_or_more()
+    weight_decay: float = zero_or_more()
     parameter_groups: list[ParameterGroup] = MISSING
-    max_grad_norm: float = MISSING
+    max_grad_norm: float = zero_or_more()
     on_nonfinite: OnNonfinite = MISSING
-    num_train_epochs: float = MISSING
-    max_steps: int | None = MISSING
-    stop_after_steps: int | None = MISSING
+    num_train_epochs: float = positive()
+    max_steps: int | None = at_least(1)
+    stop_after_steps: int | None = at_least(1)
     skip_data_intervals: list[list[int]] = MISSING
 
     callbacks: list[Any] = MISSING
-    logging_steps: int = MISSING
-    profile_step: int | None = MISSING
-    profile_trace: int | None = MISSING
-    eval_steps: int | None = MISSING
-    eval_epochs: float | None = MISSING
+    logging_steps: int = at_least(1)
+    profile_step: int | None = at_least(1, note="null turns it off")
+    profile_trace: int | None = at_least(1, note="null turns it off")
+    eval_steps: int | None = at_least(1, note="null turns it off")
+    eval_epochs: float | None = positive()
     eval_on_start: bool = MISSING
     eval_token_accuracy: bool = MISSING
-    save_steps: int | None = MISSING
-    save_epochs: float | None = MISSING
-    save_minutes: float | None = MISSING
+    save_steps: int | None = at_least(1, note="null turns it off")
+    save_epochs: float | None = positive()
+    save_minutes: float | None = positive()
     save_weights_only: bool = MISSING
     save_final: bool = MISSING
     export_steps: list[int] = field(default_factory=list)
     async_save: bool = MISSING
-    keep_last: int | None = MISSING
-    keep_best: int | None = MISSING
+    keep_last: int | None = at_least(1)
+    keep_best: int | None = at_least(1)
     metric_for_best_model: str = MISSING
     greater_is_better: bool | None = MISSING
     load_best_model_at_end: bool = MISSING
-    early_stopping_patience: int | None = MISSING
-    early_stopping_threshold: float = MISSING
-    grace_seconds: float = MISSING
-    stuck_minutes: float | None = MISSING
+    early_stopping_patience: int | None = at_least(1)
+    early_stopping_threshold: float = zero_or_more()
+    grace_seconds: float = positive()
+    stuck_minutes: float | None = positive()
 
     precision: Precision = MISSING
     gradient_reduce_dtype: ReduceDtype = MISSING
     offload_optimizer: Offload = MISSING
     offload_parameters: Offload = MISSING
-    activation_checkpoint_interval: int = MISSING
+    activation_checkpoint_interval: int = zero_or_more()
     activation_checkpoint_mode: CheckpointMode = MISSING
     activation_offload: bool = MISSING
     compile: bool = MISSING
@@ -386,6 +388,21 @@ class RunConfig:
     def sequence_parallel_size(self) -> int:
         """Ranks that have a part of every sequence between the blocks of a layer."""
         return self.tensor_parallel_size if self.sequence_parallel else 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each replica holds a part of the gradients, which are then reduced in every backward pass."""
+        return self.zero_stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each replica holds a part of the weights."""
+        return self.zero_stage == 3
+
+    @property
+    def shards_gradients_only(self) -> bool:
+        """Whether gradients are sharded and weights whole: by `training/engine/zero2.py`, not by DeepSpeed."""
+        return self.shards_gradients and not self.shards_weights
 
 
 def register_schema() -> None:

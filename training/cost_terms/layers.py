@@ -37,7 +37,7 @@ def count_on_the_way(stage: Stage) -> int:
 
 def count_new_gradient(stage: Stage, num_elements: int) -> int:
     of_weight = stage.run.weight_bytes
-    return (of_weight + (4 if of_weight < 4 and stage.run.config.zero_stage != 2 else 0)) * num_elements
+    return (of_weight + (4 if of_weight < 4 and not stage.run.config.shards_gradients_only else 0)) * num_elements
 
 
 LAYERS = CostTerm(stage_memory=compute_gradients_in_pass, chunk_cost=compute_passes)

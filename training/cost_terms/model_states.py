@@ -28,10 +28,10 @@ ALLREDUCE_BUCKET = (
 def compute_model_states(stage: Stage) -> Memory:
     config = stage.run.config
     held = Memory(optimizer=4 * _part(stage) + _moments(stage))
-    if config.zero_stage == 3:
+    if config.shards_weights:
         return held + _allocate_stage_3(stage)
     weights = Memory(weights=stage.run.weight_bytes * stage.num_parameters)
-    if config.zero_stage == 2:
+    if config.shards_gradients:
         return weights + held + _allocate_stage_2(stage)
     if config.offload_optimizer is Offload.cpu:
         return weights + _allocate_on_host(stage)

@@ -17,7 +17,7 @@ def compute_reduction(stage: Stage) -> StepCost:
     """
     run = stage.run
     copied = count_reduce_bytes(run) * stage.num_trainable
-    if run.config.zero_stage > 1:
+    if run.config.shards_gradients:
         copied *= run.layout.gradient_accumulation_steps
     seconds = copied / (run.hardware.memory_bandwidth * GB)
     if run.config.offload_parameters is Offload.cpu:
@@ -32,9 +32,9 @@ def _count_sent(stage: Stage) -> Sent:
     gradients, weights = run.reduce_bytes * stage.num_trainable, run.weight_bytes * stage.num_trainable
     summed, num_micro_batches = 2 * gradients, run.layout.gradient_accumulation_steps
     within = DATA if num_shards == num_replicas else SHARDS
-    if run.config.zero_stage == 1:
+    if not run.config.shards_gradients:
         return Sent({DATA: _cross(num_replicas, summed)}) + Sent({within: _cross(num_shards, weights)})
-    if run.config.zero_stage == 3:
+    if run.config.shards_weights:
         weights = 2 * num_micro_batches * run.weight_bytes * stage.num_parameters
     between = _cross(num_replicas // num_shards, summed / num_shards)  # groups, once a step
     return Sent({within: _cross(num_shards, num_micro_batches * gradients + weights), SAME_SHARD: between})
@@ -62,7 +62,8 @@ def count_reduce_bytes(run: PlannedRun) -> int:
     in_bucket = run.config.precision is Precision.fp16 or run.config.offload_optimizer is not Offload.none
     if run.layout.num_weight_replicas == 1 and not in_bucket:
         return 0
-    if run.config.zero_stage == 2:  # of a micro-batch: read, written to its bucket, sent, and received where it goes
+    if run.config.shards_gradients_only:
+        # for each micro-batch: read, written to its bucket, sent, and received where it goes
         return run.weight_bytes + 4 * run.reduce_bytes
     held, sent = run.gradient_bytes, run.reduce_bytes
     cast = 0 if held == sent else 2 * (held + sent)

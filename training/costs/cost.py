@@ -24,8 +24,9 @@ from models.layers.layer import Layer
 from models.layers.recurrent import find_mixers
 from models.layers.sharding_styles import count_sums
 from models.parallel.sequence import ColumnParallelConv1D, ColumnParallelLinear
-from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
+from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from models.sharding.tensor_parallel import list_shard_specs, shard_module
+from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes, WithoutData, count_saved_bytes
 from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.pipeline.weight_gradients import DeferredGradients, list_split, split_projections
@@ -91,30 +92,28 @@ class LayerCost:
 def count_layers(
     layers: Sequence[Layer],
     config: PretrainedConfig,
+    batch: MicroBatchShape,
     *,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: torch.dtype,
     adapter: Adapter | None = None,
     freeze: Sequence[str] = (),
-    tensor_parallel_size: int = 1,
+    parallel: TensorParallel = NO_TP,
     parts: ContextParallel = NO_CP,
-    sequence_parallel: bool = False,
     splits_backward: bool = False,
 ) -> list[LayerCost]:
-    """The cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of what is
-    trained are counted once. layers: as `shard_layers` makes them for `tensor_parallel_size`. adapter, freeze: as in
-    training. seq_length: of whole sequences, of which each of the ranks that `parts` says has a part.
-    sequence_parallel: whether hidden states between blocks are of a part of that.
-    splits_backward: whether the schedule puts off gradients of weights."""
+    """Return the cost of each layer. Layers of one class, one set of shapes, one kind of attention and one choice of
+    what is trained are counted once and share the result.
+
+    layers: as `shard_layers` makes them for `parallel.size`. batch: of whole sequences, of which each of the ranks in
+    `parts` has a part. adapter, freeze: as in training. parallel: of the first rank. splits_backward: whether the
+    schedule puts off gradients of weights.
+    """
     known: dict[Any, LayerCost] = {}
     costs = []
-    parallel = TensorParallel(size=tensor_parallel_size, splits_sequence=sequence_parallel)
     for index, layer in enumerate(layers):
         module = layer.build_on_meta()
         shard_module(module, layer.styles, parallel)
         choose_trained(module, index, layer, adapter, freeze, parallel)
-        module.to(dtype)  # the adapter too, as the engine does
+        module.to(batch.dtype)  # the adapter too, as the engine does
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         kind = (layer.module_class, layer.tied_key, layer.owns_weights, _window(module, config), shapes)
         if kind not in known:
@@ -123,12 +122,9 @@ def count_layers(
                     layer,
                     module,
                     config,
-                    micro_batch_size,
-                    seq_length // parts.size,
-                    dtype,
-                    tensor_parallel_size,
+                    batch.split(parts.size),
+                    parallel,
                     parts,
-                    tensor_parallel_size if sequence_parallel else 1,
                     is_first=index == 0,
                     splits_backward=splits_backward,
                 )
@@ -139,25 +135,22 @@ def count_layers(
 
 @dataclass(frozen=True)
 class _BuiltLayer:
-    """A layer on the meta device, and the micro-batch that it is counted for. seq_length: the rank's part of it.
-    tensor_parallel_size: of the group that shares the layer; parts: how ranks share its sequences. hidden_parts: into
-    which a rank's part is cut once more between blocks."""
+    """A layer on the meta device, and what it is counted for: this rank's part of a micro-batch, the group that shares
+    the layer, and the group that shares its sequences."""
 
     layer: Layer
     module: nn.Module
     config: PretrainedConfig
-    micro_batch_size: int
-    seq_length: int
-    dtype: torch.dtype
-    tensor_parallel_size: int
+    batch: MicroBatchShape
+    parallel: TensorParallel
     parts: ContextParallel
-    hidden_parts: int
     is_first: bool
     splits_backward: bool
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_length
+    def hidden_parts(self) -> int:
+        """The number of parts that the rank's sequences are cut into once more between the layer's blocks."""
+        return self.parallel.size if self.parallel.splits_sequence else 1
 
 
 def _count_layer(built: _BuiltLayer) -> LayerCost:
@@ -168,7 +161,7 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
     multiplied = list(_multiplied(layer, module))
     width, wholes = _attention_width(module, config), _count_shards(module)
     forward_sums, backward_sums = count_sums(layer)
-    keys = mean_keys(built.seq_length * built.parts.size, _window(module, config))
+    keys = mean_keys(built.batch.seq_length * built.parts.size, _window(module, config))
     saved, is_estimated = _count_saved(built)
     if (shared := _count_shared(built, width, keys)) is not None:
         saved += shared.saved_beside
@@ -178,15 +171,15 @@ def _count_layer(built: _BuiltLayer) -> LayerCost:
         num_trainable=sum(p.numel() for p in trained.values()),
         num_active=round(sum(count * wholes.get(name, 1) for name, count in active.items())),
         largest_trainable=max((p.numel() for p in trained.values()), default=0),
-        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.tensor_parallel_size,
+        forward_flops=2 * sum(active[name] for name in multiplied) + 2 * keys * width / built.parallel.size,
         frozen_flops=2 * sum(active[name] for name in multiplied if name not in trained),
         attention_width=width,
         saved_bytes=saved.saved,
         kept_bytes=saved.kept,
-        widest_bytes=built.tokens * built.dtype.itemsize * _count_widest(built),
+        widest_bytes=built.batch.tokens * built.batch.dtype.itemsize * _count_widest(built),
         shared_attention=shared,
         remade_bytes=saved.remade,
-        output_bytes=built.tokens // built.hidden_parts * config.hidden_size * built.dtype.itemsize,
+        output_bytes=built.batch.tokens // built.hidden_parts * config.hidden_size * built.batch.dtype.itemsize,
         tied_key=layer.tied_key,
         is_estimated=is_estimated,
         total_parameters=round(sum(p.numel() * wholes.get(name, 1) for name, p in parameters.items())),
@@ -245,12 +238,10 @@ def _count_shared(built: _BuiltLayer, width: int, keys: float) -> SharedAttentio
     return count_shared_attention(
         built.config,
         built.parts,
-        batch_size=built.micro_batch_size,
-        seq_length=built.seq_length,
-        dtype=built.dtype,
-        tensor_parallel_size=built.tensor_parallel_size,
+        built.batch,
+        tensor_parallel_size=built.parallel.size,
         head_sizes=_head_sizes(built.config),
-        flops=2 * keys * width / built.tensor_parallel_size,
+        flops=2 * keys * width / built.parallel.size,
         window=_window(built.module, built.config),
     )
 
@@ -275,11 +266,11 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
 def _run(built: _BuiltLayer) -> Any:
     """The layer's outputs for a micro-batch, on the meta device."""
     layer, module = built.layer, built.module
-    shape = (built.micro_batch_size, built.seq_length)
+    shape = (built.batch.rows, built.batch.seq_length)
     position_ids = torch.zeros(*shape, dtype=torch.long, device="meta")
-    length = built.seq_length // built.hidden_parts
+    length = built.batch.seq_length // built.hidden_parts
     hidden_states = torch.empty(
-        shape[0], length, built.config.hidden_size, dtype=built.dtype, device="meta", requires_grad=True
+        shape[0], length, built.config.hidden_size, dtype=built.batch.dtype, device="meta", requires_grad=True
     )  # [B, T, D]
     inputs = (position_ids if built.is_first else hidden_states, position_ids, position_ids.to(torch.int32))
     return layer.forward_fn(module, inputs) if layer.forward_fn else module(inputs)
@@ -299,7 +290,7 @@ def _count_deferred(built: _BuiltLayer) -> int:
         with deferred.defer() as products:
             hidden_states.backward(torch.empty_like(hidden_states))
     except (RuntimeError, NotImplementedError):
-        return built.tokens * built.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
+        return built.batch.tokens * built.batch.dtype.itemsize * sum(sum(part.weight.shape) for part in parts)
     kept = {tensor.untyped_storage()._cdata: tensor for product in products for tensor in (product.x, product.dy)}
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -328,6 +319,6 @@ def _estimate_saved(built: _BuiltLayer) -> SavedBytes:
     names = set(_multiplied(built.layer, built.module))
     shapes = {name: parameter.shape[-2:] for name, parameter in built.module.named_parameters() if name in names}
     chosen = {name: count_experts(config)[0] if active_share(name, config) < 1 else 1 for name in shapes}
-    of_matrices = sum(sum(shape) * built.dtype.itemsize * chosen[name] for name, shape in shapes.items())
-    both = built.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
+    of_matrices = sum(sum(shape) * built.batch.dtype.itemsize * chosen[name] for name, shape in shapes.items())
+    both = built.batch.tokens * round(of_matrices + 4 * 4 * config.hidden_size)
     return SavedBytes(both, kept=both, remade=both)

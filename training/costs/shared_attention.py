@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from models.architecture.lookup import has_ring_attention
 from models.parallel.blocks import MOST_SCORES
 from models.parallel.shard import ContextParallel
+from training.costs.micro_batch import MicroBatchShape
 from training.costs.saved_activations import SavedBytes
 
 
@@ -44,19 +45,21 @@ class SharedAttention:
 def count_shared_attention(
     config: PretrainedConfig,
     parts: ContextParallel,
+    batch: MicroBatchShape,
     *,
-    batch_size: int,
-    seq_length: int,
-    dtype: torch.dtype,
     tensor_parallel_size: int,
     head_sizes: tuple[int, int],
     flops: float,
     window: int | None,
 ) -> SharedAttention:
-    """seq_length: L. head_sizes: of queries and keys, and of values. flops: of a token. window: of tokens."""
+    """Return what one layer's attention sends and holds on a rank.
+
+    batch: this rank's part, of L tokens a row. head_sizes: of queries and keys, and of values. flops: of a token.
+    window: in tokens.
+    """
     heads = config.num_attention_heads // tensor_parallel_size
     groups = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
-    tokens, both_sizes = batch_size * seq_length, sum(head_sizes)
+    tokens, both_sizes, dtype = batch.tokens, sum(head_sizes), batch.dtype
     outputs = tokens * heads * head_sizes[1] * dtype.itemsize
     exchanged = block = gradient = workspace = pieces = 0
     if heads % parts.size == 0:  # fewer heads of keys and values than ranks are repeated
@@ -67,7 +70,7 @@ def count_shared_attention(
         gradient = tokens * groups * both_sizes * max(4, dtype.itemsize)
     if parts.is_ring:
         query_gradient = tokens * heads * head_sizes[0] * 4
-        pieces = _count_pieces(batch_size * heads, seq_length // 2, dtype)
+        pieces = _count_pieces(batch.rows * heads, batch.seq_length // 2, dtype)
         workspace = 2 * block + 3 * gradient + query_gradient
     kept = outputs + tokens * heads * 4  # what `selective` keeps of a fused kernel
     return SharedAttention(
@@ -77,7 +80,7 @@ def count_shared_attention(
         block_gradient_bytes=gradient,
         flops=flops,
         scores=tokens * flops / (2 * both_sizes),
-        has_window=window is not None and window < seq_length * parts.size,
+        has_window=window is not None and window < batch.seq_length * parts.size,
         workspace_bytes=workspace,
         pieces_bytes=pieces,
         # outputs by heads are kept once more, as the exchange has put them together

@@ -41,7 +41,7 @@ def build_deepspeed_config(
         # ZeRO-1 even in fp32: with ZeRO-0 each stage clips by its own norm (seen in 0.19.8)
         "zero_optimization": {
             # stage 2 of the pipeline engine is the project's own (training/engine/sharded_sums.py)
-            "stage": 1 if config.zero_stage == 2 else config.zero_stage,
+            "stage": 1 if config.shards_gradients_only else config.zero_stage,
             "reduce_bucket_size": REDUCE_BUCKET,
             "offload_optimizer": {"device": config.offload_optimizer.value, "pin_memory": has_accelerator},
         },
@@ -60,13 +60,13 @@ def build_deepspeed_config(
     elif config.offload_optimizer is Offload.none:
         del built["zero_optimization"]["offload_optimizer"]
         if (
-            config.precision is Precision.fp32 or config.zero_stage == 2
+            config.precision is Precision.fp32 or config.shards_gradients_only
         ):  # else they are copied into a bucket first, and out of it into one more buffer
             built["zero_optimization"]["contiguous_gradients"] = False
     if config.precision is Precision.bf16:
         # for fp32 gradients DeepSpeed would build an optimizer that holds all of them on each rank
-        built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.zero_stage == 2 else "fp32"}
-    if trains and config.zero_stage == 3:
+        built["data_types"] = {"grad_accum_dtype": "bf16" if trains and config.shards_gradients_only else "fp32"}
+    if trains and config.shards_weights:
         built["zero_optimization"] |= STAGE_3
         if config.offload_parameters is Offload.cpu:
             built["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": has_accelerator}

@@ -49,7 +49,7 @@ def start_pipeline(module: StageModule, config: RunConfig, layout: Layout, train
     free_gradients_by_bucket(wrapped.optimizer)
     reduce_dtype = DTYPES[Precision(choose_reduce_dtype(config, layout))]
     sums = None
-    if trains and config.zero_stage == 2:
+    if trains and config.shards_gradients_only:
         sums = shard_sums(wrapped, reduce_dtype, groups)
     elif layout.num_weight_replicas == 1:
         skip_averaging(wrapped)

@@ -13,6 +13,6 @@ from training.pipeline.module import StageModule
 def start_engine(module: StageModule, config: RunConfig, layout: Layout, trains: bool = True) -> Engine:
     """Build the engine for this rank's stage. trains: False for an engine without an optimizer, which only evaluates;
     it shards nothing."""
-    if trains and config.zero_stage == 3:
+    if trains and config.shards_weights:
         return start_zero3(module, config, layout)
     return start_pipeline(module, config, layout, trains)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from models.losses.options import NLLReduction
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+from training.objectives.preference import PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,6 @@ class CPOFormula:
 
 class CPO(PreferenceObjective):
     name = "cpo"
-
-    def check(self, config: RunConfig) -> None:
-        check_more_than_zero("cpo.beta", config.cpo.beta)
-        check_coefficient("cpo.alpha", config.cpo.alpha)
 
     def build_formula(self, config: RunConfig) -> PairFormula:
         cpo = config.cpo

@@ -28,14 +28,13 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from errors import UserError
 from models.losses.cross_entropy import find_targets, get_softcap, sequence_log_probabilities
 from models.losses.logit_chunks import shard_vocabulary
 from models.losses.options import DPOLossType
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from models.parallel.shard import NO_TP, TensorParallel
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+from training.objectives.preference import PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,6 @@ class RowScore:
 class DPO(PreferenceObjective):
     name = "dpo"
     needs_reference = True
-
-    def check(self, config: RunConfig) -> None:
-        dpo = config.dpo
-        check_more_than_zero("dpo.beta", dpo.beta)
-        if not 0 <= dpo.label_smoothing < 0.5:
-            raise UserError(
-                f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5; "
-                "at 0.5 no preference is left"
-            )
-        check_coefficient("dpo.sft_coef", dpo.sft_coef)
 
     def describe(self, config: RunConfig) -> dict[str, str]:
         """Return its keys, without `sft_coef` where it is off: checkpoints from before that key existed continue."""

@@ -23,7 +23,6 @@ from models.losses.logit_chunks import shard_vocabulary
 from models.parallel.shard import NO_CP, NO_TP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import FirstPass, Metrics, Objective
-from training.objectives.preference import check_more_than_zero
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -119,10 +118,6 @@ class KTO(Objective):
     needs_reference = True
     needs_first_pass = True
     remakes_logits = True
-
-    def check(self, config: RunConfig) -> None:
-        for key in ("beta", "desirable_weight", "undesirable_weight"):
-            check_more_than_zero(f"kto.{key}", getattr(config.kto, key))
 
     def describe(self, config: RunConfig) -> dict[str, str]:
         return self.describe_keys(config)

@@ -79,9 +79,6 @@ class Objective:
     needs_first_pass = False
     scores_rows = False
 
-    def check(self, config: RunConfig) -> None:
-        """Raise UserError for keys of its own that are out of range."""
-
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer that it cannot be trained with."""
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective, check_more_than_zero
+from training.objectives.preference import PreferenceObjective
 
 # A mean log-probability closer to 0 is a rounding error in fp32: its odds would be infinite, and their gradient NaN.
 NEAREST_TO_CERTAIN = -torch.finfo(torch.float32).eps
@@ -51,9 +51,6 @@ def compute_log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
 
 class ORPO(PreferenceObjective):
     name = "orpo"
-
-    def check(self, config: RunConfig) -> None:
-        check_more_than_zero("orpo.beta", config.orpo.beta)
 
     def build_formula(self, config: RunConfig) -> PairFormula:
         return WithNLL(OddsRatioFormula(config.orpo.beta), coefficient=1.0)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from transformers import PretrainedConfig
 
 from data.options import MeanOver
-from errors import UserError
 from models.losses.cross_entropy import Loss
 from models.losses.pairs import REWARDS, PairFormula, PairLoss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
@@ -49,15 +46,3 @@ class PreferenceObjective(Objective):
     def build_metrics(self, loss: Loss, device: torch.device) -> Metrics:
         assert isinstance(loss, PairLoss)
         return ReportedMeans(loss, device)
-
-
-def check_more_than_zero(key: str, value: float) -> None:
-    """Raise UserError for a value that is not positive and finite."""
-    if not 0 < value < math.inf:
-        raise UserError(f"{key}={value}: more than 0")
-
-
-def check_coefficient(key: str, value: float) -> None:
-    """Raise UserError for a value that is negative or not finite."""
-    if not 0 <= value < math.inf:
-        raise UserError(f"{key}={value}: 0 or more; 0 turns it off")

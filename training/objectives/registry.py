@@ -52,7 +52,6 @@ def check_objective(config: RunConfig) -> None:
             "give label_smoothing=0"
         )
     _check_other_keys(config, objective)
-    objective.check(config)
     check_metric_name(config)
 
 

@@ -20,7 +20,6 @@ from models.losses.cross_entropy import Loss
 from models.parallel.shard import NO_CP, ContextParallel, TensorParallel
 from training.config.schema import RunConfig
 from training.objectives.objective import Metrics, Objective
-from training.objectives.preference import check_coefficient
 from training.objectives.reported_means import ReportedMeans
 
 
@@ -76,9 +75,6 @@ class Reward(Objective):
     rows_per_sample = 2
     mean_over = MeanOver.samples
     scores_rows = True
-
-    def check(self, config: RunConfig) -> None:
-        check_coefficient("reward.centering_coef", config.reward.centering_coef)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer whose pad token is missing or also ends answers: `transformers` scores the

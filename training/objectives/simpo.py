@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from models.losses.pairs import PairFormula, Pairs, PairTerms, WithNLL
 from training.config.schema import RunConfig
-from training.objectives.preference import PreferenceObjective, check_coefficient, check_more_than_zero
+from training.objectives.preference import PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,6 @@ class SimPOFormula:
 
 class SimPO(PreferenceObjective):
     name = "simpo"
-
-    def check(self, config: RunConfig) -> None:
-        simpo = config.simpo
-        check_more_than_zero("simpo.beta", simpo.beta)
-        check_coefficient("simpo.gamma", simpo.gamma)
-        check_coefficient("simpo.sft_coef", simpo.sft_coef)
 
     def build_formula(self, config: RunConfig) -> PairFormula:
         simpo = config.simpo

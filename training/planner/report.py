@@ -222,11 +222,11 @@ def _memory_advice(plan: Plan, config: RunConfig) -> list[str]:
         advice.append("activation_checkpoint_interval=1 activation_checkpoint_mode=grouped")
     if plan.layout.micro_batch_size > 1:
         advice.append("a smaller micro_batch_size")
-    if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and config.zero_stage < 3:
+    if plan.layout.num_stages == 1 and plan.layout.dp_size > 1 and not config.shards_weights:
         advice.append("zero_stage=3")
-    if config.zero_stage == 3 and config.offload_parameters is Offload.none:
+    if config.shards_weights and config.offload_parameters is Offload.none:
         advice.append("offload_parameters=cpu")
-    if config.offload_optimizer is Offload.none and config.zero_stage == 1:
+    if config.offload_optimizer is Offload.none and not config.shards_gradients:
         advice.append("offload_optimizer=cpu")
     if plan.layout.num_stages > 1 and plan.layout.dp_size == 1 and config.offload_optimizer is Offload.none:
         advice.append("twice the world_size, so that replicas share the optimizer")

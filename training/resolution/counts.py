@@ -11,10 +11,11 @@ from transformers import PretrainedConfig
 
 from models.adapters.adapter import Adapter
 from models.layers.layer import Layer
-from models.parallel.shard import ContextParallel
+from models.parallel.shard import ContextParallel, TensorParallel
 from training.config.precision import DTYPES
 from training.config.schema import RunConfig
 from training.costs.cost import LayerCost, count_layers
+from training.costs.micro_batch import MicroBatchShape
 from training.distributed.topology import Layout
 from training.objectives.registry import get_objective
 from training.pipeline.partition import weigh_layers
@@ -54,14 +55,11 @@ class LayerCounts:
         return count_layers(
             self._layers,
             self._architecture,
-            micro_batch_size=rows,
-            seq_length=seq_length,
-            dtype=DTYPES[config.precision],
+            MicroBatchShape(rows, seq_length, DTYPES[config.precision]),
             adapter=self._adapter,
             freeze=config.freeze,
-            tensor_parallel_size=config.tensor_parallel_size,
+            parallel=TensorParallel(size=config.tensor_parallel_size, splits_sequence=config.sequence_parallel),
             parts=self._parts,
-            sequence_parallel=config.sequence_parallel,
             splits_backward=splits_backward,
         )
 

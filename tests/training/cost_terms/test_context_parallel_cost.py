@@ -22,6 +22,7 @@ from training.cost_terms.context_parallel import (
 from training.cost_terms.cost_term import PlannedRun, Stage
 from training.costs.cost import LayerCost
 from training.costs.hardware import GB, Machine
+from training.costs.micro_batch import MicroBatchShape
 from training.costs.shared_attention import SharedAttention, count_shared_attention
 from training.distributed.topology import Layout, Topology
 
@@ -42,7 +43,7 @@ def describe_config() -> RunConfig:
 def count(heads: int, is_ring: bool, flops: float = 1e8, window: int | None = None) -> SharedAttention:
     config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
     return count_shared_attention(
-        config, ContextParallel(size=SIZE, is_ring=is_ring), batch_size=1, seq_length=LENGTH, dtype=torch.bfloat16,
+        config, ContextParallel(size=SIZE, is_ring=is_ring), MicroBatchShape(1, LENGTH, torch.bfloat16),
         tensor_parallel_size=1, head_sizes=(8, 8), flops=flops, window=window,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from models.adapters.targets import build_lora_config
 from models.architecture.lookup import build_layers
 from models.layers.layer import Layer
 from training.costs.cost import LayerCost, count_layers, mean_keys
+from training.costs.micro_batch import MicroBatchShape
 
 B, T, D, I, V, HEADS, KV_HEADS, HEAD = 2, 48, 64, 96, 200, 4, 2, 16
 DECODER_MATRICES = D * HEAD * (HEADS + 2 * KV_HEADS) + HEADS * HEAD * D + 3 * D * I
@@ -28,7 +29,7 @@ def build_config(tied: bool = False, attention: str = "sdpa") -> PretrainedConfi
 
 
 def count(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> list[LayerCost]:
-    return count_layers(build_layers(config), config, micro_batch_size=B, seq_length=T, dtype=dtype)
+    return count_layers(build_layers(config), config, MicroBatchShape(B, T, dtype))
 
 
 def build_real(layer: Layer, dtype: torch.dtype) -> torch.nn.Module:
@@ -124,7 +125,7 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
     config = build_config()
     config.num_experts_per_tok, config.n_routed_experts = 2, 8
     layer = Layer("x.", Experts, (config,))
-    (cost,) = count_layers([layer], config, micro_batch_size=B, seq_length=T, dtype=torch.float32)
+    (cost,) = count_layers([layer], config, MicroBatchShape(B, T, torch.float32))
     assert cost.num_parameters == 9 * D * D and cost.num_active == 3 * D * D
     assert cost.forward_flops == 2 * 3 * D * D
     assert cost.is_estimated and cost.saved_bytes > 0
@@ -136,7 +137,7 @@ def test_adapters_of_experts_count_once_and_their_products_by_those_that_a_token
     layers = build_layers(config)
     lora = build_lora_config(layers, [], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4)
     with_adapter, without = (
-        count_layers(layers, config, micro_batch_size=B, seq_length=T, dtype=torch.float32, adapter=adapter)
+        count_layers(layers, config, MicroBatchShape(B, T, torch.float32), adapter=adapter)
         for adapter in (Adapter(lora), None)
     )
     hidden, inner = config.hidden_size, config.moe_intermediate_size

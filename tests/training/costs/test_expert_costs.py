@@ -14,6 +14,7 @@ from models.architecture.lookup import build_layers
 from models.experts.grouped import GROUPED
 from models.layers.layer import Layer
 from training.costs.cost import LayerCost, count_layers, mean_keys
+from training.costs.micro_batch import MicroBatchShape
 from training.pipeline.partition import compute_work, split_layers, weigh_layers
 
 B, T = 2, 24
@@ -39,7 +40,7 @@ def find_sparse(config: PretrainedConfig, layers: list[Layer]) -> int:
 
 def count(config: PretrainedConfig, dtype: torch.dtype) -> LayerCost:
     layers = build_layers(config)
-    costs = count_layers(layers, config, micro_batch_size=B, seq_length=T, dtype=dtype)
+    costs = count_layers(layers, config, MicroBatchShape(B, T, dtype))
     return costs[find_sparse(config, layers)]
 
 

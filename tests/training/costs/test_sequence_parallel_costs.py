@@ -10,9 +10,11 @@ from transformers import LlamaConfig
 
 from errors import UserError
 from models.architecture.lookup import build_layers
+from models.parallel.shard import TensorParallel
 from models.sharding.sequence_obstacles import check_sequence_parts
 from models.sharding.tensor_parallel import shard_layers
 from training.costs.cost import LayerCost, count_layers
+from training.costs.micro_batch import MicroBatchShape
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=16,
@@ -22,8 +24,8 @@ CONFIG = LlamaConfig(
 
 def count_decoder_layer(size: int, splits: bool) -> LayerCost:
     costs = count_layers(
-        shard_layers(CONFIG, build_layers(CONFIG), size), CONFIG, micro_batch_size=2, seq_length=64,
-        dtype=torch.float32, tensor_parallel_size=size, sequence_parallel=splits,
+        shard_layers(CONFIG, build_layers(CONFIG), size), CONFIG, MicroBatchShape(2, 64, torch.float32),
+        parallel=TensorParallel(size=size, splits_sequence=splits),
     )  # fmt: skip
     return costs[1]
 

@@ -198,7 +198,6 @@ def test_the_tables_of_objectives_and_of_data_agree(objective: Objective) -> Non
         config = build_config(f"data={kind.name}", f"task={objective.name}")
         check_objective(config)
         assert get_objective(config) is objective
-        assert objective.check(config) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,10 +234,6 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> 
             "simpo.gamma=1.0: task=orpo does not read it; give task=simpo, or omit the key",
         ),
         (("dpo.loss_type=ipo",), "dpo.loss_type=ipo: task=sft does not read it; give task=dpo, or omit the key"),
-        (("task=orpo", "data=preference", "orpo.beta=0"), "orpo.beta=0.0: more than 0"),
-        (("task=simpo", "data=preference", "simpo.gamma=-1"), "simpo.gamma=-1.0: 0 or more; 0 turns it off"),
-        (("task=cpo", "data=preference", "cpo.alpha=-1"), "cpo.alpha=-1.0: 0 or more; 0 turns it off"),
-        (("data=preference", "dpo.sft_coef=inf"), "dpo.sft_coef=inf: 0 or more; 0 turns it off"),
     ],
 )
 def test_what_does_not_go_with_preferences(usual: RunConfig, overrides: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,83 @@
+"""Ranges of numbers: a field of the schema states its own, and `check_ranges` checks those of all fields.
+
+A range is in the metadata of the field. OmegaConf ignores it, so it shows in no composed config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from errors import UserError
+
+_RANGE = "range"  # the key in a field's metadata
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field may have. words: follow "key=value: " in the message. NaN is in no range."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+def at_least(lowest: int, *, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a finite number that is not below `lowest`. note: added to the message, after a semicolon."""
+    return _declare(lambda value: lowest <= value < math.inf, f"at least {lowest}", note, default)
+
+
+def positive(*, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a finite number above 0."""
+    return _declare(lambda value: 0 < value < math.inf, "more than 0", note, default)
+
+
+def zero_or_more(*, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a finite number that is not negative."""
+    return _declare(lambda value: 0 <= value < math.inf, "0 or more", note, default)
+
+
+def share(*, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a number from 0 to 1, both included."""
+    return _declare(lambda value: 0 <= value <= 1, "a share between 0 and 1", note, default)
+
+
+def below(limit: float, *, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of a number that is not negative, and less than `limit`."""
+    return _declare(lambda value: 0 <= value < limit, f"from 0 to below {limit:g}", note, default)
+
+
+def one_of(*values: int, note: str = "", default: Any = MISSING) -> Any:
+    """Return a field of one of these numbers."""
+    return _declare(lambda value: value in values, f"one of {', '.join(map(str, values))}", note, default)
+
+
+def _declare(holds: Callable[[float], bool], words: str, note: str, default: Any) -> Any:
+    allowed = Range(holds, f"{words}; {note}" if note else words)
+    return dataclasses.field(default=default, metadata={_RANGE: allowed})
+
+
+def list_ranges(config: Any) -> dict[str, Range]:
+    """Return the ranges of the fields of a dataclass instance and of the instances in it, by dotted key."""
+    return {key: allowed for key, _, allowed in _walk(config)}
+
+
+def check_ranges(config: Any) -> None:
+    """Raise UserError for a number in a dataclass instance that is out of its range. None is in every range."""
+    for key, value, allowed in _walk(config):
+        if value is not None and not allowed.holds(value):
+            raise UserError(f"{key}={value}: {allowed.words}")
+
+
+def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:
+    """Yield (dotted key, value, range) of each field that has a range."""
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if _RANGE in each.metadata:
+            yield f"{prefix}{each.name}", value, each.metadata[_RANGE]
+        elif dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{prefix}{each.name}.")
