@@ -1,4 +1,5 @@
-"""What to write to get each refusal of the table of pairs: a start of the message -> overrides, in its order."""
+"""Overrides that are refused: for each pair of the table, in its order, by a start of the message; and for what spans
+keys otherwise."""
 
 from __future__ import annotations
 
@@ -196,3 +197,24 @@ EXAMPLES = {
         "eval_file=a.jsonl",
     ),
 }
+# For each other refusal of training/config/ but those of ranges, which the fields state
+OTHERS = (
+    ("train_file=null",),
+    ("eval_file={}",),
+    ("eval_file={weight: c.jsonl}",),
+    ("train_file=[{path: a, weight: 1}, b]",),
+    ("train_file=[{path: a, weight: 0}]",),
+    ("train_file=[{path: a, wieght: 1}]",),
+    ("train_file=[{path: a, weight: -1}]",),
+    ("train_file=[{weight: 1}]",),
+    ("eval_file=[{path: a, weight: 1}]",),
+    ("plan=maybe",),
+    ("export_steps=[0]",),
+    ("skip_data_intervals=[[3,1]]",),
+    ("skip_data_intervals=[[1,3]]", "profile_step=2"),
+    ("optimizer.betas=[0.9]",),
+    ("optimizer.betas=[0.9,0.999]", "optimizer.state_dtype=bf16"),
+    ("optimizer=lion", "optimizer.eps=1e-3"),
+    ("+model.no_such_field=1",),
+    ("+model.hidden_size=64",),
+)

@@ -12,7 +12,7 @@ from errors import UserError
 from training.config.incompatible import Run, check_together
 from training.config.ranges import check_ranges
 from training.config.schema import OptimizerConfig, OptimizerName, RunConfig, StateDtype
-from training.config.sources import list_evaluations, read_files
+from training.config.sources import list_evaluations, parse_files, read_files
 
 # Releases before 0.19.4 have shipped wrong pipeline gradients (issues #7773 and #8152 of deepspeed;
 # tests/training/parity/test_parity.py guards the newer ones). Those before 0.19.8 have no `_train_schedule` to override
@@ -55,13 +55,15 @@ def check_config(config: RunConfig, has_accelerator: bool) -> None:
 
 
 def _check_files(config: RunConfig) -> None:
-    """Raise UserError for a value of `train_file` or `eval_file` that names no files."""
+    """Raise UserError for a value of `train_file` or `eval_file` that names no files, or is not a mixture."""
     for key in ("train_file", *list_evaluations(config.eval_file).values()):
         files = read_files(config, key)
         is_function = isinstance(files, dict) and "_target_" in files
         may_be_missing = key == "train_file" and config.evaluate_only
         if (not files and not may_be_missing) or (files and not is_function and not isinstance(files, (str, list))):
             raise UserError(f"{key}={files}: give a path, a glob, a list of these, or hf:NAME")
+        if files:
+            parse_files(files, key, config.data.mixture_by)
     if config.eval_file == {}:
         raise UserError("eval_file={}: name at least one file, or give null")
 

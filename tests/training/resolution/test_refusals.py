@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.configs import build_config, set_keys
-from support.refusals import EXAMPLES
+from support.refusals import EXAMPLES, OTHERS
 from support.tiny import save_llama, save_tokenizer
 
 from errors import UserError
 from training import setup
 from training.config.incompatible import INCOMPATIBLE, Pair, Scope
+from training.config.ranges import list_ranges
 from training.config.schema import RunConfig
 from training.distributed.ranks import Ranks
 from training.planner.run import resolve_planned
@@ -20,6 +24,9 @@ from training.resolution.resolve import resolve_layout
 from training.resolution.target import Target
 from training.setup import check_run
 
+ROOT = Path(__file__).resolve().parents[3]
+# Of a config that is not composed, and of an installed package
+BEFORE_BOTH = {"to_typed", "check_deepspeed_version"}
 RANKS = Ranks(rank=0, world_size=24, local_rank=0, local_size=8)
 
 
@@ -109,7 +116,6 @@ def test_who_refuses_a_pair(
         ("context_parallel_size=2", "max_seq_length=33"),
         ("moe.aux_loss_coef=1",),
         ("rope_parameters.rope_type=yarn",),
-        ("+model.hidden_size=64",),
         ("partition_method=nonsense",),
         ("partition_method='type:nowhere'",),
         ("metric_for_best_model=eval_bliss", "eval_file=a.jsonl"),
@@ -122,3 +128,44 @@ def test_what_the_model_and_the_keys_cannot_do_is_refused_by_both(
     config = build_run(folder, *overrides)
     refused = find_refusal(config)
     assert refused is not None and find_planned_refusal(config) == refused
+
+
+def list_out_of_range(config: RunConfig) -> Iterator[RunConfig]:
+    """The config with one number out of the range that its field states, for each field that states one."""
+    for key, allowed in list_ranges(config).items():
+        wrong = next(number for number in (-1, 0, 1, 2, 7) if not allowed.holds(number))
+        yield set_keys(config, f"{key}={wrong}")
+
+
+def find_raising_line(config: RunConfig) -> tuple[str, int]:
+    """The file and the line of training/config/ that refuse a run."""
+    with pytest.raises(UserError) as caught:
+        check_run(config, RANKS)
+    frames = [frame for frame in traceback.extract_tb(caught.tb) if "training/config/" in frame.filename]
+    return Path(frames[-1].filename).name, frames[-1].lineno or 0
+
+
+def list_refusals() -> dict[tuple[str, int], range]:
+    """The `raise UserError` of training/config/, by file and line, each with the lines that it spans."""
+    found = {}
+    for file in (ROOT / "training" / "config").glob("*.py"):
+        functions = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
+        for node in (node for each in functions if each.name not in BEFORE_BOTH for node in ast.walk(each)):
+            if isinstance(node, ast.Raise) and "UserError" in ast.unparse(node):
+                found[file.name, node.lineno] = range(node.lineno, (node.end_lineno or 0) + 1)
+    return found
+
+
+def test_every_refusal_of_the_config_is_walked(folder: Path, on_gpus: None) -> None:
+    """The range of each field, and an example of each `raise`: by the run and its plan in the same words."""
+    base = build_run(folder)
+    ranges = list(list_out_of_range(base))
+    examples = [build_run(folder, *overrides) for overrides in (*OTHERS, ("fused_kernels=auto", "compile=true"))]
+    refusals = [(find_refusal(config), find_planned_refusal(config)) for config in (*ranges, *examples)]
+    assert len(ranges) > 40 and None not in {refused for refused, _ in refusals}
+    assert [refused for refused, _ in refusals] == [planned for _, planned in refusals]
+    walked = {find_raising_line(config) for config in (ranges[0], *examples)}
+    missed = [
+        refusal for refusal, lines in list_refusals().items() if not any((refusal[0], line) in walked for line in lines)
+    ]
+    assert not missed
